@@ -1,0 +1,55 @@
+"""Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch.
+
+    import penstock as ps
+
+    s = ps.build("1f1b", num_ranks=4, num_microbatches=12)
+    ps.check(s)
+    print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
+
+`ps.Pipeline` runs a schedule and is the only name here that imports torch, when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.cost import CostError, Costs, Links
+from penstock.formats import load, save
+from penstock.library import SCHEDULES, build
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
+from penstock.simulate import Blocking, Decoupled, Timeline, simulate
+
+if TYPE_CHECKING:
+    from penstock.runtime import Pipeline, StepResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCHEDULES",
+    "Blocking",
+    "CostError",
+    "Costs",
+    "Decoupled",
+    "Links",
+    "Op",
+    "Pipeline",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "StepResult",
+    "Timeline",
+    "build",
+    "check",
+    "load",
+    "parse",
+    "save",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Pipeline", "StepResult"):
+        import penstock.runtime
+
+        return getattr(penstock.runtime, name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,6 @@
+"""Durations, memory and links: assumed, preset or measured."""
+
+from penstock.cost.costs import FREED_BY_INPUT, CostError, Costs
+from penstock.cost.links import Links
+
+__all__ = ["FREED_BY_INPUT", "CostError", "Costs", "Links"]

@@ -1,0 +1,49 @@
+"""Links: how late a message between two ranks arrives.
+
+A delay here is pure latency: any number of messages may be under way at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.cost.costs import CostError
+
+
+@dataclass(frozen=True)
+class Links:
+    """Delays in milliseconds.
+
+    `Links({(0, 1): 20.0})` makes both directions between ranks 0 and 1 late by 20; to tell them apart
+    give both, (0, 1) and (1, 0). All other links have the `default`.
+
+    Raises:
+        CostError: a negative or non-finite delay, or a link from a rank to itself.
+    """
+
+    delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    default: float = 0.0
+
+    def __post_init__(self) -> None:
+        for (a, b), delay in {**self.delays, (-1, -2): self.default}.items():
+            if a == b:
+                raise CostError(f"link {a}:{b} joins a rank to itself; name two ranks")
+            if not math.isfinite(delay) or delay < 0:
+                name = "the default delay" if a == -1 else f"the delay of link {a}:{b}"
+                raise CostError(f"{name} is {delay}: give milliseconds of at least 0")
+        object.__setattr__(self, "delays", dict(self.delays))
+
+    def delay(self, source: int, target: int) -> float:
+        """Milliseconds from the end of an op on `source` to its message's arrival on `target`."""
+        there = self.delays.get((source, target))
+        if there is not None:
+            return float(there)
+        return float(self.delays.get((target, source), self.default))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises CostError for a link that names a rank which is not there."""
+        for a, b in self.delays:
+            if not (0 <= a < num_ranks and 0 <= b < num_ranks):
+                raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")

@@ -1,0 +1,6 @@
+"""The decision core: rules, priorities, memory caps; events in, decisions out."""
+
+from penstock.dispatch.dispatcher import Dispatch, Dispatcher
+from penstock.dispatch.graph import Graph, lower
+
+__all__ = ["Dispatch", "Dispatcher", "Graph", "lower"]

@@ -1,0 +1,94 @@
+"""One rank's decisions, as the runtime asks for them: the core's functions around the arrays they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from penstock.dispatch import core
+from penstock.dispatch.graph import Graph
+
+
+class Dispatch(StrEnum):
+    """How a rank picks its next op."""
+
+    FROZEN = "frozen"
+    DYNAMIC = "dynamic"
+
+
+class Dispatcher:
+    """Decides for one rank. Feed it what happened (`finish`, `arrive`), ask it what to run (`next`).
+
+    Args:
+        memory_change: per op, what it adds to the activations held (F) or takes away.
+        cap: most activations the rank may hold when dynamic.
+
+    The log lists events and decisions in order, as (what, op number), so a run can be replayed.
+    """
+
+    def __init__(
+        self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
+    ) -> None:
+        self.graph, self.rank, self.dispatch = graph, rank, dispatch
+        self.log: list[tuple[str, int]] = []
+        self._missing = list(graph.num_needed)
+        self._done = [0] * graph.num_ops
+        self._next_frozen = list(graph.first[:-1])
+        self._head = list(graph.queue_first[:-1])
+        self._memory_change = memory_change
+        self._held = [0.0] * graph.num_ranks
+        self._cap = [cap] * graph.num_ranks
+        self._warmup_left = [0] * graph.num_ranks
+        self._left = graph.first[rank + 1] - graph.first[rank]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank has started all its ops."""
+        return self._left == 0
+
+    @property
+    def held(self) -> float:
+        """Activations the rank holds now."""
+        return self._held[self.rank]
+
+    def next(self) -> int | None:
+        """The op to run now, or None to wait. The op counts as started."""
+        graph, rank = self.graph, self.rank
+        if self.dispatch is Dispatch.FROZEN:
+            op = core.choose_frozen(rank, graph.first, self._next_frozen, self._missing)
+        else:
+            op = core.choose_dynamic(
+                rank, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head, graph.priority,
+                self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
+                self._warmup_left,
+            )  # fmt: skip
+        if op == core.NOTHING:
+            return None
+        core.start(
+            rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
+            self._memory_change, self._held, self._warmup_left,
+        )  # fmt: skip
+        self._left -= 1
+        self.log.append(("run", op))
+        return op
+
+    def finish(self, op: int) -> None:
+        """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
+        core.finish(self.rank, op, self._memory_change, self._held)
+        self.log.append(("finish", op))
+        for successor in self.successors(op):
+            if self.graph.rank[successor] == self.rank:
+                self._missing[successor] -= 1
+
+    def arrive(self, op: int) -> None:
+        """A message that `op` needs has arrived from another rank."""
+        self._missing[op] -= 1
+        self.log.append(("arrive", op))
+
+    def successors(self, op: int) -> list[int]:
+        return self.graph.edge_to[self.graph.edge_first[op] : self.graph.edge_first[op + 1]]
+
+    def awaited(self) -> list[int]:
+        """Ops not started, in frozen order: the first is what a frozen rank waits for."""
+        last = self.graph.first[self.rank + 1]
+        return [o for o in range(self._next_frozen[self.rank], last) if not self._done[o]]

@@ -1,0 +1,122 @@
+"""A schedule lowered to plain arrays, the form the decision core works on.
+
+Ops are numbered rank by rank in the order of the schedule, so rank r owns ops `first[r]` to
+`first[r + 1] - 1` and the number of an op is also its place in the frozen order.
+
+    schedule   rank 0 | F0 F1 B0 B1        rank 1 | F0 B0 F1 B1
+    op               0  1  2  3                     4  5  6  7
+    edges      0->4, 1->6, 5->2, 7->3 (messages), 0->2, 1->3, 4->5, 6->7 (on the rank)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.schedule import Op, Schedule
+from penstock.schedule.dependencies import predecessors
+import itertools
+
+PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2}
+"""What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The arrays. All are plain lists of ints, made once for a schedule and never changed.
+
+    Attributes:
+        ops: op number -> Op.
+        rank: op -> its rank.
+        first: rank -> its first op; one entry more than ranks.
+        num_needed: op -> how many edges lead to it.
+        edge_first, edge_to: the edges from op o are `edge_to[edge_first[o]:edge_first[o + 1]]`.
+        queue_first, queue_rank_first: queue q (one stage, one priority class of one rank) holds
+            `queue_ops[queue_first[q]:queue_first[q + 1]]` in frozen order; rank r has queues
+            `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
+        queue_of, priority: op -> its queue, op -> its priority class.
+    """
+
+    ops: list[Op]
+    number: dict[Op, int]
+    rank: list[int]
+    first: list[int]
+    num_needed: list[int]
+    edge_first: list[int]
+    edge_to: list[int]
+    queue_rank_first: list[int]
+    queue_first: list[int]
+    queue_ops: list[int]
+    queue_of: list[int]
+    priority: list[int]
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.ops)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.first) - 1
+
+
+def lower(schedule: Schedule) -> Graph:
+    """Lowers a schedule that `check` accepts, or its `forward_only` form."""
+    ops = [op for row in schedule.order for op in row]
+    number = {op: index for index, op in enumerate(ops)}
+    rank = [r for r, row in enumerate(schedule.order) for _ in row]
+    first = [0]
+    for row in schedule.order:
+        first.append(first[-1] + len(row))
+
+    successors: list[list[int]] = [[] for _ in ops]
+    num_needed = [0] * len(ops)
+    edges = [(p, op) for op in ops for p in predecessors(op, schedule.num_stages, number)]
+    for producer, consumer in edges + _accumulation_order(schedule):
+        successors[number[producer]].append(number[consumer])
+        num_needed[number[consumer]] += 1
+    edge_first = [0]
+    for targets in successors:
+        edge_first.append(edge_first[-1] + len(targets))
+
+    queue_rank_first, queue_first, queue_ops = [0], [0], []
+    queue_of = [0] * len(ops)
+    for r in range(schedule.num_ranks):
+        members: dict[tuple[int, int], list[int]] = {}
+        for o in range(first[r], first[r + 1]):
+            members.setdefault((PRIORITY[ops[o].kind], ops[o].stage), []).append(o)
+        for key in sorted(members):
+            for o in members[key]:
+                queue_of[o] = len(queue_first) - 1
+            queue_ops.extend(members[key])
+            queue_first.append(len(queue_ops))
+        queue_rank_first.append(len(queue_first) - 1)
+    return Graph(
+        ops=ops,
+        number=number,
+        rank=rank,
+        first=first,
+        num_needed=num_needed,
+        edge_first=edge_first,
+        edge_to=[t for targets in successors for t in targets],
+        queue_rank_first=queue_rank_first,
+        queue_first=queue_first,
+        queue_ops=queue_ops,
+        queue_of=queue_of,
+        priority=[PRIORITY[op.kind] for op in ops],
+    )
+
+
+def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """Edges that keep weight gradients in frozen order on stages which mix B with I and W.
+
+    B and W then add to the same gradients from different queues, and a sum of floats depends on its order.
+    """
+    edges: list[tuple[Op, Op]] = []
+    for row in schedule.order:
+        by_stage: dict[int, list[Op]] = {}
+        for op in row:
+            if op.kind in "BW":
+                by_stage.setdefault(op.stage, []).append(op)
+        for adding in by_stage.values():
+            if len({op.kind for op in adding}) > 1:
+                edges.extend(pair for pair in itertools.pairwise(adding) if pair[0].kind != pair[1].kind)
+    return edges

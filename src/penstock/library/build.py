@@ -1,0 +1,59 @@
+"""Builds a library schedule by its name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from penstock.library.gpipe import gpipe
+from penstock.library.interleaved import interleaved
+from penstock.library.one_f_one_b import one_f_one_b
+from penstock.library.zb_v import zb_v
+from penstock.library.zero_bubble import zb, zb_h1, zb_h2
+from penstock.schedule import Schedule, ScheduleError, check
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "zb": zb,
+}
+
+
+def build(
+    name: str, num_ranks: int, num_microbatches: int, memory_limit: float | None = None, **options: Any
+) -> Schedule:
+    """Builds the library schedule `name` and checks it.
+
+    Args:
+        memory_limit: most stage activations a rank may hold (freed at B or W). Schedules that can shape
+            themselves to it do; for the others it is a condition.
+        options: what the schedule takes besides, like `num_stages` (interleaved-1f1b) or `warmup` (zb).
+
+    Raises:
+        ScheduleError: unknown name (the nearest are offered) or option, counts that the schedule cannot
+            use, or a memory limit that it does not meet.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SCHEDULES)}"
+        raise ScheduleError(f"no schedule named {name!r}; {hint}", rule="name")
+    for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
+        if count < 1:
+            raise ScheduleError(f"{name} needs at least 1 of {what}, got {count}", rule="options")
+    function = SCHEDULES[name]
+    known = [p for p in inspect.signature(function).parameters if p not in ("num_ranks", "num_microbatches")]
+    options = {key: value for key, value in options.items() if value is not None}
+    if memory_limit is not None and "memory_limit" in known:
+        options["memory_limit"] = memory_limit
+    if unknown := [key for key in options if key not in known]:
+        takes = f"takes {', '.join(known)}" if known else "takes no options"
+        raise ScheduleError(f"{name} has no option {unknown[0]!r}; it {takes}", rule="options")
+    schedule = function(num_ranks, num_microbatches, **options)
+    check(schedule, memory_limit=memory_limit)
+    return schedule

@@ -1,0 +1,45 @@
+"""Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM): several stages a rank, smaller bubbles."""
+
+from __future__ import annotations
+
+from penstock.library.options import whole_multiple
+from penstock.schedule import Op, Schedule, circular
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_stages: int | None = None) -> Schedule:
+    """1F1B over v stages a rank, stage s on rank s mod p, microbatches in groups of p.
+
+    Two ranks, four stages (`2F0` is stage 2):
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2B0 0F3 2B1 2F2 ...
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ...
+
+    Rank i runs 2(p - 1 - i) + (v - 1)p forwards before its first backward.
+    Bubble (p - 1)(f + b)/v in full-stage times; needs N mod p = 0.
+
+    Args:
+        num_stages: over the whole model, v * num_ranks; two a rank by default.
+    """
+    num_stages = 2 * num_ranks if num_stages is None else num_stages
+    whole_multiple("interleaved-1f1b", "stages", num_stages, "ranks", num_ranks)
+    whole_multiple("interleaved-1f1b", "microbatches", num_microbatches, "ranks", num_ranks)
+    chunks = num_stages // num_ranks
+    total = num_microbatches * chunks
+    rows = []
+    for rank in range(num_ranks):
+
+        def op(kind: str, k: int, rank: int = rank) -> Op:
+            group, place = divmod(k, num_ranks * chunks)
+            chunk, within = divmod(place, num_ranks)
+            if kind == "B":
+                chunk = chunks - 1 - chunk
+            return Op(kind, chunk * num_ranks + rank, group * num_ranks + within)
+
+        warmup = min(2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks, total)
+        row = [op("F", k) for k in range(warmup)]
+        for k in range(total):
+            if warmup + k < total:
+                row.append(op("F", warmup + k))
+            row.append(op("B", k))
+        rows.append(row)
+    return Schedule.of("interleaved-1f1b", circular(num_ranks, num_stages), rows, num_microbatches)

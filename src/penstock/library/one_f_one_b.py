@@ -1,0 +1,26 @@
+"""1F1B (PipeDream-Flush, DAPPLE): a backward as early as possible, so that few activations are held."""
+
+from __future__ import annotations
+
+from penstock.schedule import Op, Schedule, one_to_one
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Warm-up of p - 1 - i forwards on rank i, then one forward and one backward in turn, then the rest.
+
+        rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
+        rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
+
+    Bubble (p - 1)(f + b), as GPipe; peak min(p - i, N) activations.
+    """
+    rows = []
+    for rank in range(num_ranks):
+        warmup = min(num_ranks - 1 - rank, num_microbatches)
+        row = [Op("F", rank, m) for m in range(warmup)]
+        for m in range(num_microbatches):
+            if warmup + m < num_microbatches:
+                row.append(Op("F", rank, warmup + m))
+            row.append(Op("B", rank, m))
+        rows.append(row)
+    return Schedule.of("1f1b", one_to_one(num_ranks), rows, num_microbatches)

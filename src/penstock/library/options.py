@@ -1,0 +1,47 @@
+"""What schedules ask of their options, as errors that say what was given, the rule and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.schedule import ScheduleError
+
+
+def whole_multiple(name: str, what: str, count: int, of: str, unit: int) -> None:
+    """Raises ScheduleError unless `count` is a positive multiple of `unit`."""
+    if count < 1 or count % unit:
+        lower = max(unit, count // unit * unit)
+        choices = f"{lower} or {lower + unit}" if lower < count else f"{lower}"
+        raise ScheduleError(
+            f"{name} needs {what} in a multiple of the {unit} {of}, got {count}; use {choices}",
+            rule="options",
+        )
+
+
+def at_least(name: str, what: str, count: int, lowest: int) -> None:
+    """Raises ScheduleError if `count` is below `lowest`."""
+    if count < lowest:
+        raise ScheduleError(f"{name} needs at least {lowest} {what}, got {count}", rule="options")
+
+
+def warmup_counts(name: str, warmup: Sequence[int], num_ranks: int, num_microbatches: int) -> list[int]:
+    """The counts, each at most the number of microbatches.
+
+    Raises ScheduleError unless there is one count a rank, each at least 1 and none above the one before it
+    (PipeMorph, Lemma 1).
+    """
+    counts = list(warmup)
+    if len(counts) != num_ranks:
+        raise ScheduleError(
+            f"{name}: warmup has {len(counts)} counts, one a rank is needed: {num_ranks}", rule="options"
+        )
+    if min(counts) < 1:
+        raise ScheduleError(f"{name}: a warm-up count is at least 1, got {counts}", rule="options")
+    for rank in range(1, num_ranks):
+        if counts[rank] > counts[rank - 1]:
+            raise ScheduleError(
+                f"{name}: warm-up counts never rise from one stage to the next, but rank {rank} has {counts[rank]} "
+                f"after {counts[rank - 1]}",
+                rule="options",
+            )
+    return [min(count, num_microbatches) for count in counts]

@@ -1,0 +1,23 @@
+"""What runs where and in which order: pure data, its text grid, its proof."""
+
+from penstock.schedule.check import check, peak_in_flight
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import Op, parse_op
+from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import parse, to_text
+
+__all__ = [
+    "Op",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "check",
+    "circular",
+    "one_to_one",
+    "parse",
+    "parse_op",
+    "peak_in_flight",
+    "to_text",
+    "v_shape",
+]

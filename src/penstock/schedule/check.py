@@ -1,0 +1,284 @@
+"""The proof that a schedule can run: every op once, in its place, in an order all ranks can complete.
+
+`check` goes from what is local to what is global, so that the first broken rule is also the most telling:
+
+    placement   every rank, stage and microbatch is in range, every op on the rank that hosts its stage
+    coverage    each (stage, microbatch) has one F, and one B or one I with one W
+    order       no op before what it needs on the same rank
+    deadlock    the ranks, run together with bounded channels, all reach their last op
+    memory      no rank holds more activations than the limit
+
+The last but one is decided by running the order without time or tensors. Receiving and sending are
+blocking and deterministic, so the ranks reach the same end whatever their speed: one run is a proof.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Op
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import cell_texts
+
+CHANNEL_DEPTH = 1
+"""Messages a channel holds in the proof: the strictest that still lets a producer run ahead."""
+
+_SHOWN_EACH_SIDE = 6
+
+
+def check(schedule: Schedule, *, channel_depth: int = CHANNEL_DEPTH, memory_limit: float | None = None) -> None:
+    """Proves that `schedule` can run, or raises ScheduleError that shows why not.
+
+    Args:
+        channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
+            gradients) holds before its sender must wait. A message leaves when its receiver uses it.
+        memory_limit: most stage activations a rank may hold, counted from F to B or W; by default the
+            schedule's own limit.
+    """
+    _check_ranges(schedule)
+    _check_coverage(schedule)
+    _check_local_order(schedule)
+    run = run_untimed(schedule, channel_depth)
+    if run.blocked:
+        raise _deadlock_error(schedule, run, channel_depth)
+    limit = schedule.memory_limit if memory_limit is None else memory_limit
+    if limit is not None:
+        _check_memory(schedule, limit)
+
+
+def _name(op: Op) -> str:
+    return f"{op.short()} of stage {op.stage}"
+
+
+def _spot(schedule: Schedule, rank: int, step: int) -> str:
+    """The row around one op, with an arrow under it."""
+    cells = cell_texts(schedule, rank)
+    first, last = max(0, step - _SHOWN_EACH_SIDE), min(len(cells), step + _SHOWN_EACH_SIDE + 1)
+    before = "... " if first else ""
+    lead = f"  rank {rank} | {before}" + "".join(c + " " for c in cells[first:step])
+    cell = cells[step] if step < len(cells) else "(end)"
+    row = lead + " ".join([cell, *cells[step + 1 : last]]) + (" ..." if last < len(cells) else "")
+    return f"{row}\n{' ' * len(lead)}{'^' * len(cell)}"
+
+
+def _error(
+    schedule: Schedule, rule: str, rank: int, step: int, op: Op, message: str, peer: str | None = None
+) -> ScheduleError:
+    text = f"rank {rank}, step {step}, {_name(op)}: {message} (rule: {rule})\n{_spot(schedule, rank, step)}"
+    return ScheduleError(text, rule=rule, rank=rank, step=step, op=op, peer=peer)
+
+
+def _check_ranges(schedule: Schedule) -> None:
+    placement = schedule.placement
+    for k, hosts in enumerate(placement.pipelines):
+        if max(hosts) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"pipeline {k} places a stage on rank {max(hosts)}, but the schedule has {schedule.num_ranks} ranks",
+                rule="placement",
+            )
+    if bad := [k for k in schedule.microbatch_pipeline if not 0 <= k < placement.num_pipelines]:
+        raise ScheduleError(
+            f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines}",
+            rule="placement",
+        )
+    for rank, row in enumerate(schedule.order):
+        for step, op in enumerate(row):
+            if op.kind not in KINDS:
+                known = ", ".join(KINDS)
+                raise _error(schedule, "kind", rank, step, op, f"kind {op.kind!r} is not one of {known}")
+            if not 0 <= op.stage < schedule.num_stages:
+                rule = f"stages go from 0 to {schedule.num_stages - 1}"
+                raise _error(schedule, "range", rank, step, op, rule)
+            if not 0 <= op.microbatch < schedule.num_microbatches:
+                rule = f"microbatches go from 0 to {schedule.num_microbatches - 1}"
+                raise _error(schedule, "range", rank, step, op, rule)
+            host = schedule.rank_of(op.stage, op.microbatch)
+            if host != rank:
+                rule = f"stage {op.stage} is placed on rank {host}, so the op belongs there"
+                raise _error(schedule, "placement", rank, step, op, rule, peer=f"rank {host}")
+
+
+def _check_coverage(schedule: Schedule) -> None:
+    spot: dict[Op, tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.order):
+        for step, op in enumerate(row):
+            if op in spot:
+                message = f"the op is there twice, first at step {spot[op][1]}; each op runs once"
+                raise _error(schedule, "coverage", rank, step, op, message, peer=f"step {spot[op][1]}")
+            spot[op] = rank, step
+    for stage in range(schedule.num_stages):
+        for m in range(schedule.num_microbatches):
+            f, b, i, w = (Op(kind, stage, m) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
+            for half in (i, w):
+                if b in spot and half in spot:
+                    message = f"the full backward is there too, at step {spot[b][1]}; use either B or I with W"
+                    raise _error(schedule, "coverage", *spot[half], half, message, peer=_name(b))
+            if f not in spot:
+                raise _missing(schedule, f, spot.get(b) or spot.get(i) or spot.get(w))
+            if b in spot:
+                continue
+            if i not in spot and w not in spot:
+                raise _missing(schedule, b, spot[f], "neither B nor I and W")
+            if i not in spot or w not in spot:
+                raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
+
+
+def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
+    rank = schedule.rank_of(op.stage, op.microbatch)
+    message = (
+        f"rank {rank}: {_name(op)} is missing"
+        if what is None
+        else (f"rank {rank}: stage {op.stage} has {what} for microbatch {op.microbatch}")
+    )
+    text = f"{message}; each stage runs F and its backward once for every microbatch (rule: coverage)"
+    step = None
+    if near is not None:
+        step = near[1]
+        text += "\n" + _spot(schedule, *near)
+    return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=_name(op))
+
+
+def _check_local_order(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.order):
+        place = {op: step for step, op in enumerate(row)}
+        for step, op in enumerate(row):
+            for needed in predecessors(op, schedule.num_stages, place):
+                if place.get(needed, -1) > step:
+                    message = f"it needs {_name(needed)}, which comes later, at step {place[needed]}"
+                    raise _error(schedule, "order", rank, step, op, message, peer=_name(needed))
+
+
+@dataclass(frozen=True)
+class UntimedRun:
+    """Where a run without time ended: `steps[rank]` ops done, and what each unfinished rank waits for.
+
+    `blocked[rank]` is (op, peer rank, full): the op the rank waits for, or, where `full`, the op whose
+    message found its channel to the peer full.
+    """
+
+    steps: tuple[int, ...]
+    blocked: dict[int, tuple[Op, int, bool]]
+
+
+def run_untimed(schedule: Schedule, channel_depth: int) -> UntimedRun:
+    """Runs the frozen order with channels of bounded depth until no rank can go on."""
+    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    needs = {op: predecessors(op, schedule.num_stages, rank_of_op) for op in rank_of_op}
+    receivers: dict[Op, list[Op]] = {}
+    for op, needed in needs.items():
+        for producer in needed:
+            if carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+                receivers.setdefault(producer, []).append(op)
+    steps = [0] * schedule.num_ranks
+    unsent: list[deque[Op]] = [deque() for _ in schedule.order]
+    held: dict[tuple[int, int, bool], int] = {}
+    arrived: set[tuple[Op, Op]] = set()
+    done: set[Op] = set()
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+
+    def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
+        return rank_of_op[producer], rank_of_op[consumer], producer.kind == FORWARD
+
+    def advance(rank: int) -> set[int]:
+        """Runs one rank as far as it goes; returns the ranks this may have woken."""
+        woken: set[int] = set()
+        row = schedule.order[rank]
+        while True:
+            while unsent[rank]:
+                consumer = unsent[rank][0]
+                producer = row[steps[rank] - 1]
+                key = channel(producer, consumer)
+                if held.get(key, 0) >= channel_depth:
+                    blocked[rank] = producer, key[1], True
+                    return woken
+                held[key] = held.get(key, 0) + 1
+                arrived.add((producer, consumer))
+                unsent[rank].popleft()
+                woken.add(key[1])
+            if steps[rank] == len(row):
+                blocked.pop(rank, None)
+                return woken
+            op = row[steps[rank]]
+            for producer in needs[op]:
+                remote = rank_of_op.get(producer, rank) != rank
+                if producer not in done if not remote else (producer, op) not in arrived:
+                    blocked[rank] = producer, rank_of_op.get(producer, rank), False
+                    return woken
+            for producer in needs[op]:
+                if (producer, op) in arrived:
+                    key = channel(producer, op)
+                    held[key] -= 1
+                    woken.add(key[0])
+            done.add(op)
+            steps[rank] += 1
+            unsent[rank].extend(receivers.get(op, ()))
+
+    pending = deque(range(schedule.num_ranks))
+    while pending:
+        for rank in sorted(advance(pending.popleft())):
+            if rank not in pending:
+                pending.append(rank)
+    return UntimedRun(tuple(steps), blocked)
+
+
+def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int) -> ScheduleError:
+    """Follows who waits for whom from the first blocked rank to the cycle, and tells the cycle."""
+    path, rank = [], min(run.blocked)
+    while rank in run.blocked and rank not in path:
+        path.append(rank)
+        rank = run.blocked[rank][1]
+    cycle = path[path.index(rank) :] if rank in path else path
+    lines = []
+    for waiting in cycle:
+        op, peer, full = run.blocked[waiting]
+        step = run.steps[waiting] - (1 if full else 0)
+        if full:
+            lines.append(
+                f"rank {waiting} at step {step} cannot send {_name(op)}: "
+                f"its channel to rank {peer} holds {channel_depth}"
+            )
+        else:
+            lines.append(
+                f"rank {waiting} at step {step} waits for {_name(op)} from rank {peer}, "
+                f"which runs it at step {_step_of(schedule.order[peer], op)}"
+            )
+    first = cycle[0]
+    op, peer, full = run.blocked[first]
+    step = run.steps[first] - (1 if full else 0)
+    own = schedule.order[first][step]
+    text = f"rank {first}, step {step}, {_name(own)}: the ranks wait for one another (rule: deadlock)\n"
+    text += "\n".join(f"  {line}" for line in lines)
+    for waiting in cycle:
+        step_there = run.steps[waiting] - (1 if run.blocked[waiting][2] else 0)
+        text += "\n" + _spot(schedule, waiting, step_there)
+    return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{_name(op)} on rank {peer}")
+
+
+def _step_of(row: Sequence[Op], op: Op) -> int | str:
+    return row.index(op) if op in row else "(nowhere)"
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Most stage activations each rank holds at once when they live from F to B or W."""
+    peaks = []
+    for row in schedule.order:
+        held = peak = 0
+        for op in row:
+            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _check_memory(schedule: Schedule, limit: float) -> None:
+    for rank, row in enumerate(schedule.order):
+        held = 0
+        for step, op in enumerate(row):
+            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
+            if held > limit:
+                message = f"the rank would hold {held} stage activations, the limit is {limit:g}"
+                raise _error(schedule, "memory", rank, step, op, message)

@@ -1,0 +1,28 @@
+"""The one exception for a schedule that must not run: it says where, which rule, and what is missing."""
+
+from __future__ import annotations
+
+from penstock.schedule.op import Op
+
+
+class ScheduleError(ValueError):
+    """A schedule is invalid, or cannot be built or read.
+
+    Attributes (None where they do not apply):
+        rule: short name of the broken rule, like "order" or "deadlock".
+        rank, step, op: the spot; `step` is the index in the rank's order.
+        peer: the missing or mismatched other side, an op or a rank, in words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rule: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        op: Op | None = None,
+        peer: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rule, self.rank, self.step, self.op, self.peer = rule, rank, step, op, peer

@@ -1,0 +1,94 @@
+"""The schedule: one immutable value that says what every rank does and in which order.
+
+It holds no module, tensor or process group. `str()` draws it as a text grid that parses back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import Op
+from penstock.schedule.placement import Placement
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does and in which order.
+
+    Attributes:
+        name: letters, digits and `._+-`.
+        placement: which rank hosts which stage.
+        order: `order[rank]` is that rank's ops, first to last.
+        microbatch_pipeline: the pipeline of each microbatch; its length is the number of microbatches.
+        memory_limit: most stage activations a rank may hold (freed at B or W), or None for no limit.
+
+    A value of this type need not be valid: `check` proves that.
+    """
+
+    name: str
+    placement: Placement
+    order: tuple[tuple[Op, ...], ...]
+    microbatch_pipeline: tuple[int, ...]
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ScheduleError(f"schedule name {self.name!r}: use letters, digits and ._+- only", rule="name")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Placement,
+        order: Iterable[Iterable[Op]],
+        num_microbatches: int,
+        memory_limit: float | None = None,
+    ) -> Schedule:
+        """A schedule with one pipeline."""
+        rows = tuple(tuple(row) for row in order)
+        return cls(name, placement, rows, (0,) * num_microbatches, memory_limit)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.microbatch_pipeline)
+
+    @property
+    def num_ops(self) -> int:
+        return sum(len(row) for row in self.order)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that hosts `stage` for `microbatch`."""
+        return self.placement.pipelines[self.microbatch_pipeline[microbatch]][stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return self.placement.stages_of(rank)
+
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any(op.kind == "I" for row in self.order for op in row)
+
+    def renamed(self, name: str) -> Schedule:
+        return replace(self, name=name)
+
+    def forward_only(self) -> Schedule:
+        """The same placement with the F ops alone, for evaluation. Not valid for training."""
+        rows = tuple(tuple(op for op in row if op.kind == "F") for row in self.order)
+        return replace(self, order=rows)
+
+    def __str__(self) -> str:
+        from penstock.schedule.text import to_text
+
+        return to_text(self)

@@ -1,0 +1,189 @@
+"""The text grid: a schedule one can read, edit and parse back.
+
+    schedule 1f1b: 2 ranks, 2 stages, 3 microbatches
+    pipeline 0: stages on ranks 0 1
+    rank 0 | F0 F1 .  B0 F2 B1 .  B2
+    rank 1 | .  F0 B0 F1 B1 F2 B2
+
+A column is one step of unit time, a dot is a bubble (dots mean nothing to the parser). Ranks that host
+several stages write the stage before the letter: 2F0. Lines that start with # are comments.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from penstock.schedule.dependencies import predecessors
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import Op, parse_op
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+
+_HEAD = re.compile(
+    r"schedule (?P<name>\S+): (?P<ranks>\d+) ranks?, (?P<stages>\d+) stages?, (?P<mbs>\d+) microbatch(?:es)?"
+    r"(?:, memory limit (?P<limit>[0-9.e+]+))?"
+)
+_PIPELINE = re.compile(
+    r"pipeline (?P<index>\d+): stages on ranks (?P<ranks>\d+(?: \d+)*)(?:, microbatches (?P<mbs>\d+(?: \d+)*))?"
+)
+_ROW = re.compile(r"rank (?P<rank>\d+) *\|(?P<cells>.*)")
+
+
+def unit_columns(schedule: Schedule) -> list[list[int]]:
+    """The column of every op when each takes one unit of time and starts as soon as it can.
+
+    Where the order can't be timed (a deadlock, a missing op), the ops left over follow one another.
+    """
+    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    waiting: dict[Op, list[int]] = {}
+    finished: dict[Op, int] = {}
+    columns: list[list[int]] = [[] for _ in schedule.order]
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        rank = ready.pop()
+        row, placed = schedule.order[rank], columns[rank]
+        while len(placed) < len(row):
+            op = row[len(placed)]
+            needed = predecessors(op, schedule.num_stages, rank_of_op)
+            missing = next((p for p in needed if p not in finished), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            start = max([placed[-1] + 1 if placed else 0, *(finished[p] for p in needed)])
+            placed.append(start)
+            finished[op] = start + 1
+            ready.extend(waiting.pop(op, []))
+    for rank, row in enumerate(schedule.order):
+        placed = columns[rank]
+        while len(placed) < len(row):
+            placed.append(placed[-1] + 1 if placed else 0)
+    return columns
+
+
+def cell_texts(schedule: Schedule, rank: int) -> list[str]:
+    """The ops of one row as the grid writes them."""
+    single = len(schedule.stages_of(rank)) == 1
+    return [op.short() if single and op.stage in schedule.stages_of(rank) else str(op) for op in schedule.order[rank]]
+
+
+def rows_text(schedule: Schedule) -> list[str]:
+    """The grid's rows, aligned, without the header lines."""
+    columns = unit_columns(schedule)
+    cells = [cell_texts(schedule, rank) for rank in range(schedule.num_ranks)]
+    width = max((len(c) for row in cells for c in row), default=1)
+    label = len(f"rank {schedule.num_ranks - 1}")
+    lines = []
+    for rank, (texts, places) in enumerate(zip(cells, columns, strict=True)):
+        line = ["."] * (places[-1] + 1 if places else 0)
+        for text, place in zip(texts, places, strict=True):
+            line[place] = text
+        body = " ".join(c.ljust(width) for c in line)
+        lines.append(f"{f'rank {rank}'.ljust(label)} | {body}".rstrip())
+    return lines
+
+
+def _plural(count: int, noun: str, plural: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def to_text(schedule: Schedule) -> str:
+    """The whole text grid; `parse` reads it back to an equal schedule."""
+    head = (
+        f"schedule {schedule.name}: {_plural(schedule.num_ranks, 'rank')}, "
+        f"{_plural(schedule.num_stages, 'stage')}, "
+        f"{_plural(schedule.num_microbatches, 'microbatch', 'microbatches')}"
+    )
+    if schedule.memory_limit is not None:
+        head += f", memory limit {schedule.memory_limit:.12g}"
+    lines = [head]
+    for k, ranks in enumerate(schedule.placement.pipelines):
+        line = f"pipeline {k}: stages on ranks {' '.join(map(str, ranks))}"
+        if schedule.placement.num_pipelines > 1:
+            mine = [m for m, pipeline in enumerate(schedule.microbatch_pipeline) if pipeline == k]
+            line += f", microbatches {' '.join(map(str, mine))}" if mine else ""
+        lines.append(line)
+    return "\n".join(lines + rows_text(schedule))
+
+
+def parse(text: str) -> Schedule:
+    """Reads a text grid.
+
+    Strict about words and cells; bubbles, alignment, comments and blank lines are free.
+    Raises ScheduleError (rule "text") that names the line and column.
+    """
+    head: re.Match[str] | None = None
+    pipelines: dict[int, tuple[int, ...]] = {}
+    mine: dict[int, list[int]] = {}
+    rows: dict[int, tuple[int, str, int]] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        if head is None:
+            head = _HEAD.fullmatch(line)
+            if head is None:
+                _fail(
+                    number,
+                    1,
+                    f"expected 'schedule NAME: R ranks, S stages, N microbatches', got {line[:60]!r}",
+                )
+        elif match := _PIPELINE.fullmatch(line):
+            index = int(match["index"])
+            if index in pipelines:
+                _fail(number, 1, f"pipeline {index} is given twice")
+            pipelines[index] = tuple(map(int, match["ranks"].split()))
+            mine[index] = list(map(int, (match["mbs"] or "").split()))
+        elif match := _ROW.fullmatch(line):
+            rank = int(match["rank"])
+            if rank in rows:
+                _fail(number, 1, f"rank {rank} is given twice")
+            rows[rank] = (number, match["cells"], raw.index("|") + 2)
+        else:
+            _fail(number, 1, f"expected 'pipeline K: ...' or 'rank R | ...', got {line[:60]!r}")
+    if head is None:
+        _fail(1, 1, "the text holds no 'schedule NAME: ...' line")
+    num_ranks, num_stages, num_microbatches = int(head["ranks"]), int(head["stages"]), int(head["mbs"])
+    if sorted(rows) != list(range(num_ranks)):
+        _fail(1, 1, f"the header says {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
+    if not pipelines or sorted(pipelines) != list(range(len(pipelines))):
+        _fail(1, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
+    for k, ranks in pipelines.items():
+        if len(ranks) != num_stages:
+            _fail(1, 1, f"the header says {num_stages} stages, pipeline {k} places {len(ranks)}")
+        if max(ranks) >= num_ranks:
+            _fail(1, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
+    placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))))
+    pipeline_of = [0] * num_microbatches
+    if len(pipelines) > 1:
+        listed = sorted(m for found in mine.values() for m in found)
+        if listed != list(range(num_microbatches)):
+            _fail(
+                1,
+                1,
+                f"each of the {num_microbatches} microbatches must be in one pipeline's list, got {listed}",
+            )
+        for k, found in mine.items():
+            for m in found:
+                pipeline_of[m] = k
+    order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
+    limit = float(head["limit"]) if head["limit"] else None
+    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit)
+
+
+def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: int) -> tuple[Op, ...]:
+    stages = placement.stages_of(rank)
+    default = stages[0] if len(stages) == 1 else None
+    ops = []
+    for cell in re.finditer(r"\S+", cells):
+        if cell[0] == ".":
+            continue
+        try:
+            ops.append(parse_op(cell[0], default))
+        except ValueError as error:
+            _fail(line, offset + cell.start(), str(error))
+    return tuple(ops)
+
+
+def _fail(line: int, column: int, message: str) -> NoReturn:
+    raise ScheduleError(f"line {line}, column {column}: {message}", rule="text")

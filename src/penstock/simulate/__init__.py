@@ -1,0 +1,6 @@
+"""Drives the decision core over a cost model: timeline, bubbles, memory, slow links."""
+
+from penstock.simulate.simulate import Blocking, Decoupled, simulate
+from penstock.simulate.timeline import Message, TimedOp, Timeline
+
+__all__ = ["Blocking", "Decoupled", "Message", "TimedOp", "Timeline", "simulate"]

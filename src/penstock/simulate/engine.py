@@ -1,0 +1,140 @@
+"""The event loop: drives the decision core through time. Plain arrays, so that it also runs compiled.
+
+All that happens at one moment is taken in before any rank decides, so ties never depend on event order.
+Ranks then decide in rank order.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from penstock.dispatch import core
+from penstock.dispatch.core import Array, choose_dynamic, choose_frozen, finish, start
+
+COMPILED_WITH = (core,)
+
+IDLE, BUSY, BLOCKED = 0, 1, 2
+
+
+def run(
+    dynamic: bool,
+    duration: Array,
+    memory_change: Array,
+    delay: Array,
+    depth: int,
+    cap: Array,
+    warmup_left: Array,
+    rank_of: Array,
+    first: Array,
+    missing: Array,
+    edge_first: Array,
+    edge_to: Array,
+    queue_rank_first: Array,
+    queue_first: Array,
+    queue_ops: Array,
+    queue_of: Array,
+    priority: Array,
+    head: Array,
+    next_frozen: Array,
+    done: Array,
+    held: Array,
+    state: Array,
+    in_transit: Array,
+    unsent: Array,
+    start_time: Array,
+    end_time: Array,
+    arrival_time: Array,
+    free_time: Array,
+    peak: Array,
+) -> int:
+    """Runs to the end or until nothing can go on; returns how many ops ended.
+
+    In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), `depth`
+    messages a link may hold under way before its sender blocks (0: no bound).
+    Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
+    go on (later than its end where a full link blocked it); `peak` activations per rank.
+    Working space: `unsent[rank]` is the next edge of a blocked rank; `missing` and the rest are the
+    core's state.
+    """
+    num_ops, num_ranks = len(duration), len(first) - 1
+    ended = 0
+    time = 0.0
+    last_on = [-1] * num_ranks
+    # A heap of (time, code): a code below num_ops is that op's end, any other an edge's arrival.
+    events = [(0.0, 0)]
+    events.pop()
+    while True:
+        for rank in range(num_ranks):
+            if state[rank] != IDLE:
+                continue
+            if dynamic:
+                op = choose_dynamic(
+                    rank, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
+                    next_frozen, memory_change, held, cap, warmup_left,
+                )  # fmt: skip
+            else:
+                op = choose_frozen(rank, first, next_frozen, missing)
+            if op == core.NOTHING:
+                continue
+            start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
+            peak[rank] = max(peak[rank], held[rank])
+            start_time[op] = time
+            end_time[op] = time + duration[op]
+            last_on[rank] = op
+            state[rank] = BUSY
+            heapq.heappush(events, (end_time[op], op))
+        if len(events) == 0:
+            return ended
+        time = events[0][0]
+        while len(events) > 0 and events[0][0] == time:
+            code = heapq.heappop(events)[1]
+            if code < num_ops:
+                rank = rank_of[code]
+                finish(rank, code, memory_change, held)
+                ended += 1
+                unsent[rank] = edge_first[code]
+                state[rank] = BLOCKED
+            else:
+                edge = code - num_ops
+                target = edge_to[edge]
+                missing[target] -= 1
+                arrival_time[edge] = time
+                if depth > 0:
+                    in_transit[edge_link(edge, num_ranks, rank_of, edge_first, edge_to)] -= 1
+        for rank in range(num_ranks):
+            if state[rank] != BLOCKED:
+                continue
+            op = last_on[rank]
+            state[rank] = IDLE
+            for edge in range(unsent[rank], edge_first[op + 1]):
+                target = edge_to[edge]
+                if rank_of[target] == rank:
+                    missing[target] -= 1
+                    arrival_time[edge] = time
+                    continue
+                link = rank * num_ranks + rank_of[target]
+                if depth > 0 and in_transit[link] >= depth:
+                    state[rank] = BLOCKED
+                    unsent[rank] = edge
+                    break
+                in_transit[link] += 1
+                if delay[link] == 0.0:
+                    missing[target] -= 1
+                    arrival_time[edge] = time
+                    in_transit[link] -= 1
+                else:
+                    heapq.heappush(events, (time + delay[link], num_ops + edge))
+            if state[rank] == IDLE:
+                free_time[op] = time
+
+
+def edge_link(edge: int, num_ranks: int, rank_of: Array, edge_first: Array, edge_to: Array) -> int:
+    """The link an edge travels: its source op is found by bisection, since edges are grouped by source."""
+    low, high = 0, len(edge_first) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if edge_first[middle] <= edge:
+            low = middle
+        else:
+            high = middle
+    return rank_of[low] * num_ranks + rank_of[edge_to[edge]]

@@ -1,0 +1,114 @@
+"""A timeline: when every op ran, on which rank, and what it waited for. Simulated and measured runs share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.schedule import Op, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOp:
+    """One op that ran.
+
+    Attributes:
+        rank, op: where and what.
+        start, end: milliseconds from the first op's start.
+        waited_for: the op whose message or result came last before this one, if this one had to wait for it.
+        waited: milliseconds the rank stood idle before this op.
+        blocked: milliseconds after `end` in which the rank could not go on because a link was full.
+    """
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+    waited_for: Op | None = None
+    waited: float = 0.0
+    blocked: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message between ranks: from the end of `source` to its arrival for `target` (ms)."""
+
+    source: Op
+    target: Op
+    source_rank: int
+    target_rank: int
+    sent: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every op ran.
+
+    Attributes:
+        schedule: the schedule that ran.
+        ops: every op, by rank and then by start.
+        messages: what travelled between ranks.
+        peak_activations: most activations each rank held, in the units of the costs (activation units or bytes).
+        source: "simulated" or "measured".
+        dispatch: "frozen" or "dynamic".
+    """
+
+    schedule: Schedule
+    ops: Sequence[TimedOp]
+    messages: Sequence[Message]
+    peak_activations: tuple[float, ...]
+    source: str = "simulated"
+    dispatch: str = "frozen"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @cached_property
+    def makespan(self) -> float:
+        """First op's start to last op's end, over all ranks (ms)."""
+        if not self.ops:
+            return 0.0
+        return max(t.end for t in self.ops) - min(t.start for t in self.ops)
+
+    @cached_property
+    def span(self) -> float:
+        """The largest, over ranks, of last end minus first start (ms): what zero-bubble claims are about."""
+        spans = []
+        for row in self.rows:
+            if row:
+                spans.append(max(t.end for t in row) - min(t.start for t in row))
+        return max(spans, default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Milliseconds each rank spends in ops."""
+        return tuple(sum(t.end - t.start for t in row) for row in self.rows)
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """`1 - sum(busy) / (num_ranks * makespan)`."""
+        if self.makespan == 0:
+            return 0.0
+        return 1 - sum(self.busy) / (self.num_ranks * self.makespan)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """The ops of each rank."""
+        rows: list[list[TimedOp]] = [[] for _ in range(self.num_ranks)]
+        for timed in self.ops:
+            rows[timed.rank].append(timed)
+        return tuple(tuple(row) for row in rows)
+
+    def executed(self) -> Schedule:
+        """The schedule with each rank's ops in the order in which they ran."""
+        rows = tuple(tuple(t.op for t in row) for row in self.rows)
+        return Schedule(
+            self.schedule.name,
+            self.schedule.placement,
+            rows,
+            self.schedule.microbatch_pipeline,
+            self.schedule.memory_limit,
+        )
