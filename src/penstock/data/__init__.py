@@ -1,0 +1,32 @@
+"""Text and tokens: where they come from, how they are kept, and which batch belongs to which step.
+
+Only numpy is needed here; torch comes in with `penstock.data.tensors`.
+"""
+
+from penstock.data.batches import Batch, Batches, validation_batches
+from penstock.data.corpus import Corpus, open_corpus
+from penstock.data.entropy import Entropies, entropies
+from penstock.data.errors import DataError
+from penstock.data.megatron import IndexedTokens, IndexedWriter
+from penstock.data.prepare import Summary, prepare
+from penstock.data.tensors import to_tensors
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "DataError",
+    "Entropies",
+    "IndexedTokens",
+    "IndexedWriter",
+    "Summary",
+    "Tokenizer",
+    "entropies",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare",
+    "to_tensors",
+    "validation_batches",
+]

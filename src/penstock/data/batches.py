@@ -1,0 +1,106 @@
+"""Batches chosen by the step number alone, so that a resumed run needs to remember nothing else.
+
+The tokens are cut into windows; every epoch takes each window once, in an order of its own. A batch may span
+the end of an epoch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.data.dtype import Tokens
+from penstock.data.errors import DataError
+from penstock.data.shuffle import mix, permuted
+
+__all__ = ["Batch", "Batches", "validation_batches"]
+
+
+class Batch(NamedTuple):
+    """`inputs` and `targets`, both int64[B, T]; the targets are the inputs one token on."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+class Batches:
+    """`batches[step]` for any step from 0 on, the same on every machine for the same tokens and seed.
+
+    `vocab_size`, if given, makes a token outside the vocabulary a `DataError` that names its position, rather
+    than an index error deep in the model. `DataError` too if the tokens do not fill one window of
+    `context + 1`.
+    """
+
+    def __init__(
+        self, tokens: Tokens, batch_size: int, context: int, seed: int = 0, vocab_size: int | None = None
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"a batch of {batch_size} samples; it must have at least 1.")
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.context = context
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.num_windows = _num_windows(tokens, context)
+        # Tokens left over by whole windows: each epoch begins somewhere else among them.
+        self._spare = int(tokens.size) - 1 - self.num_windows * context
+
+    def __getitem__(self, step: int) -> Batch:
+        if step < 0:
+            raise IndexError(f"step {step}; steps count from 0")
+        samples = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        starts = np.empty_like(samples)
+        for epoch in range(int(samples[0]) // self.num_windows, int(samples[-1]) // self.num_windows + 1):
+            here = samples // self.num_windows == epoch
+            window = permuted(samples[here] % self.num_windows, self.num_windows, self.seed, epoch)
+            starts[here] = window * self.context + mix(self.seed, epoch, -1) % (self._spare + 1)
+        return _gather(self.tokens, starts, self.context, self.vocab_size)
+
+    def epoch(self, step: int) -> float:
+        """How many times the data has been seen once, before this step."""
+        return step * self.batch_size / self.num_windows
+
+
+def validation_batches(
+    tokens: Tokens, batch_size: int, context: int, num_batches: int, vocab_size: int | None = None
+) -> list[Batch]:
+    """Up to `num_batches` fixed batches of windows spread evenly over `tokens`, each of the full size.
+
+    Fewer where the tokens do not fill that many, at least one: its windows overlap if they must. `DataError`
+    if the tokens do not fill one window.
+    """
+    if batch_size < 1 or num_batches < 1:
+        raise DataError(f"{num_batches} validation batches of {batch_size} samples; both must be at least 1.")
+    num_windows = _num_windows(tokens, context)
+    num_batches = max(1, min(num_batches, num_windows // batch_size))
+    last = int(tokens.size) - 1 - context
+    starts = np.linspace(0, last, num_batches * batch_size).astype(np.int64)
+    return [_gather(tokens, rows, context, vocab_size) for rows in starts.reshape(num_batches, batch_size)]
+
+
+def _num_windows(tokens: Tokens, context: int) -> int:
+    if context < 1:
+        raise DataError(f"a context of {context} tokens; it must have at least 1.")
+    num_windows = (int(tokens.size) - 1) // context
+    if num_windows < 1:
+        raise DataError(
+            f"{tokens.size} tokens of data; a window of context {context} needs {context + 1}. "
+            "Use more data or a smaller context."
+        )
+    return num_windows
+
+
+def _gather(tokens: Tokens, starts: NDArray[np.int64], context: int, vocab_size: int | None) -> Batch:
+    rows = np.empty((len(starts), context + 1), dtype=np.int64)
+    for row, start in zip(rows, starts):
+        row[:] = tokens[start : start + context + 1]
+    limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
+    if rows.min() < 0 or rows.max() >= limit:
+        b, t = np.argwhere((rows < 0) | (rows >= limit))[0]
+        raise DataError(
+            f"token {rows[b, t]} at position {starts[b] + t} of the data, outside the vocabulary of {limit}. "
+            "Give the tokenizer the data was prepared with."
+        )
+    return Batch(inputs=np.ascontiguousarray(rows[:, :-1]), targets=np.ascontiguousarray(rows[:, 1:]))

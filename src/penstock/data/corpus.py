@@ -1,0 +1,149 @@
+"""A source of text as two rows of tokens, one to train on and one to validate on.
+
+Documents are joined with the tokenizer's end-of-document token after each. About one document in twenty,
+chosen by its key, is for validation; where documents are too few for that (a single text file is one) the last
+twentieth of the tokens is. A `.bin`/`.idx` pair stays mapped: its last twentieth of documents is for
+validation, because choosing here and there would mean to copy it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.data.documents import (
+    VALIDATION_ONE_IN,
+    Document,
+    folder_documents,
+    jsonl_documents,
+    stdlib_documents,
+    text_document,
+)
+from penstock.data.dtype import Tokens, token_dtype
+from penstock.data.errors import DataError
+from penstock.data.megatron import IndexedTokens, index_prefix
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = ["Corpus", "open_corpus", "open_documents"]
+
+MIN_DOCUMENTS = 20
+SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and to validate on.
+
+    `digest` is short and changes with the tokens, so that a checkpoint can tell on what it was trained.
+    """
+
+    train: Tokens
+    validation: Tokens
+    vocab_size: int
+    num_documents: int
+    description: str
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.train.size + self.validation.size)
+
+
+def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Opens a corpus: None for the standard library, or a text file, a folder, a .jsonl or a .bin/.idx pair.
+
+    `tokenizer` is bytes by default; for a `.bin/.idx` pair, tokenised already, only its vocabulary counts.
+    Raises `DataError` if there is no text or it cannot be read.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    prefix = index_prefix(source) if source is not None else None
+    if prefix is not None:
+        return _mapped(prefix, tokenizer)
+    train: list[Tokens] = []
+    validation: list[Tokens] = []
+    num_documents = 0
+    for document in open_documents(source):
+        side = validation if document.is_validation else train
+        side.append(tokenizer.encode(document.text))
+        if tokenizer.end_of_document is not None:
+            side.append(np.asarray([tokenizer.end_of_document]))
+        num_documents += 1
+    dtype = token_dtype(tokenizer.vocab_size)
+    if num_documents >= MIN_DOCUMENTS and train and validation:
+        rows = _join(train, dtype), _join(validation, dtype)
+    else:
+        tokens = _join(train + validation, dtype)
+        cut = _cut(tokens.size)
+        rows = tokens[:cut], tokens[cut:]
+    size = sum(row.size for row in rows)
+    return Corpus(
+        *rows,
+        vocab_size=tokenizer.vocab_size,
+        num_documents=num_documents,
+        description=f"{_describe(source)}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
+        digest=_digest(tokenizer.name.encode(), *(np.ascontiguousarray(row) for row in rows)),
+    )
+
+
+def open_documents(source: str | Path | None = None) -> Iterator[Document]:
+    """The documents of any source of text, in their fixed order; `DataError` as for `open_corpus`."""
+    if source is None:
+        return stdlib_documents()
+    path = Path(source)
+    if index_prefix(path) is not None:
+        raise DataError(f"{path}: holds tokens, not text. Name the text it was prepared from.")
+    if path.is_dir():
+        return folder_documents(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file or folder. Give text, a folder, .jsonl or a .bin/.idx pair.")
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        return jsonl_documents(path)
+    return iter([text_document(path)])
+
+
+def _mapped(prefix: Path, tokenizer: Tokenizer) -> Corpus:
+    pair = IndexedTokens(prefix)
+    tokens = pair.tokens
+    cut = pair.start(_cut(len(pair))) if len(pair) >= MIN_DOCUMENTS else 0
+    if cut in (0, tokens.size):
+        cut = _cut(tokens.size)
+    count = f"{len(pair):,} documents, {pair.num_tokens:,} tokens"
+    # Reading all of a large file for a digest would undo the mapping: its index and three samples do.
+    middle = tokens.size // 2
+    samples = [tokens[:SAMPLE], tokens[middle : middle + SAMPLE], tokens[-SAMPLE:]]
+    index = prefix.with_name(prefix.name + ".idx").read_bytes()
+    return Corpus(
+        train=tokens[:cut],
+        validation=tokens[cut:],
+        vocab_size=tokenizer.vocab_size,
+        num_documents=len(pair),
+        description=f"{prefix}.bin: {count} ({pair.dtype.name})",
+        digest=_digest(index, *(np.ascontiguousarray(sample) for sample in samples)),
+    )
+
+
+def _join(rows: list[Tokens], dtype: np.dtype[np.integer]) -> Tokens:
+    # The empty row is for the case of no rows at all.
+    return np.concatenate([np.zeros(0, dtype), *(row.astype(dtype, copy=False) for row in rows)])
+
+
+def _cut(size: int) -> int:
+    """Where the last twentieth of `size` things begins: at least one of them, never all."""
+    return max(min(size - size // VALIDATION_ONE_IN, size - 1), min(size, 1))
+
+
+def _describe(source: str | Path | None) -> str:
+    return "the Python standard library" if source is None else str(source)
+
+
+def _digest(*parts: bytes | Tokens) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part if isinstance(part, bytes) else part.tobytes()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Text to token numbers and back: plain bytes by default, or any `tokenizers` JSON file.
+
+Bytes need no download, no training and no dependency, and they can spell every text, so they are what
+`penstock train` uses unless told otherwise. The `tokenizers` package is imported only when a file is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.data.dtype import Tokens, token_dtype
+from penstock.data.errors import DataError
+
+__all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "[SEP]")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of `data` needs of a tokenizer; `end_of_document` is None where it has no such token."""
+
+    name: str
+    vocab_size: int
+    end_of_document: int | None
+
+    def encode(self, text: bytes | str) -> Tokens: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """256 tokens, one a byte. The zero byte, which no text contains, ends a document."""
+
+    name = "bytes"
+    vocab_size = 256
+    end_of_document: int | None = 0
+
+    def encode(self, text: bytes | str) -> Tokens:
+        """The bytes of `text` (UTF-8 for a str) as uint8[T]."""
+        data = text.encode("utf-8") if isinstance(text, str) else bytes(text)
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text the bytes spell; a letter cut in two, as at the end of a sample, becomes U+FFFD."""
+        return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer read from a `tokenizers` JSON file; make one with `load_tokenizer`."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner = inner
+        self.name = name
+        numbers: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        # Numbers may have holes, so the size is the highest number plus one and not the count of tokens.
+        self.vocab_size = max(numbers.values(), default=-1) + 1
+        self.end_of_document: int | None = next(
+            (numbers[word] for word in END_OF_DOCUMENT if word in numbers), None
+        )
+
+    def encode(self, text: bytes | str) -> Tokens:
+        """Tokens[T] of `text`, without the special tokens a tokenizer may add around it."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+def load_tokenizer(path: str | Path) -> FileTokenizer:
+    """Reads a Hugging Face `tokenizers` JSON file; `DataError` if it or the package is missing or broken."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such tokenizer file. Give the tokenizer.json of a tokenizer.")
+    try:
+        from tokenizers import Tokenizer as Reader
+    except ImportError:
+        raise DataError(
+            f"{path}: reading a tokenizer file needs the tokenizers package: pip install penstock[tokenizers]"
+        ) from None
+    try:
+        inner = Reader.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for anything wrong in the file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"{path}: not a tokenizers JSON file ({reason}). Give the tokenizer.json saved by that package."
+        ) from None
+    tokenizer = FileTokenizer(inner, name=path.name)
+    if tokenizer.vocab_size == 0:
+        raise DataError(f"{path}: this tokenizer has no tokens. Train it, then save it again.")
+    return tokenizer

@@ -1,0 +1,128 @@
+"""What each layer costs: estimated from its weights or a shape, or measured; the input to `partition`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.models.chain import call_layer
+from penstock.models.gpt import GPTConfig
+
+__all__ = ["estimate_costs", "gpt_costs", "measure_costs"]
+
+
+def gpt_costs(config: GPTConfig) -> list[float]:
+    """Forward FLOPs a token of each layer of a GPT, from its sizes alone: every rank can cut without building.
+
+    A lookup multiplies nothing and counts its additions; the head counts its vocabulary.
+    """
+    width = config.width
+    block = 2 * 12 * width**2 + 2 * config.context * width  # causal: half of the T by T scores, twice
+    return [2.0 * width, *[float(block)] * config.depth, 2.0 * width * config.vocab_size]
+
+
+def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[float]:
+    """Forward FLOPs of each layer, by `sample` (the input of the first layer) or, without one, a sample's token.
+
+    With a sample the layers run on torch's meta device, which computes shapes and no numbers; matrix products
+    and convolutions count their multiplications, everything else one FLOP for each number it returns. Without
+    one a layer counts two FLOPs for each weight that is not looked up. No layer costs less than 1.
+    """
+    if sample is None:
+        return [_weight_flops(layer) for layer in layers]
+    costs: list[float] = []
+    value = _map_tensors(sample, lambda tensor: tensor.to("meta"))
+    with torch.no_grad():
+        for layer in layers:
+            shadow = copy.deepcopy(layer).to("meta")
+            counter = FlopCounterMode(display=False)
+            with counter:
+                value = call_layer(shadow, value)
+            returned = sum(tensor.numel() for tensor in _tensors(value))
+            costs.append(max(1.0, float(counter.get_total_flops() + returned)))
+    return costs
+
+
+def measure_costs(layers: Sequence[nn.Module], sample: Any, num_repeats: int = 3) -> list[float]:
+    """Median milliseconds of one forward and backward of each layer, fed what the layer before it returned.
+
+    Gradients, buffers and the random state are left as they were.
+    """
+    costs: list[float] = []
+    value = sample
+    state = torch.random.get_rng_state()
+    try:
+        for layer in layers:
+            buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+            # The first pass warms up caches and threads, and is not counted.
+            timed = [_time_layer(layer, value) for _ in range(num_repeats + 1)]
+            costs.append(median(ms for ms, _ in timed[1:]))
+            value = timed[-1][1]
+            with torch.no_grad():
+                for name, buffer in layer.named_buffers():
+                    buffer.copy_(buffers[name])
+    finally:
+        torch.random.set_rng_state(state)
+    return costs
+
+
+def _time_layer(layer: nn.Module, value: Any) -> tuple[float, Any]:
+    value = _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+    leaves = [leaf for leaf in [*_tensors(value), *layer.parameters()] if leaf.requires_grad]
+    device = next((tensor.device for tensor in [*leaves, *_tensors(value)]), torch.device("cpu"))
+    _wait(device)
+    began = time.perf_counter()
+    with torch.enable_grad():
+        # A view, so that a layer that works in place does not write to a leaf.
+        output = call_layer(layer, _map_tensors(value, lambda tensor: tensor.view_as(tensor)))
+    ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    if ends and leaves:
+        ones = [torch.ones_like(end) for end in ends]
+        torch.autograd.grad(ends, leaves, ones, allow_unused=True)
+    _wait(device)
+    return (time.perf_counter() - began) * 1e3, output
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _weight_flops(layer: nn.Module) -> float:
+    looked_up = {
+        id(weight)
+        for module in layer.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for weight in module.parameters(recurse=False)
+    }
+    flops = sum(2 * weight.numel() for weight in layer.parameters() if id(weight) not in looked_up)
+    return max(1.0, float(flops))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _map_tensors(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,50 @@
+"""Text out of a model, token by token, from any function that gives logits: a module, or a whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["sample"]
+
+
+def sample(
+    logits: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    num_tokens: int,
+    context: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Prompt int64[B, T] to int64[B, T + num_tokens]; `logits` maps tokens[B, T] to [B, T, V].
+
+    A temperature of 0 takes the likeliest token. `top_k` keeps only that many candidates. The last `context`
+    tokens are what the model sees. The seed alone decides what is drawn, so all ranks draw the same.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"a prompt of shape {list(prompt.shape)}; it must be [B, T] with at least one token")
+    if temperature < 0:
+        raise ValueError(f"a temperature of {temperature}; it must be at least 0")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k {top_k}; it must keep at least 1 token")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = prompt
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            last = logits(tokens[:, -context:])[:, -1].float().cpu()  # B, V
+            tokens = torch.cat([tokens, _draw(last, temperature, top_k, generator).to(tokens.device)], dim=1)
+    return tokens
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """Logits[B, V] to tokens[B, 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        best, places = logits.topk(top_k, dim=-1)
+        chosen = torch.multinomial((best / temperature).softmax(dim=-1), 1, generator=generator)
+        return places.gather(-1, chosen)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
