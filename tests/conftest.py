@@ -1,0 +1,37 @@
+"""What every tier shares: golden files, which change only when `--update-golden` says so."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is made now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares `text` with tests/golden/<name>, or rewrites it under `--update-golden`."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+            return
+        if not path.exists():
+            pytest.fail(f"no golden file {name}: make it with pytest --update-golden", pytrace=False)
+        old = path.read_bytes().decode()
+        if old == text:
+            return
+        diff = list(difflib.unified_diff(old.splitlines(), text.splitlines(), name, "made now", lineterm="", n=2))
+        shown = "\n".join(line[:200] for line in diff[:60]) or "(only line endings or the last newline differ)"
+        pytest.fail(f"{name} changed; if that is meant, pytest --update-golden\n{shown}", pytrace=False)
+
+    return compare
