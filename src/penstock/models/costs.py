@@ -77,11 +77,12 @@ def _time_layer(layer: nn.Module, value: Any) -> tuple[float, Any]:
     value = _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
     leaves = [leaf for leaf in [*_tensors(value), *layer.parameters()] if leaf.requires_grad]
     device = next((tensor.device for tensor in [*leaves, *_tensors(value)]), torch.device("cpu"))
-    _wait(device)
-    began = time.perf_counter()
     with torch.enable_grad():
-        # A view, so that a layer that works in place does not write to a leaf.
-        output = call_layer(layer, _map_tensors(value, lambda tensor: tensor.view_as(tensor)))
+        # Cloned, so that a layer may work in place, which on a leaf is an error and on a view would reach it.
+        given = _map_tensors(value, lambda tensor: tensor.clone())
+        _wait(device)
+        began = time.perf_counter()
+        output = call_layer(layer, given)
     ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     if ends and leaves:
         ones = [torch.ones_like(end) for end in ends]

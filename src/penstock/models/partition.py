@@ -39,7 +39,9 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     for index, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise PartitionError(f"layer {index} costs {cost}; a cost is a finite number, at least 0")
-    before = list(accumulate(costs, initial=0.0))
+    # A power of two scales without rounding, so that sums and squares of any costs stay finite.
+    scale = -math.frexp(max(costs))[1]
+    before = list(accumulate((math.ldexp(cost, scale) for cost in costs), initial=0.0))
     limit = _smallest_maximum(before, num_stages)
     return _most_even(before, num_stages, limit)
 

@@ -39,8 +39,8 @@ class Stage(nn.Module):
     @property
     def layers_by_name(self) -> dict[str, nn.Module]:
         """The layers in order, by their names in the whole model without the prefix."""
-        holder = getattr(self, self._prefix) if self._prefix else self
-        return dict(holder.named_children())
+        holder: Any = self._modules[self._prefix] if self._prefix else self
+        return dict(holder._modules)
 
     def forward(self, *args: Any) -> Any:
         # Read anew at every call, so that a layer that was replaced (compiled, wrapped) is the one that runs.
