@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import DataError, IndexedTokens, IndexedWriter
@@ -59,6 +59,7 @@ def put(path: Path, at: int, value: bytes) -> None:
     path.write_bytes(bytes(raw))
 
 
+@settings(deadline=None)
 @given(corpus=corpora(), with_modes=st.booleans())
 def test_what_was_written_is_read(corpus: tuple[int, list[list[int]]], with_modes: bool) -> None:
     with written(corpus) as prefix:
@@ -70,6 +71,7 @@ def test_what_was_written_is_read(corpus: tuple[int, list[list[int]]], with_mode
 
 
 @pytest.mark.parametrize(("at", "size"), [(0, 9), (9, 8), (17, 1), (18, 8), (26, 8)])
+@settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_any_other_value_in_a_header_field_is_an_error(
     at: int, size: int, corpus: tuple[int, list[list[int]]], data: st.DataObject
@@ -91,6 +93,7 @@ def test_any_other_value_in_a_header_field_is_an_error(
                 read(prefix)
 
 
+@settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_a_changed_length_or_offset_is_an_error(
     corpus: tuple[int, list[list[int]]], data: st.DataObject
@@ -105,6 +108,7 @@ def test_a_changed_length_or_offset_is_an_error(
             read(prefix)
 
 
+@settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_a_changed_boundary_never_changes_the_tokens(
     corpus: tuple[int, list[list[int]]], data: st.DataObject
@@ -122,6 +126,7 @@ def test_a_changed_boundary_never_changes_the_tokens(
 
 
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
+@settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_a_file_cut_short_or_run_on_is_an_error(
     ending: str, corpus: tuple[int, list[list[int]]], data: st.DataObject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Batches
@@ -13,11 +13,13 @@ from penstock.data.shuffle import permuted
 pytestmark = pytest.mark.property
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 700), key=st.tuples(st.integers(), st.integers()))
 def test_every_number_once(length: int, key: tuple[int, int]) -> None:
     assert sorted(permuted(np.arange(length), length, *key).tolist()) == list(range(length))
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 2**50), seed=st.integers(0, 2**64), data=st.data())
 def test_a_place_is_the_same_asked_alone(length: int, seed: int, data: st.DataObject) -> None:
     places = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=5)))
@@ -41,6 +43,7 @@ def test_a_place_outside_is_refused() -> None:
         permuted(np.array([0]), 0, 0)
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(2, 300),
     context=st.integers(1, 20),

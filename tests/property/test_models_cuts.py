@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.models import partition
@@ -21,6 +21,7 @@ def every_cut(num_layers: int, num_stages: int) -> list[list[range]]:
     return cuts
 
 
+@settings(deadline=None)
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
 def test_least_maximum_then_least_squares_then_fewest_layers_first(
     costs: list[int], data: st.DataObject
