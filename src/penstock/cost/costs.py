@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
@@ -15,7 +17,10 @@ class CostError(ValueError):
 
 
 def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[float, ...]:
-    result = tuple(float(v) for v in values)
+    try:
+        result = tuple(float(v) for v in values)
+    except (TypeError, ValueError, OverflowError):
+        raise CostError(f"{name} is {reprlib.repr(values)}: give one number a stage") from None
     if length is not None and len(result) != length:
         raise CostError(f"{name} has {len(result)} entries, one a stage is needed: {length}")
     for stage, value in enumerate(result):
@@ -50,10 +55,12 @@ class Costs:
         if not f:
             raise CostError("costs need at least one stage")
         i, w = _validated("i", self.i, len(f)), _validated("w", self.w, len(f))
-        b = _validated("b", self.b, len(f)) if len(self.b) else tuple(x + y for x, y in zip(i, w, strict=True))
-        activation = _validated("activation", self.activation, len(f)) if len(self.activation) else (1.0,) * len(f)
-        if not 0 <= self.freed_by_input <= 1:
-            raise CostError(f"freed_by_input is {self.freed_by_input}: give a share from 0 to 1")
+        b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
+        activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
+        _validated("b", b, len(f)), _validated("activation", activation, len(f))
+        share = self.freed_by_input
+        if not isinstance(share, Real) or not 0 <= share <= 1:
+            raise CostError(f"freed_by_input is {share!r}: give a share from 0 to 1")
         for name, value in (("f", f), ("i", i), ("w", w), ("b", b), ("activation", activation)):
             object.__setattr__(self, name, value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from penstock.cost.costs import CostError
 
@@ -27,12 +28,13 @@ class Links:
     default: float = 0.0
 
     def __post_init__(self) -> None:
-        for (a, b), delay in {**self.delays, (-1, -2): self.default}.items():
-            if a == b:
-                raise CostError(f"link {a}:{b} joins a rank to itself; name two ranks")
-            if not math.isfinite(delay) or delay < 0:
-                name = "the default delay" if a == -1 else f"the delay of link {a}:{b}"
-                raise CostError(f"{name} is {delay}: give milliseconds of at least 0")
+        _check_delay("the default delay", self.default)
+        for link, delay in self.delays.items():
+            if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
+                raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")
+            if link[0] == link[1]:
+                raise CostError(f"link {link[0]}:{link[1]} joins a rank to itself; name two ranks")
+            _check_delay(f"the delay of link {link[0]}:{link[1]}", delay)
         object.__setattr__(self, "delays", dict(self.delays))
 
     def delay(self, source: int, target: int) -> float:
@@ -47,3 +49,8 @@ class Links:
         for a, b in self.delays:
             if not (0 <= a < num_ranks and 0 <= b < num_ranks):
                 raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")
+
+
+def _check_delay(name: str, delay: object) -> None:
+    if not isinstance(delay, Real) or not 0 <= delay < math.inf:
+        raise CostError(f"{name} is {delay!r}: give milliseconds of at least 0")

@@ -10,11 +10,12 @@ Ops are numbered rank by rank in the order of the schedule, so rank r owns ops `
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.dependencies import predecessors
-import itertools
 
 PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2}
 """What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W."""
@@ -59,7 +60,11 @@ class Graph:
 
 
 def lower(schedule: Schedule) -> Graph:
-    """Lowers a schedule that `check` accepts, or its `forward_only` form."""
+    """Lowers a schedule that `check` accepts, or its `forward_only` form.
+
+    Raises:
+        ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.
+    """
     ops = [op for row in schedule.order for op in row]
     number = {op: index for index, op in enumerate(ops)}
     rank = [r for r, row in enumerate(schedule.order) for _ in row]
@@ -70,7 +75,8 @@ def lower(schedule: Schedule) -> Graph:
     successors: list[list[int]] = [[] for _ in ops]
     num_needed = [0] * len(ops)
     edges = [(p, op) for op in ops for p in predecessors(op, schedule.num_stages, number)]
-    for producer, consumer in edges + _accumulation_order(schedule):
+    _check_closed(schedule, ops, number, edges)
+    for producer, consumer in [*edges, *_accumulation_order(schedule), *extra]:
         successors[number[producer]].append(number[consumer])
         num_needed[number[consumer]] += 1
     edge_first = [0]
@@ -103,6 +109,26 @@ def lower(schedule: Schedule) -> Graph:
         queue_of=queue_of,
         priority=[PRIORITY[op.kind] for op in ops],
     )
+
+
+def _check_closed(schedule: Schedule, ops: list[Op], number: dict[Op, int], edges: list[tuple[Op, Op]]) -> None:
+    """Raises ScheduleError where the arrays would not describe the schedule. It is no proof: see `check`."""
+    broken: tuple[Op, str] | None = None
+    if len(number) < len(ops):
+        twice = next(op for index, op in enumerate(ops) if number[op] != index)
+        broken = twice, "is there twice"
+    for op in number:
+        if op.kind not in PRIORITY:
+            broken = op, f"is of no known kind ({', '.join(sorted(PRIORITY))})"
+        elif not 0 <= op.stage < schedule.num_stages:
+            broken = op, f"is not in stages 0 to {schedule.num_stages - 1}"
+    missing = next(((producer, consumer) for producer, consumer in edges if producer not in number), None)
+    if broken is None and missing is not None:
+        broken = missing[0], f"is missing, and {missing[1]} needs it"
+    if broken is not None:
+        raise ScheduleError(
+            f"{broken[0]} {broken[1]} (rule: coverage); ps.check(schedule) shows where", rule="coverage", op=broken[0]
+        )
 
 
 def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:

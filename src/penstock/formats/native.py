@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, parse, parse_op, to_text
 
 FORMAT, VERSION = "penstock-schedule", 1
+MAX_FLOAT = sys.float_info.max
 
 
 def to_json(schedule: Schedule) -> str:
@@ -34,8 +36,8 @@ def to_json(schedule: Schedule) -> str:
 def from_json(text: str) -> Schedule:
     """Reads native JSON; raises ScheduleError that names the field, what it holds and what it should."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not JSON: {error}", rule="json") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ScheduleError(f'not a schedule: a JSON object with "format": "{FORMAT}" is needed', rule="json")
@@ -63,7 +65,7 @@ def from_json(text: str) -> Schedule:
     rows = _field(value, "order", _is_table(value.get("order"), _is_str), "lists of ops, one a rank")
     limit = value.get("memory_limit")
     if limit is not None:
-        _field(value, "memory_limit", isinstance(limit, int | float) and not isinstance(limit, bool), "a number")
+        _field(value, "memory_limit", _is_number(limit), "a number above 0, or null")
     order = tuple(tuple(_op(text, rank, step) for step, text in enumerate(row)) for rank, row in enumerate(rows))
     return Schedule(
         name,
@@ -126,6 +128,22 @@ def _op(text: str, rank: int, step: int) -> Op:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_FLOAT
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} is given twice")
+    return value
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _is_str(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What runs where and in which order: pure data, its text grid, its proof."""
 
-from penstock.schedule.check import check, peak_in_flight
+from penstock.schedule.check import check, needed_channel_depth, peak_in_flight
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
@@ -14,6 +14,7 @@ __all__ = [
     "ScheduleError",
     "check",
     "circular",
+    "needed_channel_depth",
     "one_to_one",
     "parse",
     "parse_op",

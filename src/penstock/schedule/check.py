@@ -10,10 +10,15 @@
 
 The last but one is decided by running the order without time or tensors. Receiving and sending are
 blocking and deterministic, so the ranks reach the same end whatever their speed: one run is a proof.
+
+By default a channel holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so
+sends alone never block and a deadlock is a circle of ops that wait for one another. Warm-up counts with
+much slack between two ranks need this: the upper rank is far ahead of the lower one's use of its messages.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,18 +29,16 @@ from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import cell_texts
 
-CHANNEL_DEPTH = 1
-"""Messages a channel holds in the proof: the strictest that still lets a producer run ahead."""
-
 _SHOWN_EACH_SIDE = 6
 
 
-def check(schedule: Schedule, *, channel_depth: int = CHANNEL_DEPTH, memory_limit: float | None = None) -> None:
+def check(schedule: Schedule, *, channel_depth: int | None = None, memory_limit: float | None = None) -> None:
     """Proves that `schedule` can run, or raises ScheduleError that shows why not.
 
     Args:
         channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
-            gradients) holds before its sender must wait. A message leaves when its receiver uses it.
+            gradients) holds before its sender must wait; a message leaves when its receiver uses it. By
+            default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
         memory_limit: most stage activations a rank may hold, counted from F to B or W; by default the
             schedule's own limit.
     """
@@ -74,15 +77,18 @@ def _error(
 
 def _check_ranges(schedule: Schedule) -> None:
     placement = schedule.placement
+    if schedule.num_microbatches < 1:
+        raise ScheduleError("the schedule has no microbatch; it needs at least 1 (rule: range)", rule="range")
     for k, hosts in enumerate(placement.pipelines):
         if max(hosts) >= schedule.num_ranks:
             raise ScheduleError(
-                f"pipeline {k} places a stage on rank {max(hosts)}, but the schedule has {schedule.num_ranks} ranks",
+                f"pipeline {k} places a stage on rank {max(hosts)}, but the schedule has {schedule.num_ranks} ranks "
+                "(rule: placement)",
                 rule="placement",
             )
     if bad := [k for k in schedule.microbatch_pipeline if not 0 <= k < placement.num_pipelines]:
         raise ScheduleError(
-            f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines}",
+            f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines} (rule: placement)",
             rule="placement",
         )
     for rank, row in enumerate(schedule.order):
@@ -122,19 +128,14 @@ def _check_coverage(schedule: Schedule) -> None:
             if b in spot:
                 continue
             if i not in spot and w not in spot:
-                raise _missing(schedule, b, spot[f], "neither B nor I and W")
+                raise _missing(schedule, b, spot[f], f"{_name(b)} is missing, and so are {i.short()} and {w.short()}")
             if i not in spot or w not in spot:
                 raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
 
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
     rank = schedule.rank_of(op.stage, op.microbatch)
-    message = (
-        f"rank {rank}: {_name(op)} is missing"
-        if what is None
-        else (f"rank {rank}: stage {op.stage} has {what} for microbatch {op.microbatch}")
-    )
-    text = f"{message}; each stage runs F and its backward once for every microbatch (rule: coverage)"
+    text = f"rank {rank}: {what or f'{_name(op)} is missing'}; each stage runs F and its backward once for every microbatch (rule: coverage)"
     step = None
     if near is not None:
         step = near[1]
@@ -164,8 +165,8 @@ class UntimedRun:
     blocked: dict[int, tuple[Op, int, bool]]
 
 
-def run_untimed(schedule: Schedule, channel_depth: int) -> UntimedRun:
-    """Runs the frozen order with channels of bounded depth until no rank can go on."""
+def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
+    """Runs the frozen order with channels of bounded depth until no rank can go on (None: see `check`)."""
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
     needs = {op: predecessors(op, schedule.num_stages, rank_of_op) for op in rank_of_op}
     receivers: dict[Op, list[Op]] = {}
@@ -192,7 +193,7 @@ def run_untimed(schedule: Schedule, channel_depth: int) -> UntimedRun:
                 consumer = unsent[rank][0]
                 producer = row[steps[rank] - 1]
                 key = channel(producer, consumer)
-                if held.get(key, 0) >= channel_depth:
+                if channel_depth is not None and held.get(key, 0) >= channel_depth:
                     blocked[rank] = producer, key[1], True
                     return woken
                 held[key] = held.get(key, 0) + 1
@@ -225,7 +226,15 @@ def run_untimed(schedule: Schedule, channel_depth: int) -> UntimedRun:
     return UntimedRun(tuple(steps), blocked)
 
 
-def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int) -> ScheduleError:
+def needed_channel_depth(schedule: Schedule) -> int:
+    """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
+    if not run_untimed(schedule, 1).blocked:
+        return 1
+    depths = range(2, max(peak_in_flight(schedule)) + 1)
+    return depths[bisect_left(depths, True, key=lambda depth: not run_untimed(schedule, depth).blocked)]
+
+
+def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | None) -> ScheduleError:
     """Follows who waits for whom from the first blocked rank to the cycle, and tells the cycle."""
     path, rank = [], min(run.blocked)
     while rank in run.blocked and rank not in path:

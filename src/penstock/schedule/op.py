@@ -14,7 +14,7 @@ from typing import NamedTuple
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 
-_OP = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z])(?P<microbatch>\d+)")
+_OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z])(?P<microbatch>[0-9]{1,9})")
 
 
 class Op(NamedTuple):

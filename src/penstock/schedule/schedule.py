@@ -5,6 +5,7 @@ It holds no module, tensor or process group. `str()` draws it as a text grid tha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ class Schedule:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ScheduleError(f"schedule name {self.name!r}: use letters, digits and ._+- only", rule="name")
+        if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
+            raise ScheduleError(
+                f"the memory limit is {self.memory_limit}: give a number of activations above 0, or None",
+                rule="memory",
+            )
 
     @classmethod
     def of(

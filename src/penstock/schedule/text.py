@@ -21,13 +21,15 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
 _HEAD = re.compile(
-    r"schedule (?P<name>\S+): (?P<ranks>\d+) ranks?, (?P<stages>\d+) stages?, (?P<mbs>\d+) microbatch(?:es)?"
-    r"(?:, memory limit (?P<limit>[0-9.e+]+))?"
+    r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
+    r"(?P<mbs>[0-9]{1,7}) microbatch(?:es)?"
+    r"(?:, memory limit (?P<limit>[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))?"
 )
 _PIPELINE = re.compile(
-    r"pipeline (?P<index>\d+): stages on ranks (?P<ranks>\d+(?: \d+)*)(?:, microbatches (?P<mbs>\d+(?: \d+)*))?"
+    r"pipeline (?P<index>[0-9]{1,7}): stages on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)"
+    r"(?:, microbatches (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*))?"
 )
-_ROW = re.compile(r"rank (?P<rank>\d+) *\|(?P<cells>.*)")
+_ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
 
 def unit_columns(schedule: Schedule) -> list[list[int]]:
@@ -95,7 +97,8 @@ def to_text(schedule: Schedule) -> str:
         f"{_plural(schedule.num_microbatches, 'microbatch', 'microbatches')}"
     )
     if schedule.memory_limit is not None:
-        head += f", memory limit {schedule.memory_limit:.12g}"
+        limit = schedule.memory_limit
+        head += f", memory limit {f'{limit:g}' if float(f'{limit:g}') == limit else repr(limit)}"
     lines = [head]
     for k, ranks in enumerate(schedule.placement.pipelines):
         line = f"pipeline {k}: stages on ranks {' '.join(map(str, ranks))}"
@@ -155,7 +158,7 @@ def parse(text: str) -> Schedule:
             _fail(1, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
     placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))))
     pipeline_of = [0] * num_microbatches
-    if len(pipelines) > 1:
+    if len(pipelines) > 1 or mine[0]:
         listed = sorted(m for found in mine.values() for m in found)
         if listed != list(range(num_microbatches)):
             _fail(

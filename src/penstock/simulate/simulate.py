@@ -86,6 +86,10 @@ def simulate(
     graph = lower(schedule)
     change = memory_changes(graph, costs)
     caps = [math.inf] * graph.num_ranks
+    if warmup is not None and len(warmup) != graph.num_ranks:
+        raise ScheduleError(
+            f"warmup has {len(warmup)} counts, one a rank is needed: {graph.num_ranks}", rule="options"
+        )
     if mode is Dispatch.DYNAMIC:
         caps = frozen_caps(graph, change, max_held)
     return _run(schedule, graph, costs, links, mode, _transport(transport), change, caps, warmup)
