@@ -1,0 +1,30 @@
+"""Makes schedules.svg, the README's picture: three schedules of one model on one time axis.
+
+python docs/images/schedules.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import penstock as ps
+from penstock.draw import to_svg
+
+RANKS, MICROBATCHES = 4, 8
+
+
+def picture() -> str:
+    """1F1B, zero bubble and ZB-V. ZB-V cuts the same model into twice as many stages of half the time."""
+    whole = ps.Costs.uniform(RANKS, f=10, i=10, w=10)
+    halves = ps.Costs.uniform(2 * RANKS, f=5, i=5, w=5)
+    timelines = [
+        ps.simulate(ps.build("1f1b", RANKS, MICROBATCHES), whole),
+        ps.simulate(ps.build("zb", RANKS, MICROBATCHES, warmup=[7, 5, 3, 1]), whole),
+        ps.simulate(ps.build("zb-v", RANKS, MICROBATCHES), halves),
+    ]
+    titles = ["1f1b", "zb, warm-up 7 5 3 1", "zb-v, two stages a rank"]
+    return to_svg(timelines, titles=titles, comment="made by: python docs/images/schedules.py")
+
+
+if __name__ == "__main__":
+    Path(__file__).with_suffix(".svg").write_text(picture(), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""A panel: one timeline made ready for drawing, whatever it came from.
+
+A schedule has no times of its own, so it is drawn as it would run with F = I = W = 1 and B = 2.
+A measured timeline may start anywhere; on a picture time starts with its first op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.draw.palette import kind_order
+from penstock.draw.scale import percent, short
+from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.simulate import TimedOp, Timeline, simulate
+
+Drawable = Schedule | Timeline
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline with its title and the unit of its times ("ms", or "" for units of a bare schedule)."""
+
+    timeline: Timeline
+    title: str
+    unit: str
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @cached_property
+    def origin(self) -> float:
+        return min((t.start for t in self.timeline.ops), default=0.0)
+
+    @cached_property
+    def rows(self) -> list[list[TimedOp]]:
+        """The ops of each rank by start."""
+        return [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.rows]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        return kind_order(t.op.kind for t in self.timeline.ops)
+
+    @cached_property
+    def _chunks(self) -> list[dict[tuple[int, int], int]]:
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.timeline.num_ranks)]
+        for stage in range(self.schedule.num_stages):
+            for pipeline, ranks in enumerate(self.schedule.placement.pipelines):
+                if ranks[stage] < len(pairs):
+                    pairs[ranks[stage]].append((stage, pipeline))
+        return [{pair: chunk for chunk, pair in enumerate(mine)} for mine in pairs]
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Most stages that a rank hosts."""
+        return max((len(mine) for mine in self._chunks), default=1) or 1
+
+    def chunk(self, rank: int, op: Op) -> int:
+        """Which of the rank's stages the op belongs to, from 0."""
+        pipelines = self.schedule.microbatch_pipeline
+        pipeline = pipelines[op.microbatch] if op.microbatch < len(pipelines) else 0
+        return self._chunks[rank].get((op.stage, pipeline), 0)
+
+    @cached_property
+    def busy_shares(self) -> list[float]:
+        """The part of the makespan each rank spends in ops."""
+        return [busy / self.timeline.makespan if self.timeline.makespan else 0.0 for busy in self.timeline.busy]
+
+    def time(self, value: float) -> str:
+        """A time with its unit."""
+        return f"{short(value)} {self.unit}".rstrip()
+
+    def facts(self) -> list[str]:
+        """What a caption says of the run, most telling last."""
+        t, s = self.timeline, self.schedule
+        facts = [] if self.unit == "" else [f"{t.source}, {t.dispatch}"]
+        facts.append(f"{s.num_ranks} {'rank' if s.num_ranks == 1 else 'ranks'}")
+        facts.append(f"{s.num_microbatches} {'microbatch' if s.num_microbatches == 1 else 'microbatches'}")
+        facts.append(f"makespan {self.time(t.makespan)}")
+        if t.makespan - t.span > 1e-6 * t.makespan:
+            facts.append(f"span {self.time(t.span)}")
+        facts.append(f"bubble {percent(t.bubble_ratio)}")
+        return facts
+
+    def sentence(self, timed: TimedOp) -> str:
+        """All that is known of one op, for a tooltip."""
+        op, start = timed.op, timed.start - self.origin
+        text = f"{op}: rank {timed.rank}, {short(start)} to {self.time(timed.end - self.origin)}"
+        if timed.waited_for is not None:
+            text += f", waited {self.time(timed.waited)} for {timed.waited_for}"
+        elif timed.waited > 0:
+            text += f", idle {self.time(timed.waited)} before"
+        if timed.blocked > 0:
+            text += f", then blocked {self.time(timed.blocked)}"
+        return text
+
+
+def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = None) -> list[Panel]:
+    """The panels of what is to be drawn, from top to bottom.
+
+    Raises:
+        ScheduleError: nothing to draw, titles that do not match, or a schedule that cannot run.
+    """
+    given: list[Drawable] = [drawn] if isinstance(drawn, Schedule | Timeline) else list(drawn)
+    if not given:
+        raise ScheduleError("nothing to draw: give a schedule or a timeline", rule="draw")
+    if titles is not None and len(titles) != len(given):
+        raise ScheduleError(f"{len(titles)} titles for {len(given)} timelines: give one each", rule="draw")
+    result = []
+    for index, one in enumerate(given):
+        if not isinstance(one, Schedule | Timeline):
+            raise ScheduleError(f"a schedule or a timeline can be drawn, not {type(one).__name__}", rule="draw")
+        timeline, unit = (one, "ms") if isinstance(one, Timeline) else (simulate(one), "")
+        result.append(Panel(timeline, titles[index] if titles else timeline.schedule.name, unit))
+    return result

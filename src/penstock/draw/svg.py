@@ -1,0 +1,218 @@
+"""A schedule or timelines as a standalone SVG: rows are ranks, colour is the op kind, the number the microbatch.
+
+Several timelines stand one above the other on one time axis, so that lengths compare. The figure brings
+its own light and dark background and needs no font, script or file besides itself. The same input gives
+the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from penstock.draw.palette import ink, kind_name, kind_order, shade
+from penstock.draw.panel import Drawable, Panel, panels
+from penstock.draw.scale import short, ticks
+from penstock.simulate import TimedOp
+
+MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
+ROW, ROW_GAP, TALLEST = 26.0, 4.0, 1400.0
+HEAD, PANEL_GAP, AXIS, LEGEND = 30.0, 20.0, 26.0, 26.0
+DIGIT, SMALL_DIGIT, RADIUS = 6.4, 5.0, 2
+
+STYLE = """
+svg{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12px}
+.page{fill:#fff;stroke:#dfe4ea}.lane{fill:#eef1f5}.grid{stroke:#dbe1e8}
+.title{font-size:16px;font-weight:650;fill:#16202c}.fact{font-size:12px;font-weight:400;fill:#4c5866}.text{fill:#4c5866}.soft{fill:#7a8594}.right{text-anchor:end}
+.n{text-anchor:middle;font-size:11px;font-variant-numeric:tabular-nums;pointer-events:none}.n .s{font-size:8.5px}.mid{text-anchor:middle}
+.blocked{fill:none;stroke:#8b95a3;stroke-width:2;stroke-dasharray:2 2}
+@media(prefers-color-scheme:dark){.page{fill:#0f151d;stroke:#28313c}.lane{fill:#1c242e}.grid{stroke:#2b3541}
+.title{fill:#eef2f7}.fact,.text{fill:#b6c0cc}.soft{fill:#8793a2}}
+"""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where things lie: the x of a time, and the height of rows."""
+
+    left: float
+    right: float
+    length: float
+    row: float
+
+    def x(self, time: float) -> float:
+        return self.left + (self.right - self.left) * time / self.length
+
+    @property
+    def pitch(self) -> float:
+        return self.row + (ROW_GAP if self.row > 12 else 1.0)
+
+
+def to_svg(
+    drawn: Drawable | Sequence[Drawable],
+    *,
+    titles: Sequence[str] | None = None,
+    width: int = 1200,
+    comment: str | None = None,
+) -> str:
+    """Draws one or several schedules or timelines.
+
+    Args:
+        drawn: a schedule (drawn as it runs with F = I = W = 1 and B = 2), a timeline, or several.
+        titles: one a timeline; by default the schedules' names.
+        width: of the picture, in pixels; its height follows.
+        comment: put into the file's first line, like the command that made it.
+
+    Raises:
+        ScheduleError: nothing to draw, or a schedule that cannot run.
+    """
+    shown = panels(drawn, titles)
+    num_rows = sum(p.timeline.num_ranks for p in shown)
+    row = max(3.0, min(ROW, TALLEST / num_rows - ROW_GAP))
+    length = max(p.timeline.makespan for p in shown) or 1.0
+    frame = _Frame(MARGIN + LABEL, width - MARGIN - BUSY, length, row)
+    kinds = kind_order(k for p in shown for k in p.kinds)
+    body: list[str] = []
+    y = MARGIN - 4
+    tops = []
+    for panel in shown:
+        tops.append(y + HEAD)
+        y += HEAD + panel.timeline.num_ranks * frame.pitch + PANEL_GAP
+    bottom = y - PANEL_GAP
+    body += _axis(frame, bottom, shown[0].unit)
+    for panel, top in zip(shown, tops, strict=True):
+        body += _grid(frame, top, panel.timeline.num_ranks)
+        body += _panel(panel, frame, kinds, top)
+    legend, end = _legend(shown, width, bottom + AXIS + 14)
+    body += legend
+    height = round(end + 4)
+    styles = STYLE + "".join(_kind_styles(kinds, shown))
+    described = "; ".join(f"{p.title}: {', '.join(p.facts())}" for p in shown)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(described, {chr(34): "&quot;"})}">'
+        f"\n<style>{styles}</style>\n"
+        f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
+    )
+    return first + head + "\n" + "\n".join(body) + "\n</svg>\n"
+
+
+def _kind_styles(kinds: Sequence[str], shown: Sequence[Panel]) -> list[str]:
+    rules = []
+    for count in sorted({p.num_chunks for p in shown}):
+        for chunk in range(count):
+            for index, kind in enumerate(kinds):
+                color = shade(kind, chunk, count)
+                name = f"{index}-{chunk}-{count}"
+                rules.append(f".k{name}{{fill:{color}}}.t{name}{{fill:{ink(color)}}}\n")
+    return rules
+
+
+def _marks(frame: _Frame) -> list[float]:
+    return ticks(frame.length, max(2, int((frame.right - frame.left) / 75)))
+
+
+def _grid(frame: _Frame, top: float, num_ranks: int) -> list[str]:
+    """Faint lines at the axis's ticks behind one panel's rows."""
+    y1, y2 = _n(top - 3), _n(top + num_ranks * frame.pitch)
+    xs = [_n(frame.x(time)) for time in _marks(frame)]
+    return ['<path class="grid" d="' + "".join(f"M{x} {y1}V{y2}" for x in xs) + '"/>']
+
+
+def _axis(frame: _Frame, bottom: float, unit: str) -> list[str]:
+    """The times below the last panel."""
+    base = _n(bottom + 16)
+    label = "time, ms" if unit else "time"
+    out = [f'<text class="soft right" x="{_n(frame.left - 16)}" y="{base}">{label}</text>']
+    for time in _marks(frame):
+        out.append(f'<text class="soft mid" x="{_n(frame.x(time))}" y="{base}">{short(time)}</text>')
+    return out
+
+
+def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float) -> list[str]:
+    end = frame.x(panel.timeline.makespan)
+    out = [
+        f'<text class="title" x="{_n(MARGIN)}" y="{_n(top - 11)}">{escape(panel.title)}'
+        f'<tspan class="fact" dx="12">{escape("  ·  ".join(panel.facts()))}</tspan></text>'
+    ]
+    for rank, row in enumerate(panel.rows):
+        y = top + rank * frame.pitch
+        out.append(
+            f'<rect class="lane" x="{_n(frame.left)}" y="{_n(y)}" width="{_n(end - frame.left)}" '
+            f'height="{_n(frame.row)}" rx="{RADIUS}"/>'
+        )
+        if frame.row >= 9:
+            middle = _n(y + frame.row / 2 + 4)
+            out.append(f'<text class="text right" x="{_n(frame.left - 8)}" y="{middle}">rank {rank}</text>')
+            share = f"{100 * panel.busy_shares[rank]:.0f}%"
+            out.append(f'<text class="soft" x="{_n(end + 7)}" y="{middle}">{share}</text>')
+        out += _row(panel, frame, kinds, row, y)
+    return out
+
+
+def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedOp], y: float) -> list[str]:
+    """Bars, then numbers: bars of a row share their height, so it stands once, on their group."""
+    bars, numbers = [], []
+    top, height, base = _n(y), _n(frame.row), _n(y + frame.row / 2 + 4)
+    for timed in row:
+        left, right = frame.x(timed.start - panel.origin), frame.x(timed.end - panel.origin)
+        gap = 1.0 if right - left > 6 else 0.3 if right - left > 1.5 else 0.0
+        name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
+        rounded = f' rx="{RADIUS}"' if right - left > 6 else ""
+        bars.append(
+            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left - gap, 0.2))}" '
+            f'height="{height}"{rounded}><title>{escape(panel.sentence(timed))}</title></rect>'
+        )
+        text = str(timed.op.microbatch)
+        room = right - left - gap
+        if frame.row >= 13 and room >= SMALL_DIGIT * len(text) + 1:
+            small = "" if room >= DIGIT * len(text) + 3 else " s"
+            numbers.append(
+                f'<text class="t{name}{small}" x="{_n((left + right - gap) / 2)}" y="{base}">{text}</text>'
+            )
+        if timed.blocked > 0:
+            middle = _n(y + frame.row / 2)
+            until = frame.x(timed.end - panel.origin + timed.blocked)
+            bars.append(f'<line class="blocked" x1="{_n(right)}" y1="{middle}" x2="{_n(until)}" y2="{middle}"/>')
+    return ["<g>", *bars, "</g>", '<g class="n">', *numbers, "</g>"] if numbers else ["<g>", *bars, "</g>"]
+
+
+def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], float]:
+    """The key to colours and numbers, and the y of its end."""
+    used: dict[str, set[str]] = {}
+    for panel in shown:
+        for timed in panel.timeline.ops:
+            color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
+            used.setdefault(timed.op.kind, set()).add(color)
+    out = []
+    x = MARGIN + LABEL
+    base = _n(y + 12)
+    for kind in kind_order(used):
+        for color in sorted(used[kind]):  # dark to light
+            out.append(f'<rect fill="{color}" x="{_n(x)}" y="{_n(y)}" width="14" height="14" rx="2"/>')
+            x += 15
+        label = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
+        out.append(f'<text class="text" x="{_n(x + 5)}" y="{base}">{escape(label)}</text>')
+        x += 5 + 6.3 * len(label) + 20
+    out.append(f'<rect class="lane" x="{_n(x)}" y="{_n(y)}" width="14" height="14" rx="2"/>')
+    out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">idle</text>')
+    x += 60
+    if any(t.blocked > 0 for panel in shown for t in panel.timeline.ops):
+        out.append(f'<line class="blocked" x1="{_n(x)}" y1="{_n(y + 7)}" x2="{_n(x + 14)}" y2="{_n(y + 7)}"/>')
+        out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">link full</text>')
+        x += 88
+    notes = ["number: microbatch", "right: busy"]
+    if any(len(colors) > 1 for colors in used.values()):
+        notes.insert(1, "lighter: later stage of the rank")
+    note = ", ".join(notes)
+    if x + 5.8 * len(note) > width - MARGIN:
+        x, y = MARGIN + LABEL, y + 22
+    out.append(f'<text class="soft" x="{_n(x)}" y="{_n(y + 12)}">{note}</text>')
+    return out, y + LEGEND
+
+
+def _n(value: float) -> str:
+    """A coordinate with two decimals and no padding."""
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
