@@ -1,0 +1,178 @@
+"""Schedules and timelines in a terminal: rows are ranks, colour is the op kind, the number is the microbatch.
+
+A schedule is its unit-time grid; a timeline is drawn to scale. Without colour a letter says the kind, so
+that nothing is lost in a log file:
+
+    rank 0 |F0-F1-......B0----F2-B1----...B2----|  75%
+    rank 1 |...F0-B0----F1-B1----F2-B2----......|  75%
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from penstock.draw.palette import ink, kind_name, kind_order, rgb, shade
+from penstock.draw.panel import Panel, panels
+from penstock.draw.scale import short, ticks
+from penstock.schedule import Op, Schedule
+from penstock.schedule.text import cell_texts, unit_columns
+from penstock.simulate import TimedOp, Timeline
+
+DEFAULT_WIDTH, NARROWEST = 120, 20
+MOST_COLUMNS_AN_OP = 6
+RESET = "\x1b[0m"
+_LEVELS = (0, 95, 135, 175, 215, 255)
+
+
+def to_terminal(drawn: Schedule | Timeline, color: bool = True, width: int | None = None) -> str:
+    """The picture as lines of text.
+
+    Args:
+        color: whether to use colours (256-colour escapes); the caller knows about NO_COLOR and terminals.
+        width: columns to stay within. By default the terminal's; where there is none, a timeline gets 120
+            columns and a schedule all it needs. A schedule that is too long is cropped, and a line says so;
+            a timeline is scaled, and a line says how.
+    """
+    if width is None and sys.stdout is not None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    if isinstance(drawn, Schedule):
+        lines = _grid(drawn, color, width)
+    else:
+        lines = _bars(panels(drawn)[0], color, width or DEFAULT_WIDTH)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _grid(schedule: Schedule, color: bool, width: int | None) -> list[str]:
+    columns = unit_columns(schedule)
+    length = max((places[-1] + 1 for places in columns if places), default=0)
+    label = len(f"rank {schedule.num_ranks - 1}") + 2
+    if color:
+        digits = max((len(str(op.microbatch)) for row in schedule.order for op in row), default=1)
+        cell = digits + 2 if width is None or label + length * (digits + 2) <= width else digits + 1
+    else:
+        cell = 1 + max((len(t) for r in range(schedule.num_ranks) for t in cell_texts(schedule, r)), default=1)
+    shown = length if width is None else min(length, max(1, (max(width, NARROWEST) - label) // cell))
+    chunks = [{stage: k for k, stage in enumerate(schedule.stages_of(r))} for r in range(schedule.num_ranks)]
+    num_chunks = max(len(mine) for mine in chunks) if chunks else 1
+    lines = [str(schedule).splitlines()[0]]
+    for rank, places in enumerate(columns):
+        cells = ["".ljust(cell) if color else ".".ljust(cell)] * min(shown, places[-1] + 1 if places else 0)
+        for op, text, place in zip(schedule.order[rank], cell_texts(schedule, rank), places, strict=True):
+            if place < shown:
+                chunk = chunks[rank].get(op.stage, 0)
+                number = (
+                    f"{op.microbatch} ".rjust(cell) if cell > len(str(op.microbatch)) + 1 else f" {op.microbatch}"
+                )
+                cells[place] = _paint(number.rjust(cell), op, chunk, num_chunks) if color else text.ljust(cell)
+        lines.append(f"rank {rank}".ljust(label - 2) + " |" + "".join(cells))
+    if shown < length:
+        lines.append(f"(steps 0 to {shown - 1} of {length}: a wider terminal, an SVG or an HTML page shows them all)")
+    if color:
+        lines.append(_legend({op.kind for row in schedule.order for op in row}, label, num_chunks))
+    return lines
+
+
+def _bars(panel: Panel, color: bool, width: int) -> list[str]:
+    timeline = panel.timeline
+    label = len(f"rank {timeline.num_ranks - 1}") + 2
+    room = max(width, NARROWEST + label) - label - 6
+    scale = _columns_per_ms(panel, room)
+    length = max(1, min(room, round(timeline.makespan * scale)))
+    lines = [f"{panel.title}: {', '.join(panel.facts())}"]
+    for rank, row in enumerate(panel.rows):
+        body = _bar_row(panel, row, length, scale, color)
+        lines.append(f"rank {rank}".ljust(label - 2) + " |" + body + f"|{100 * panel.busy_shares[rank]:4.0f}%")
+    lines += _axis(panel, label, length, scale)
+    narrow = sum(1 for t in timeline.ops if (t.end - t.start) * scale < 1)
+    if narrow:
+        lines.append(
+            f"(a column is {panel.time(1 / scale)}; {narrow} of {len(timeline.ops)} ops are shorter: "
+            "an SVG or an HTML page shows them all)"
+        )
+    if color:
+        lines.append(_legend(panel.kinds, label, panel.num_chunks))
+    else:
+        lines.append(" " * label + ", ".join(f"{k} {kind_name(k)}" for k in panel.kinds) + ", . idle")
+    if any(timeline.peak_activations):
+        peaks = ", ".join(short(p) for p in timeline.peak_activations[:16])
+        more = ", ..." if timeline.num_ranks > 16 else ""
+        lines.append(" " * label + f"peak activations per rank: {peaks}{more}")
+    return lines
+
+
+def _columns_per_ms(panel: Panel, room: int) -> float:
+    """Columns a millisecond: a whole number for the shortest op where that fits, so that equal ops look equal."""
+    makespan = panel.timeline.makespan
+    if makespan <= 0:
+        return 1.0
+    shortest = min((t.end - t.start for t in panel.timeline.ops if t.end > t.start), default=makespan)
+    whole = min(int(room * shortest / makespan + 1e-9), MOST_COLUMNS_AN_OP)
+    return whole / shortest if whole >= 2 else room / makespan
+
+
+def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, color: bool) -> str:
+    """One rank's columns. An op too short for a column of its own shows where a column's middle falls in it."""
+    starts = [t.start - panel.origin for t in row]
+    owner: list[int] = []
+    for column in range(length):
+        middle = (column + 0.5) / scale
+        index = bisect_right(starts, middle) - 1
+        owner.append(index if index >= 0 and row[index].end - panel.origin > middle else -1)
+    out = []
+    column = 0
+    while column < length:
+        index = owner[column]
+        end = column
+        while end < length and owner[end] == index:
+            end += 1
+        size = end - column
+        column = end
+        if index < 0:
+            out.append((" " if color else ".") * size)
+            continue
+        op = row[index].op
+        number = str(op.microbatch)
+        if color:
+            text = number if len(number) < size or (size == len(number) and size > 1) else ""
+            out.append(_paint(text.center(size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
+        else:
+            text = str(op) if panel.num_chunks > 1 and len(str(op)) <= size else op.short()
+            out.append((text if len(text) <= size else op.kind).ljust(size, "-"))
+    return "".join(out)
+
+
+def _axis(panel: Panel, label: int, length: int, scale: float) -> list[str]:
+    end = length / scale
+    marks, texts = [" "] * (length + 1), [" "] * (length + 12)
+    for time in ticks(end, max(1, length // 12)):
+        column = min(round(time * scale), length)
+        marks[column] = "|"
+        text = short(time)
+        texts[column : column + len(text)] = text
+    unit = (panel.unit or "time").rjust(label - 1) + " "
+    return [" " * label + "".join(marks), unit + "".join(texts)]
+
+
+def _legend(kinds: Sequence[str] | set[str], label: int, num_chunks: int) -> str:
+    parts = []
+    for kind in kind_order(kinds):
+        swatches = "".join(_paint("  ", Op(kind, 0, 0), chunk, num_chunks, False) for chunk in range(num_chunks))
+        parts.append(f"{swatches} {kind} {kind_name(kind)}")
+    note = "number: microbatch" + (", lighter: later stage of the rank" if num_chunks > 1 else "")
+    return " " * label + "   ".join([*parts, note])
+
+
+def _paint(text: str, op: Op, chunk: int, num_chunks: int, edge: bool = True) -> str:
+    """`text` on the op's colour; an edge in its first, blank column tells it from a neighbour of its kind."""
+    back = shade(op.kind, chunk, num_chunks)
+    body = "▏" + text[1:] if edge and len(text) > 1 and text[0] == " " else text
+    return f"\x1b[48;5;{_xterm(back)};38;5;{16 if ink(back) != '#ffffff' else 231}m{body}{RESET}"
+
+
+def _xterm(color: str) -> int:
+    """The nearest entry of the 6 x 6 x 6 colour cube that 256-colour terminals share."""
+    steps = [min(range(6), key=lambda k: abs(_LEVELS[k] - value)) for value in rgb(color)]
+    return 16 + 36 * steps[0] + 6 * steps[1] + steps[2]
