@@ -59,8 +59,11 @@ class Graph:
         return len(self.first) - 1
 
 
-def lower(schedule: Schedule) -> Graph:
+def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     """Lowers a schedule that `check` accepts, or its `forward_only` form.
+
+    Args:
+        extra: more (producer, consumer) pairs than the chain of stages has, like a tensor that skips stages.
 
     Raises:
         ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.

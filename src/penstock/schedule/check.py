@@ -135,7 +135,8 @@ def _check_coverage(schedule: Schedule) -> None:
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
     rank = schedule.rank_of(op.stage, op.microbatch)
-    text = f"rank {rank}: {what or f'{_name(op)} is missing'}; each stage runs F and its backward once for every microbatch (rule: coverage)"
+    what = what or f"{_name(op)} is missing"
+    text = f"rank {rank}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
     step = None
     if near is not None:
         step = near[1]
