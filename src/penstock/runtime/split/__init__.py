@@ -1,0 +1,19 @@
+"""Split backward: I passes gradients on to the previous stage, W computes the weights' gradients later.
+
+    report = prepare(stage)                  once; `unprepare` puts the module back
+    tape = Tape()
+    with tape.recording():                   F
+        y = stage(x)
+    tape.backward_input([y], [gy])           I
+    tape.backward_weight()                   W
+
+A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d` and `nn.Embedding`. All other
+parameters are computed in I, as are these where the work is too small to be worth a delay. Gradients are bitwise
+those of a plain backward, as long as I and W each run in microbatch order.
+"""
+
+from penstock.runtime.split.error import SplitError
+from penstock.runtime.split.patch import Report, prepare, unprepare
+from penstock.runtime.split.tape import Tape
+
+__all__ = ["Report", "SplitError", "Tape", "prepare", "unprepare"]

@@ -1,0 +1,72 @@
+"""`nn.Linear`: autograd's own matmuls, one half at a time.
+
+    y = x @ w.T + b        F    addmm, mm, or mm and add: as F.linear decides from the shape of x
+    gx = g @ w             I
+    gw = g.T @ x           W    written (x.T @ g).T when w is not row-major, as autograd does
+    gb = sum of g's rows   W
+
+The expressions differ in their rounding, so each follows what the nodes of torch's graph do
+(AddmmBackward0, MmBackward0, AddBackward0); a property test compares them over shapes and layouts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class LinearRule:
+    """Splits the backward of a linear layer of any input rank."""
+
+    autocasts = True
+
+    def pad(self, x: Tensor) -> Tensor:
+        return x
+
+    def work(self, x: Tensor, weight: Tensor) -> int:
+        return x.numel() * weight.shape[0]
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2:
+            return F.linear(x, weight, bias)
+        rows = _rows(x)
+        if bias is None or x.is_contiguous():
+            y = F.linear(rows, weight, bias)
+        else:
+            y = F.linear(rows, weight).add_(bias)
+        # `.data` of a view is a tensor of its own to autograd: the result may then be changed in place.
+        return y.view(*x.shape[:-1], weight.shape[0]).data
+
+    def input_grad(self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2:
+            return _left_grad(g, x, weight)
+        return _left_grad(_rows(g), _rows(x), weight).reshape(x.shape)
+
+    def weight_grads(
+        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        rows, g_rows = _rows(x), _rows(g)
+        gw: Tensor | None = None
+        if needs[0]:
+            if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
+                gw = g_rows.t().mm(rows)
+            else:
+                gw = rows.t().mm(g_rows).t()
+        gb: Tensor | None = None
+        if needs[1]:
+            # F.linear adds the bias to the matrix of rows, or to the result in its own shape: the sum follows.
+            gb = g_rows.sum(0) if x.is_contiguous() or x.dim() < 3 else g.sum(tuple(range(g.dim() - 1)))
+        return gw, gb
+
+
+def _rows(x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _left_grad(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if x.stride(0) == 1 and x.stride(1) == x.shape[0]:
+        return torch.mm(weight.t(), g.t()).t()
+    return torch.mm(g, weight)

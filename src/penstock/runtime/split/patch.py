@@ -1,0 +1,118 @@
+"""Prepares a stage for split backward, and puts it back as it was.
+
+Only instances are patched, and only of the exact types below: a subclass may have another forward, a
+parametrized module another weight. Everything else stays as it is; its gradients are computed in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+
+from torch import Tensor, nn
+
+from penstock.runtime.split.conv import ConvRule
+from penstock.runtime.split.embedding import EmbeddingRule
+from penstock.runtime.split.linear import LinearRule
+from penstock.runtime.split.rule import Rule
+from penstock.runtime.split.slot import Slot, Stage, recording
+
+_SLOT = "_penstock_split"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What can be split in a stage."""
+
+    can_split: bool
+    """False: I runs the full backward and W does nothing."""
+    reason: str
+    """Why not, in a sentence; empty if it can."""
+    deferred: tuple[str, ...]
+    """Parameters whose gradients may wait for W."""
+    at_once: tuple[str, ...]
+    """Parameters whose gradients are computed in I."""
+
+
+def prepare(stage: nn.Module) -> Report:
+    """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    if _is_compiled(stage):
+        return Report(
+            False,
+            "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
+            "and W does nothing; compile submodules rather than the whole stage to split what is around them",
+            (),
+            tuple(parameters),
+        )
+    found = [(path, module, rule) for path, module in _eager(stage) if (rule := _rule(module)) is not None]
+    slots = [slot for _, module, _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
+    shared: Stage = slots[0].stage if slots else Stage()
+    deferred: list[str] = []
+    for path, module, rule in found:
+        module.__dict__.setdefault(_SLOT, Slot(rule, shared))
+        module.__dict__["forward"] = MethodType(forward, module)
+        prefix = f"{path}." if path else ""
+        deferred.extend(prefix + name for name, _ in module.named_parameters())
+    waiting = {id(parameters[name]) for name in deferred}
+    known = {id(p) for p in shared.others}
+    shared.others += [p for p in stage.parameters() if id(p) not in waiting | known]
+    return Report(
+        bool(deferred),
+        ""
+        if deferred
+        else "the stage has no linear, convolution or embedding module that can be split, "
+        "so I runs the full backward and W does nothing",
+        tuple(deferred),
+        tuple(name for name, p in parameters.items() if id(p) not in waiting),
+    )
+
+
+def unprepare(stage: nn.Module) -> None:
+    """Restore every module of `stage` that `prepare` patched."""
+    for module in stage.modules():
+        if _SLOT in module.__dict__ and _is_ours(module):
+            del module.__dict__[_SLOT], module.__dict__["forward"]
+
+
+def forward(self: nn.Module, input: Tensor) -> Tensor:
+    """A prepared module's forward; named so that a pickled module finds its plain one."""
+    slot: Slot = self.__dict__[_SLOT]
+    tape = slot.stage.recomputing or recording.get()
+    if tape is not None:
+        return slot.call(self, tape, input)
+    y: Tensor = type(self).forward(self, input)
+    return y
+
+
+def _rule(module: nn.Module) -> Rule | None:
+    own = module.__dict__.get("forward")
+    if own is not None and getattr(own, "__func__", None) not in (forward, type(module).forward):
+        return None  # somebody else has patched this instance
+    kind = type(module)
+    if kind is nn.Linear:
+        return LinearRule()
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return ConvRule(module) if ConvRule.knows(module) else None
+    if isinstance(module, nn.Embedding) and kind is nn.Embedding:
+        return EmbeddingRule(module) if EmbeddingRule.knows(module) else None
+    return None
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+
+
+def _eager(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and those below it, without what torch.compile has taken over."""
+    if _is_compiled(module):
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _eager(child, f"{path}.{name}" if path else name)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or type(module).__name__ == "OptimizedModule"

@@ -1,0 +1,213 @@
+"""The tape of one microbatch through one stage: recorded in F, split into I and W.
+
+    F            with tape.recording(): y = stage(x)
+    I            tape.backward_input([y], [gy])     inputs' gradients; those of parameters not deferred
+    W            tape.backward_weight()             the deferred ones, added to `.grad`
+
+Between I and W the tape holds, for each deferred module, its input and the gradient of its output; the rest of
+the graph is gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.split.accumulate import Accumulator
+from penstock.runtime.split.error import SplitError
+from penstock.runtime.split.rule import Rule
+from penstock.runtime.split.slot import Slot, Stage, recording
+from penstock.runtime.split.uses import mark_shared
+
+
+class Phase(Enum):
+    """Where a tape stands."""
+
+    RECORDING = "before I"
+    INPUT = "inside I"
+    HOLDING = "between I and W"
+    DONE = "after W"
+
+
+class Held(NamedTuple):
+    """What W needs of one call of a deferred module."""
+
+    rule: Rule
+    weight: Tensor
+    bias: Tensor | None
+    g: Tensor
+    x: Tensor
+    cast_weight: Tensor
+    needs: tuple[bool, bool]
+    versions: tuple[int, int]
+
+
+class Tape:
+    """One microbatch's forward through a stage, and the two halves of its backward."""
+
+    def __init__(self) -> None:
+        self.routes: dict[Slot, bool] = {}
+        """Which modules this microbatch defers; a recomputation goes the same way."""
+        self._phase = Phase.RECORDING
+        self._held: list[Held] = []
+        self._stages: list[Stage] = []
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    # -- F ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the stage's forward of the microbatch; may be entered again before I (stage, then loss)."""
+        if self._phase is not Phase.RECORDING:
+            raise SplitError(f"a tape was recorded {self._phase.value}; use a new Tape for each microbatch")
+        token = recording.set(self)
+        try:
+            yield
+        finally:
+            recording.reset(token)
+            self._casts.clear()
+
+    def choose(self, slot: Slot, deferrable: bool) -> bool:
+        """Fix whether this microbatch defers `slot`, at its first call; a recomputation adds none."""
+        if self._phase is not Phase.RECORDING:
+            return False
+        self.routes[slot] = deferrable
+        if slot.stage not in self._stages:
+            self._stages.append(slot.stage)
+        return deferrable
+
+    def autocast(self, t: Tensor) -> Tensor:
+        """`t` as autocast would hand it to an op of lower precision, and with its cache."""
+        kind = t.device.type
+        if not t.is_floating_point() or t.dtype is torch.float64:
+            return t
+        dtype = torch.get_autocast_dtype(kind)
+        if t.dtype is dtype:
+            return t
+        if not _cached_by_autocast(t) or self._phase is not Phase.RECORDING:
+            return t.to(dtype)
+        known = self._casts.get(id(t))
+        if known is None:
+            known = self._casts[id(t)] = (t, t.to(dtype))
+        return known[1]
+
+    # -- I ---------------------------------------------------------------------------------------------------
+
+    def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """I: fill `.grad` of the stage's inputs and of the parameters not deferred; keep what W needs.
+
+        An output whose gradient is None takes no part, except a single scalar one (a loss), whose gradient is
+        then one.
+        """
+        if self._phase is not Phase.RECORDING:
+            raise SplitError(
+                f"backward_input was called {self._phase.value}; each microbatch has one F, one I, one W, "
+                "each F on a new Tape"
+            )
+        if len(outputs) != len(grads):
+            raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
+        roots = _roots(outputs, grads)
+        mark_shared(self.routes, [output for output, _ in roots])
+        self._phase = Phase.INPUT
+        for stage in self._stages:
+            stage.recomputing = self
+        try:
+            if roots:
+                torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
+        finally:
+            for stage in self._stages:
+                stage.recomputing = None
+            self._phase = Phase.HOLDING
+        if self._held:
+            self._part_from_grads()
+        self.routes.clear()
+        self._stages.clear()
+
+    def defers(self, slot: Slot) -> bool:
+        """True while I runs, if the weight gradients of `slot` may wait for W."""
+        return self._phase is Phase.INPUT and not slot.at_once
+
+    def hold(
+        self,
+        rule: Rule,
+        weight: Tensor,
+        bias: Tensor | None,
+        g: Tensor,
+        x: Tensor,
+        cast_weight: Tensor,
+        needs: tuple[bool, bool],
+    ) -> None:
+        """Keep what W needs of one call. `g` itself is kept, not a view of it: nobody then takes it over."""
+        x = x.detach()
+        self._held.append(Held(rule, weight, bias, g, x, cast_weight, needs, (g._version, x._version)))
+
+    def _part_from_grads(self) -> None:
+        """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
+
+        A gradient that passes an addition unchanged may end as some parameter's `.grad`, to which the next
+        microbatch's I adds in place.
+        """
+        held = {h.g.untyped_storage().data_ptr() for h in self._held}
+        for stage in self._stages:
+            for p in stage.others:
+                grad = p.grad
+                if grad is None or grad.layout is not torch.strided:
+                    continue
+                if grad.untyped_storage().data_ptr() in held:
+                    p.grad = grad.clone()
+
+    # -- W ---------------------------------------------------------------------------------------------------
+
+    def backward_weight(self) -> None:
+        """W: compute the deferred weight gradients, add them to `.grad`, free everything."""
+        if self._phase is not Phase.HOLDING:
+            raise SplitError(
+                f"backward_weight was called {self._phase.value}; call backward_input (I) first, and "
+                "backward_weight (W) once"
+            )
+        self._phase = Phase.DONE
+        held, self._held = self._held, []
+        uses = Counter(id(p) for h in held for p, need in zip((h.weight, h.bias), h.needs) if need)
+        held.reverse()
+        with torch.no_grad():
+            accumulator = Accumulator(uses)
+            while held:
+                h = held.pop()
+                if h.versions != (h.g._version, h.x._version):
+                    raise SplitError(
+                        "an input or output gradient of a stage was modified in place between I and W, "
+                        f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
+                        "copy, or run W first"
+                    )
+                gw, gb = h.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs)
+                if gw is not None:
+                    accumulator.add(h.weight, gw)
+                if gb is not None and h.bias is not None:
+                    accumulator.add(h.bias, gb)
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes still held for W; a memory that several modules share counts once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for h in self._held for t in (h.g, h.x)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+    alone = len(outputs) == 1 and outputs[0].numel() == 1
+    return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or alone)]
+
+
+def _cached_by_autocast(t: Tensor) -> bool:
+    return (
+        t.is_leaf
+        and t.requires_grad
+        and t.dtype is torch.float32
+        and not t._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
