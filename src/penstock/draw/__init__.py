@@ -1,5 +1,8 @@
 """Pictures of schedules and timelines: SVG, self-contained HTML, colour in the terminal."""
 
+from penstock.draw.html import to_html
+from penstock.draw.save import save_picture
 from penstock.draw.svg import to_svg
+from penstock.draw.terminal import to_terminal
 
-__all__ = ["to_svg"]
+__all__ = ["save_picture", "to_html", "to_svg", "to_terminal"]

@@ -13,8 +13,10 @@ import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 
-from penstock.draw.palette import ink, kind_name, kind_order, rgb, shade
+from penstock.draw.palette import DARK_INK, ink, kind_name, kind_order, rgb, shade
 from penstock.draw.panel import Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule import Op, Schedule
@@ -137,11 +139,17 @@ def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, co
         number = str(op.microbatch)
         if color:
             text = number if len(number) < size or (size == len(number) and size > 1) else ""
-            out.append(_paint(text.center(size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
+            out.append(_paint(_placed(text, size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
         else:
             text = str(op) if panel.num_chunks > 1 and len(str(op)) <= size else op.short()
             out.append((text if len(text) <= size else op.kind).ljust(size, "-"))
     return "".join(out)
+
+
+def _placed(text: str, size: int) -> str:
+    """`text` in the middle of a bar, with the first column free for its edge where there is room."""
+    left = max((size - len(text)) // 2, min(1, size - len(text)))
+    return (" " * left + text).ljust(size)
 
 
 def _axis(panel: Panel, label: int, length: int, scale: float) -> list[str]:
@@ -168,11 +176,27 @@ def _legend(kinds: Sequence[str] | set[str], label: int, num_chunks: int) -> str
 def _paint(text: str, op: Op, chunk: int, num_chunks: int, edge: bool = True) -> str:
     """`text` on the op's colour; an edge in its first, blank column tells it from a neighbour of its kind."""
     back = shade(op.kind, chunk, num_chunks)
-    body = "▏" + text[1:] if edge and len(text) > 1 and text[0] == " " else text
-    return f"\x1b[48;5;{_xterm(back)};38;5;{16 if ink(back) != '#ffffff' else 231}m{body}{RESET}"
+    front = 16 if ink(_seen(back)) == DARK_INK else 231
+    start = f"\x1b[48;5;{_xterm(back)}"
+    if edge and len(text) > 1 and text[0] == " ":
+        dark = "#" + "".join(f"{round(0.6 * c):02x}" for c in rgb(back))
+        return f"{start};38;5;{_xterm(dark)}m▏\x1b[38;5;{front}m{text[1:]}{RESET}"
+    return f"{start};38;5;{front}m{text}{RESET}"
 
 
+def _seen(color: str) -> str:
+    """The colour that stands for `color` in the terminal."""
+    entry = _xterm(color) - 16
+    return "#" + "".join(f"{_LEVELS[level]:02x}" for level in (entry // 36, entry // 6 % 6, entry % 6))
+
+
+@cache
 def _xterm(color: str) -> int:
-    """The nearest entry of the 6 x 6 x 6 colour cube that 256-colour terminals share."""
-    steps = [min(range(6), key=lambda k: abs(_LEVELS[k] - value)) for value in rgb(color)]
-    return 16 + 36 * steps[0] + 6 * steps[1] + steps[2]
+    """The entry of the 6 x 6 x 6 cube of 256-colour terminals that is nearest in lightness and in hue."""
+
+    def distance(entry: tuple[int, ...]) -> float:
+        r, g, b = (_LEVELS[level] - value for level, value in zip(entry, rgb(color), strict=True))
+        return r * r + g * g + b * b + 0.5 * ((r - g) ** 2 + (g - b) ** 2 + (b - r) ** 2)
+
+    r, g, b = min(product(range(6), repeat=3), key=distance)
+    return 16 + 36 * r + 6 * g + b

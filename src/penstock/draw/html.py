@@ -1,0 +1,145 @@
+"""Timelines as one self-contained HTML page: zoom, ask an op what it waited for, follow a microbatch.
+
+The page loads nothing: its style and script lie in page.css and page.js beside this file and are put into
+the page, and a content security policy forbids it every request. It draws on a canvas and takes 100,000
+ops and more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from penstock.draw.palette import ink, kind_name, kind_order, shade
+from penstock.draw.panel import Drawable, Panel, panels
+from penstock.draw.scale import percent, short
+from penstock.formats.perfetto import held_over_time, messages_of
+
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+def to_html(
+    timelines: Drawable | Sequence[Drawable], title: str | None = None, titles: Sequence[str] | None = None
+) -> str:
+    """The page.
+
+    Args:
+        timelines: one or several, on one time axis; a schedule is drawn as it runs with F = I = W = 1, B = 2.
+        title: of the page; by default the schedules' names.
+        titles: one a timeline; by default the schedules' names.
+
+    Raises:
+        ScheduleError: nothing to draw, or a schedule that cannot run.
+    """
+    shown = panels(timelines, titles)
+    heading = title if title is not None else " · ".join(dict.fromkeys(p.title for p in shown))
+    kinds = kind_order(k for p in shown for k in p.kinds)
+    data = {
+        "kinds": [{"kind": k, "name": kind_name(k)} for k in kinds],
+        "timelines": [_timeline(panel, kinds) for panel in shown],
+    }
+    page = files("penstock.draw")
+    slots = {
+        "title": escape(heading),
+        "css": page.joinpath("page.css").read_text(encoding="utf-8"),
+        "js": page.joinpath("page.js").read_text(encoding="utf-8"),
+        "summary": "\n".join(map(_summary, shown)),
+        "legend": _legend(shown, kinds),
+        "data": script_json(data),
+    }
+    template = page.joinpath("page.html").read_text(encoding="utf-8")
+    return _SLOT.sub(lambda slot: slots[slot[1]], template)
+
+
+def script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever its strings hold."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
+    """A timeline in columns, ops by rank and start; references to ops are indices into these columns."""
+    timeline, schedule = panel.timeline, panel.schedule
+    ops = [timed for row in panel.rows for timed in row]
+    number = {timed.op: index for index, timed in enumerate(ops)}
+    messages = [m for m in messages_of(timeline) if m.source in number and m.target in number]
+    first = [0]
+    for row in panel.rows:
+        first.append(first[-1] + len(row))
+    return {
+        "title": panel.title,
+        "unit": panel.unit,
+        "facts": " · ".join(panel.facts()),
+        "source": timeline.source,
+        "numRanks": timeline.num_ranks,
+        "numStages": schedule.num_stages,
+        "makespan": _ms(timeline.makespan),
+        "busy": [round(share, 4) for share in panel.busy_shares],
+        "peak": list(timeline.peak_activations),
+        "pipelines": list(schedule.microbatch_pipeline) if schedule.placement.num_pipelines > 1 else None,
+        "colors": [
+            [[c := shade(k, chunk, panel.num_chunks), ink(c)] for chunk in range(panel.num_chunks)] for k in kinds
+        ],
+        "first": first,
+        "kind": [kinds.index(t.op.kind) for t in ops],
+        "stage": [t.op.stage for t in ops],
+        "microbatch": [t.op.microbatch for t in ops],
+        "chunk": [panel.chunk(t.rank, t.op) for t in ops],
+        "start": [_ms(t.start - panel.origin) for t in ops],
+        "end": [_ms(t.end - panel.origin) for t in ops],
+        "waitedFor": [number.get(t.waited_for, -1) if t.waited_for else -1 for t in ops],
+        "waited": [_ms(t.waited) for t in ops],
+        "blocked": [_ms(t.blocked) for t in ops],
+        "recorded": bool(timeline.messages),
+        "messages": {
+            "source": [number[m.source] for m in messages],
+            "target": [number[m.target] for m in messages],
+            "sent": [_ms(m.sent - panel.origin) for m in messages],
+            "arrived": [_ms(m.arrived - panel.origin) for m in messages],
+        },
+        "held": [[[_ms(time - panel.origin), held] for time, held in held_over_time(row)] for row in panel.rows],
+    }
+
+
+def _ms(value: float) -> float:
+    """To the tenth of a microsecond: smaller pages, and nothing that shows is lost."""
+    rounded = round(value, 4)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _summary(panel: Panel) -> str:
+    """One row of the table of numbers."""
+    t, s = panel.timeline, panel.schedule
+    peaks = short(max(t.peak_activations)) if any(t.peak_activations) else "–"
+    cells = [
+        "unit times" if not panel.unit else t.source,
+        t.dispatch,
+        str(s.num_ranks),
+        str(s.num_stages),
+        str(s.num_microbatches),
+        panel.time(t.makespan),
+        panel.time(t.span),
+        percent(t.bubble_ratio),
+        peaks,
+    ]
+    return f"<tr><th>{escape(panel.title)}</th>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
+
+
+def _legend(shown: Sequence[Panel], kinds: Sequence[str]) -> str:
+    used: dict[str, set[str]] = {}
+    for panel in shown:
+        for timed in panel.timeline.ops:
+            color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
+            used.setdefault(timed.op.kind, set()).add(color)
+    items = []
+    for kind in kinds:
+        swatches = "".join(f'<i style="background:{color}"></i>' for color in sorted(used.get(kind, ())))
+        name = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
+        items.append(f"<span>{swatches}{escape(name)}</span>")
+    note = "number: microbatch"
+    if any(len(colors) > 1 for colors in used.values()):
+        note += ", lighter: later stage of the rank"
+    return "".join([*items, f'<span class="soft">{note}</span>'])

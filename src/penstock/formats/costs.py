@@ -1,0 +1,63 @@
+"""Costs as JSON: numbers for all stages alike, or lists with one entry a stage.
+
+{"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
+
+`b`, `activation` and `freed_by_input` may be there too; `format` and `version` may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.cost import CostError, Costs
+
+FORMAT, VERSION = "penstock-costs", 1
+
+_ROWS = ("f", "i", "w", "b", "activation")
+
+
+def costs_from_json(text: str, num_stages: int) -> Costs:
+    """Reads costs for `num_stages` stages; raises CostError that names the field and what it should hold."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CostError(f"not JSON: {error}") from None
+    if not isinstance(value, dict) or value.get("format", FORMAT) != FORMAT:
+        raise CostError('costs are a JSON object, like {"f": 10, "i": 10, "w": [10, 12]}')
+    version = value.get("version", VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
+        raise CostError(f"version is {version!r}: this Penstock reads up to {VERSION}")
+    if unknown := sorted(set(value) - {*_ROWS, "freed_by_input", "format", "version"}):
+        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join(_ROWS)} and freed_by_input")
+    if missing := [name for name in ("f", "i", "w") if name not in value]:
+        raise CostError(f"field {missing[0]!r} is missing: f, i and w are needed")
+    rows: dict[str, Any] = {name: _row(name, value[name], num_stages) for name in _ROWS if name in value}
+    if "freed_by_input" not in value:
+        return Costs(**rows)
+    share = value["freed_by_input"]
+    if isinstance(share, bool):
+        raise CostError("freed_by_input is a yes or no: give a share from 0 to 1")
+    return Costs(**rows, freed_by_input=share)
+
+
+def load_costs(path: str | Path, num_stages: int) -> Costs:
+    """Reads a costs file. Raises CostError that names the file and what is wrong in it."""
+    try:
+        return costs_from_json(Path(path).read_text(encoding="utf-8"), num_stages)
+    except OSError as error:
+        raise CostError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CostError(f"{path}: not text") from None
+    except CostError as error:
+        raise CostError(f"{path}: {error}") from None
+
+
+def _row(name: str, value: Any, num_stages: int) -> list[float]:
+    values = value if isinstance(value, list) else [value] * num_stages
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise CostError(f"field {name!r}: expected a number or one number a stage, got {json.dumps(value)[:60]}")
+    if len(values) != num_stages:
+        raise CostError(f"field {name!r} has {len(values)} entries, one a stage is needed: {num_stages}")
+    return values

@@ -1,0 +1,241 @@
+"""Timelines as a trace for ui.perfetto.dev: a process a rank, compute and messages on separate tracks.
+
+The trace is Chrome's JSON, which Perfetto, chrome://tracing and other viewers open, plain or gzipped. A slice
+is named by its kind and microbatch ("F 3"): the Perfetto UI gives slices whose names differ by numbers
+only one colour, so that colour is the kind. Arrows lead from the op that sent a message over its way on the
+link to the op that needed it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.simulate import Message, TimedOp, Timeline
+
+COMPUTE_TRACK = 1
+FIRST_LINK_TRACK = 10
+CHROME_COLORS = {
+    "F": "thread_state_running",
+    "B": "thread_state_uninterruptible",
+    "I": "thread_state_iowait",
+    "W": "good",
+    "U": "generic_work",
+}
+"""Colour names that chrome://tracing knows; other viewers pass over them."""
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
+
+Event = dict[str, Any]
+
+
+def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
+    """The trace of one or several timelines. Write it as `.json`, or gzipped as `.json.gz`."""
+    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    events: list[Event] = []
+    first_process = 1
+    first_flow = 1
+    for timeline in given:
+        lead = f"{timeline.schedule.name} {timeline.source}, " if len(given) > 1 else ""
+        trace = _Trace(timeline, lead, first_process, first_flow)
+        events += trace.events()
+        first_process += timeline.num_ranks
+        first_flow += len(timeline.ops) * 2 + 1
+    meta = [
+        {
+            "schedule": t.schedule.name,
+            "source": t.source,
+            "dispatch": t.dispatch,
+            "makespan_ms": t.makespan,
+            "span_ms": t.span,
+            "bubble_ratio": t.bubble_ratio,
+        }
+        for t in given
+    ]
+    value = {"displayTimeUnit": "ms", "metadata": {"penstock": meta}, "traceEvents": events}
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def messages_of(timeline: Timeline) -> list[Message]:
+    """What travelled between ranks: the recorded messages or, where none were, those the schedule implies.
+
+    An implied message leaves at its source's end and arrives when its target starts, since nothing tells
+    when it really did.
+    """
+    if timeline.messages:
+        return list(timeline.messages)
+    ran = {timed.op: timed for timed in timeline.ops}
+    present = {op: timed.rank for op, timed in ran.items()}
+    implied = []
+    for target in timeline.ops:
+        for op in predecessors(target.op, timeline.schedule.num_stages, present):
+            source = ran.get(op)
+            if source is not None and source.rank != target.rank and carries_message(op, target.op):
+                arrived = max(source.end, target.start)
+                implied.append(Message(op, target.op, source.rank, target.rank, source.end, arrived))
+    return implied
+
+
+def held_over_time(row: Sequence[TimedOp]) -> list[tuple[float, int]]:
+    """How many stage activations a rank holds, as (time, count) at every change: F takes one, its B or W frees it."""
+    changes: dict[float, int] = {}
+    for timed in row:
+        if timed.op.kind == "F":
+            changes[timed.start] = changes.get(timed.start, 0) + 1
+        elif timed.op.kind in ("B", "W"):
+            changes[timed.end] = changes.get(timed.end, 0) - 1
+    held = 0
+    steps = []
+    for time in sorted(changes):
+        if changes[time]:
+            held += changes[time]
+            steps.append((time, held))
+    return steps
+
+
+class _Trace:
+    """The events of one timeline, whose ranks are the processes from `first_process` on."""
+
+    def __init__(self, timeline: Timeline, lead: str, first_process: int, first_flow: int) -> None:
+        self.timeline = timeline
+        self.lead = lead
+        self.first_process = first_process
+        self.first_flow = first_flow
+        self.origin = min((t.start for t in timeline.ops), default=0.0)
+        self.ran = {timed.op: timed for timed in timeline.ops}
+
+    def events(self) -> list[Event]:
+        """Names of tracks first, then everything by time."""
+        timed: list[Event] = []
+        for row in self.timeline.rows:
+            timed += [event for t in row for event in self._op(t)]
+        for rank, row in enumerate(self.timeline.rows):
+            timed += self._held(rank, row)
+        named, sent = self._messages()
+        timed += sent
+        # A flow step binds to the slice around it, so at equal times slices come first; longer ones outside.
+        timed.sort(key=lambda e: (e["ts"], e["ph"] != "X", -e.get("dur", 0.0)))
+        return [*self._processes(), *named, *timed]
+
+    def _processes(self) -> Iterator[Event]:
+        for rank in range(self.timeline.num_ranks):
+            process = self.first_process + rank
+            yield _meta("process_name", process, {"name": f"{self.lead}rank {rank}"})
+            yield _meta("process_sort_index", process, {"sort_index": process})
+            yield _meta("thread_name", process, {"name": "compute"}, COMPUTE_TRACK)
+            yield _meta("thread_sort_index", process, {"sort_index": 0}, COMPUTE_TRACK)
+
+    def _op(self, timed: TimedOp) -> Iterator[Event]:
+        op = timed.op
+        args: dict[str, Any] = {
+            "op": str(op),
+            "kind": KIND_NAMES.get(op.kind, op.kind),
+            "stage": op.stage,
+            "microbatch": op.microbatch,
+            "waited_ms": timed.waited,
+        }
+        if timed.waited_for is not None:
+            args["waited_for"] = str(timed.waited_for)
+        if timed.blocked > 0:
+            args["blocked_ms"] = timed.blocked
+        event = self._slice(
+            f"{op.kind} {op.microbatch}", "compute", timed.rank, COMPUTE_TRACK, timed.start, timed.end
+        )
+        if op.kind in CHROME_COLORS:
+            event["cname"] = CHROME_COLORS[op.kind]
+        yield event | {"args": args}
+        if timed.blocked > 0:
+            after = timed.end + timed.blocked
+            yield self._slice("blocked: link full", "wait", timed.rank, COMPUTE_TRACK, timed.end, after)
+
+    def _slice(self, name: str, category: str, rank: int, track: int, start: float, end: float) -> Event:
+        begin = self._time(start)
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": self.first_process + rank,
+            "tid": track,
+            "ts": begin,
+            "dur": round(self._time(end) - begin, 3),
+        }
+
+    def _held(self, rank: int, row: Sequence[TimedOp]) -> Iterator[Event]:
+        for time, count in held_over_time(row):
+            yield {
+                "ph": "C",
+                "name": "activations held",
+                "pid": self.first_process + rank,
+                "ts": self._time(time),
+                "args": {"held": count},
+            }
+
+    def _messages(self) -> tuple[list[Event], list[Event]]:
+        """Names of the link tracks, and slices and arrows of the messages.
+
+        Slices of one track must not overlap, so messages under way at once on a link get lanes.
+        """
+        recorded = bool(self.timeline.messages)
+        lanes: dict[tuple[int, int], list[float]] = {}
+        named: list[Event] = []
+        events: list[Event] = []
+        tracks: dict[tuple[int, int, int], int] = {}
+        next_track = [FIRST_LINK_TRACK] * self.timeline.num_ranks
+        for index, message in enumerate(sorted(messages_of(self.timeline), key=lambda m: (m.sent, m.arrived))):
+            source, target = self.ran.get(message.source), self.ran.get(message.target)
+            if source is None or target is None:
+                continue
+            steps = [(message.source_rank, COMPUTE_TRACK, self._inside_end(source))]
+            if recorded and self._time(message.arrived) > self._time(message.sent):
+                ends = lanes.setdefault((message.source_rank, message.target_rank), [])
+                lane = next((k for k, end in enumerate(ends) if end <= message.sent), len(ends))
+                ends[lane:] = [message.arrived, *ends[lane + 1 :]]
+                key = (message.source_rank, message.target_rank, lane)
+                if key not in tracks:
+                    tracks[key] = next_track[message.source_rank]
+                    next_track[message.source_rank] += 1
+                    named += self._link_track(tracks[key], message, lane)
+                name = f"{'activation' if message.source.kind == 'F' else 'gradient'} {message.source.microbatch}"
+                sent = self._slice(name, "message", message.source_rank, tracks[key], message.sent, message.arrived)
+                args = {"from": str(message.source), "to": str(message.target), "to_rank": message.target_rank}
+                events.append(sent | {"args": args})
+                steps.append((message.source_rank, tracks[key], self._time(message.sent)))
+            steps.append((message.target_rank, COMPUTE_TRACK, self._time(target.start)))
+            events += self._flow(self.first_flow + index, steps)
+        return named, events
+
+    def _link_track(self, track: int, message: Message, lane: int) -> list[Event]:
+        process = self.first_process + message.source_rank
+        name = f"to rank {message.target_rank}" + (f", {lane + 1}" if lane else "")
+        sort = 1 + message.target_rank * 1000 + lane
+        return [
+            _meta("thread_name", process, {"name": name}, track),
+            _meta("thread_sort_index", process, {"sort_index": sort}, track),
+        ]
+
+    def _flow(self, number: int, steps: Sequence[tuple[int, int, float]]) -> Iterator[Event]:
+        for k, (rank, track, time) in enumerate(steps):
+            phase = "s" if k == 0 else "f" if k == len(steps) - 1 else "t"
+            event = {
+                "ph": phase,
+                "name": "message",
+                "cat": "message",
+                "id": number,
+                "pid": self.first_process + rank,
+                "tid": track,
+                "ts": time,
+            }
+            yield event if phase == "s" else event | {"bp": "e"}
+
+    def _inside_end(self, timed: TimedOp) -> float:
+        """The last nanosecond of the op, so that an arrow that leaves at its end still belongs to it."""
+        return max(self._time(timed.start), round(self._time(timed.end) - 0.001, 3))
+
+    def _time(self, ms: float) -> float:
+        """Microseconds from the first op's start, to the nanosecond: the unit of the format."""
+        return round((ms - self.origin) * 1000, 3)
+
+
+def _meta(name: str, process: int, args: dict[str, Any], track: int = 0) -> Event:
+    return {"ph": "M", "name": name, "pid": process, "tid": track, "args": args}
