@@ -52,5 +52,5 @@ class Links:
 
 
 def _check_delay(name: str, delay: object) -> None:
-    if not isinstance(delay, Real) or not 0 <= delay < math.inf:
+    if not isinstance(delay, Real) or not 0 <= float(delay) < math.inf:
         raise CostError(f"{name} is {delay!r}: give milliseconds of at least 0")

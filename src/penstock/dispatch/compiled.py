@@ -61,13 +61,15 @@ def _cache_folder(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
     Where nothing can be written there, numba's own places serve, and where there are none, no cache.
     """
     import numba
+    from numba.core import config as numba_config
 
+    config: Any = numba_config
     digest = hashlib.sha256(b"\0".join(_sources(module))).hexdigest()[:16]
     folder = Path(str(module.__file__)).parent / "__pycache__" / f"numba-{digest}"
-    before = numba.config.CACHE_DIR
+    before = config.CACHE_DIR
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        numba.config.CACHE_DIR = str(folder)
+        config.CACHE_DIR = str(folder)
     except OSError:
         pass
 
@@ -80,4 +82,4 @@ def _cache_folder(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
     try:
         yield compile_function
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before

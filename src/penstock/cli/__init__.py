@@ -1,0 +1,15 @@
+"""The command line: one file a verb, `penstock VERB --help` for each.
+
+Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse. Every verb takes `--json`: then one JSON
+object is all that goes to stdout, for failures too.
+
+Only `train` and `bench` import torch, and only when they run, so that `--help` is there at once. A new verb
+is a file with a function registered on `app`, imported below.
+"""
+
+from __future__ import annotations
+
+from penstock.cli import check, convert, data, show, simulate  # noqa: F401  (each registers its verb)
+from penstock.cli.run import main
+
+__all__ = ["main"]

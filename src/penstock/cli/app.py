@@ -1,0 +1,35 @@
+"""The typer application that verbs register on, in the order in which `--help` lists them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import penstock
+
+app = typer.Typer(
+    name="penstock",
+    help="Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch.",
+    epilog="Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch."""

@@ -1,0 +1,58 @@
+"""Failures a person can do something about: an exit code, a message, and the spot for `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cost import CostError
+from penstock.schedule import ScheduleError
+
+INVALID, MISUSE = 1, 2
+
+_MISUSE_RULES = ("name", "options", "dispatch", "file")
+"""Rules broken by what the user typed. The others are broken by a schedule."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong; all but the first two are None where they do not apply."""
+
+    exit_code: int
+    message: str
+    rule: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    op: str | None = None
+    peer: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "rank": self.rank,
+            "step": self.step,
+            "op": self.op,
+            "peer": self.peer,
+            "message": self.message,
+        }
+
+
+class Misuse(Exception):
+    """A verb was called with values that do not go together; the message says which and what to do."""
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """The failure an exception stands for, or None if it is a bug."""
+    if isinstance(error, ScheduleError):
+        code = MISUSE if error.rule in _MISUSE_RULES else INVALID
+        op = None if error.op is None else str(error.op)
+        return Failure(code, str(error), error.rule, error.rank, error.step, op, error.peer)
+    if isinstance(error, CostError):
+        return Failure(MISUSE, str(error), "costs")
+    if isinstance(error, Misuse):
+        return Failure(MISUSE, str(error), "usage")
+    if type(error).__module__.startswith("penstock."):  # errors of layers that would be slow to import here
+        return Failure(getattr(error, "exit_code", MISUSE), str(error), getattr(error, "rule", None))
+    if isinstance(error, OSError) and error.filename is not None:
+        return Failure(MISUSE, f"{error.filename}: {error.strerror or error}", "file")
+    return None

@@ -1,0 +1,75 @@
+"""Options that several verbs share, and the words in them read into values."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from penstock.cli.failure import Misuse
+from penstock.simulate import Blocking, Decoupled
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks, for a schedule given by name.")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", help="Number of microbatches, for a schedule given by name.")
+]
+Stages = Annotated[
+    int | None, typer.Option("--stages", help="Number of stages over the whole model (interleaved-1f1b).")
+]
+Warmup = Annotated[str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one a rank (zb).")]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option("--memory-limit", help="Most stage activations a rank may hold, freed at B or W."),
+]
+Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it to FILE, by its ending.")]
+
+_LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
+_TRANSPORT = re.compile(r"decoupled|blocking(?::(?P<depth>[0-9]{1,9}))?")
+
+
+def number(option: str, text: str) -> float:
+    """Reads a finite number; Misuse names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise Misuse(f"{option} {text}: {text.strip()!r} is not a number") from None
+    return value
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """Reads `10` or `10,12,10,10`."""
+    return [number(option, part) for part in text.split(",")]
+
+
+def counts(option: str, text: str) -> list[int]:
+    """Reads `7,5,3,1`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Misuse(f"{option} {text}: whole numbers are needed, like 7,5,3,1") from None
+
+
+def link_delays(texts: list[str]) -> dict[tuple[int, int], float]:
+    """Reads `0:1=20`, one a link or one a direction."""
+    delays: dict[tuple[int, int], float] = {}
+    for text in texts:
+        match = _LINK.fullmatch(text)
+        if match is None:
+            raise Misuse(f"--link {text}: write RANK:RANK=MS, like 0:1=20")
+        pair = int(match["source"]), int(match["target"])
+        if pair in delays:
+            raise Misuse(f"--link {text}: link {pair[0]}:{pair[1]} is given twice")
+        delays[pair] = number("--link", match["delay"])
+    return delays
+
+
+def transport_of(text: str) -> Decoupled | Blocking:
+    """Reads `decoupled`, `blocking` or `blocking:4`."""
+    match = _TRANSPORT.fullmatch(text)
+    if match is None:
+        raise Misuse(f"--transport {text}: write decoupled, blocking or blocking:DEPTH")
+    if text == "decoupled":
+        return Decoupled()
+    return Blocking(int(match["depth"])) if match["depth"] else Blocking()

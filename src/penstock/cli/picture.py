@@ -1,0 +1,18 @@
+"""`--out FILE`: a picture, a trace or a schedule file, by the ending."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.draw.save import save_picture
+from penstock.formats import save as save_schedule
+from penstock.schedule import Schedule
+from penstock.simulate import Timeline
+
+
+def save(drawn: Schedule | Timeline, path: str) -> None:
+    """Writes a schedule as .json or .txt its own file, all else as a picture."""
+    if isinstance(drawn, Schedule) and Path(path).suffix in (".json", ".txt"):
+        save_schedule(drawn, path)
+    else:
+        save_picture(drawn, path)

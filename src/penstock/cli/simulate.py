@@ -1,0 +1,147 @@
+"""`penstock simulate`: what a schedule costs over given durations and links.
+
+penstock simulate zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 --w 10 --link 0:1=20
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import penstock as ps
+from penstock.cli import options, source
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json, MemoryLimit, Microbatches, Out, Ranks, Stages, Warmup, counts, numbers
+from penstock.cli.output import in_colour, print_json, table
+from penstock.formats.costs import load_costs
+
+
+@app.command(short_help="Time a schedule over costs and links.")
+def simulate(
+    schedule: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"{source.SCHEDULE}.")],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages: Stages = None,
+    warmup: Warmup = None,
+    memory_limit: MemoryLimit = None,
+    f: Annotated[str | None, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12.")] = None,
+    i: Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = None,
+    w: Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = None,
+    b: Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")] = None,
+    activation: Annotated[
+        str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
+    ] = None,
+    freed_by_input: Annotated[
+        float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
+    ] = None,
+    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="All costs, as JSON.")] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
+    ] = None,
+    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
+    transport: Annotated[
+        str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
+    ] = "decoupled",
+    max_held: Annotated[
+        str | None,
+        typer.Option("--max-held", metavar="UNITS", help="Dynamic: most activations held, or one a rank: 7,5."),
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
+    plan = source.read_or_build(
+        schedule,
+        source.Counts(
+            ranks, microbatches, stages, None if warmup is None else counts("--warmup", warmup), memory_limit
+        ),
+    )
+    ps.check(plan, memory_limit=memory_limit)
+    given = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
+    if costs is None:
+        chosen = _costs(plan.num_stages, given, freed_by_input)
+    else:
+        if extra := next((name for name, value in given.items() if value is not None), None):
+            raise Misuse(f"--costs {costs} and --{extra} both give costs; use one of them")
+        if freed_by_input is not None:
+            raise Misuse(f"--costs {costs} and --freed-by-input both give costs; use one of them")
+        chosen = load_costs(costs, plan.num_stages)
+    links = ps.Links(options.link_delays(link or []), default_delay)
+    mode = options.transport_of(transport)
+    timeline = ps.simulate(
+        plan, chosen, links=links, dispatch=dispatch, transport=mode, max_held=_max_held(max_held, dispatch)
+    )
+    if out is not None:
+        from penstock.cli.picture import save
+
+        save(timeline, out)
+    if json:
+        print_json(_as_json(timeline, chosen, links, transport))
+    else:
+        _print(timeline, transport)
+
+
+def _costs(num_stages: int, given: dict[str, str | None], freed_by_input: float | None) -> ps.Costs:
+    def row(name: str, default: list[float]) -> list[float]:
+        text = given[name]
+        values = default if text is None else numbers(f"--{name}", text)
+        return values * num_stages if len(values) == 1 else values
+
+    rows: dict[str, Any] = {name: row(name, [1.0]) for name in ("f", "i", "w")} | {
+        name: row(name, []) for name in ("b", "activation")
+    }
+    if freed_by_input is None:
+        return ps.Costs(**rows)
+    return ps.Costs(**rows, freed_by_input=freed_by_input)
+
+
+def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
+    if text is None:
+        return None
+    if dispatch != "dynamic":
+        raise Misuse("--max-held caps a dynamic run; add --dispatch dynamic, or leave it out")
+    caps = numbers("--max-held", text)
+    return caps[0] if len(caps) == 1 else caps
+
+
+def _as_json(timeline: ps.Timeline, costs: ps.Costs, links: ps.Links, transport: str) -> dict[str, Any]:
+    plan = timeline.schedule
+    return {
+        "name": plan.name,
+        "num_ranks": plan.num_ranks,
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "num_ops": plan.num_ops,
+        "dispatch": timeline.dispatch,
+        "transport": transport,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_ratio": timeline.bubble_ratio,
+        "busy": timeline.busy,
+        "blocked": [sum(t.blocked for t in row) for row in timeline.rows],
+        "peak_activations": timeline.peak_activations,
+        "costs": {name: getattr(costs, name) for name in ("f", "i", "w", "b", "activation", "freed_by_input")},
+        "links": {
+            "default": links.default,
+            "delays": {f"{a}:{b}": delay for (a, b), delay in links.delays.items()},
+        },
+    }
+
+
+def _print(timeline: ps.Timeline, transport: str) -> None:
+    from penstock.draw.terminal import to_terminal
+
+    print(f"transport     {transport}")
+    print(f"makespan      {timeline.makespan:.10g} ms")
+    print(f"span          {timeline.span:.10g} ms")
+    print(f"bubble ratio  {timeline.bubble_ratio:.1%}\n")
+    rows = [
+        [f"rank {rank}", f"{timeline.busy[rank]:.6g}", f"{sum(t.blocked for t in row):.6g}", f"{peak:.6g}"]
+        for rank, (row, peak) in enumerate(zip(timeline.rows, timeline.peak_activations, strict=True))
+    ]
+    print(table(["", "busy ms", "blocked ms", "peak activations"], rows), end="\n\n")
+    print(to_terminal(timeline, color=in_colour()))
