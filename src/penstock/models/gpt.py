@@ -54,7 +54,7 @@ class GPTConfig:
 
 presets: dict[str, GPTConfig] = {
     "nano": GPTConfig(vocab_size=256, context=64, depth=4, width=64, num_heads=4),
-    "tiny": GPTConfig(vocab_size=256, context=128, depth=6, width=128, num_heads=4),
+    "tiny": GPTConfig(vocab_size=256, context=128, depth=8, width=96, num_heads=3),
     "small": GPTConfig(vocab_size=256, context=256, depth=8, width=384, num_heads=6),
     "gpt2-124m": GPTConfig(vocab_size=50257, context=1024, depth=12, width=768, num_heads=12, tied=True),
     "gpt2-355m": GPTConfig(vocab_size=50257, context=1024, depth=24, width=1024, num_heads=16, tied=True),
