@@ -1,0 +1,52 @@
+# make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
+# make test     runs every test
+# make lint     ruff, mypy and the layers' import contracts
+#
+# All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+ARGS ?=
+
+# Where there is no GPU, torch comes from its index of CPU builds, a tenth of the size.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+
+# Set REPORTS to a folder to get a JUnit report of each phase of the tests.
+REPORTS ?=
+report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
+
+.PHONY: train test lint format install clean
+
+train: $(INSTALLED)
+	$(BIN)/penstock train $(ARGS)
+
+# Tests of one process run two at a time; those that start several processes run alone, for their clocks' sake.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not multiproc and not gpu" $(call report,one-process) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "multiproc or gpu" $(call report,processes) $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "penstock needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
