@@ -89,10 +89,11 @@ class Schedule:
     def renamed(self, name: str) -> Schedule:
         return replace(self, name=name)
 
-    def forward_only(self) -> Schedule:
-        """The same placement with the F ops alone, for evaluation. Not valid for training."""
-        rows = tuple(tuple(op for op in row if op.kind == "F") for row in self.order)
-        return replace(self, order=rows)
+    def forward_only(self, num_microbatches: int | None = None) -> Schedule:
+        """The F ops alone, of the first `num_microbatches`, for evaluation. Not valid for training."""
+        num = self.num_microbatches if num_microbatches is None else num_microbatches
+        rows = tuple(tuple(op for op in row if op.kind == "F" and op.microbatch < num) for row in self.order)
+        return replace(self, order=rows, microbatch_pipeline=self.microbatch_pipeline[:num])
 
     def __str__(self) -> str:
         from penstock.schedule.text import to_text

@@ -1,0 +1,16 @@
+"""Runs a schedule with torch: stages, split backward, transports, updates."""
+
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.partition import PartitionError
+from penstock.runtime.pipeline import Pipeline, StepResult
+from penstock.runtime.stage import Stage
+
+__all__ = [
+    "DeadlineExceeded",
+    "PartitionError",
+    "PeerLost",
+    "Pipeline",
+    "RuntimeFailure",
+    "Stage",
+    "StepResult",
+]

@@ -1,0 +1,1 @@
+"""What runs ops: torch, or nothing at all."""

@@ -1,0 +1,42 @@
+"""The torch device of one rank: runs ops on the stages it hosts and hands their results to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.message import Edge, Payload
+from penstock.runtime.stage_runner import StageRunner
+from penstock.runtime.tied import TiedGradients
+from penstock.schedule import Op
+
+
+class TorchDevice:
+    """Runs ops with torch. The runners must have begun a step."""
+
+    def __init__(self, runners: Mapping[int, StageRunner], tied: TiedGradients) -> None:
+        self._runners = runners
+        self._tied = tied
+        self._outcome: Payload | None = None
+        self._op: Op | None = None
+
+    def run(self, op: Op, received: Sequence[Payload]) -> None:
+        runner = self._runners[op.stage]
+        has_main = op.stage > 0 if op.kind == "F" else op.kind in "BI" and len(received) > 0
+        if op.kind == "F":
+            self._outcome = runner.forward(op.microbatch, received[0] if has_main else None)
+        elif op.kind == "W":
+            runner.backward_weight(op.microbatch)
+            self._outcome = None
+        else:
+            main, ties = self._tied.sort(op, received)
+            self._outcome = runner.backward(op.kind, op.microbatch, main)
+            self._tied.collect(op, ties)
+        self._op = op
+
+    def give(self, edge: Edge) -> Payload:
+        if edge.slot:
+            return self._tied.give(edge)
+        if self._outcome is None or edge.producer != self._op:
+            raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")
+        return self._outcome

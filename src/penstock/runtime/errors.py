@@ -1,0 +1,15 @@
+"""What can go wrong while a schedule runs."""
+
+from __future__ import annotations
+
+
+class RuntimeFailure(RuntimeError):
+    """A run can't start or go on; the message says what was found, the rule and what to do."""
+
+
+class PeerLost(RuntimeFailure):
+    """Another rank is gone. The cause lies there, not here."""
+
+
+class DeadlineExceeded(RuntimeFailure):
+    """A wait ended without what was waited for: who waited for what from whom."""

@@ -1,0 +1,1 @@
+"""What drives workers: all in one process, or one process a rank."""

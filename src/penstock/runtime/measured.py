@@ -1,0 +1,60 @@
+"""The measured timeline of a step, in the same form as a simulated one, and the costs read off it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from penstock.cost import Costs
+from penstock.runtime.wiring import Wiring
+from penstock.schedule import Op
+from penstock.simulate import Message, TimedOp, Timeline
+
+RankTimes = Sequence[tuple[Op, int, int]]
+"""(op, start, end) in nanoseconds of a clock that the ranks share."""
+
+
+def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequence[float], dispatch: str) -> Timeline:
+    """Builds the timeline from every rank's recorded times."""
+    origin = min((start for row in times for _, start, _ in row), default=0)
+    ended: dict[Op, float] = {op: (end - origin) / 1e6 for row in times for op, _, end in row}
+    ops: list[TimedOp] = []
+    messages: list[Message] = []
+    for rank, row in enumerate(times):
+        previous = 0.0
+        for op, start_ns, end_ns in row:
+            start, end = (start_ns - origin) / 1e6, (end_ns - origin) / 1e6
+            cause, cause_end = None, previous
+            for edge in wiring.incoming[op]:
+                if edge.producer not in ended:
+                    continue
+                source_rank, sent = wiring.rank_of(edge.producer), ended[edge.producer]
+                if source_rank != rank:
+                    messages.append(Message(edge.producer, op, source_rank, rank, sent, max(sent, start)))
+                if sent > cause_end:
+                    cause, cause_end = edge.producer, sent
+            ops.append(TimedOp(rank, op, start, end, cause, max(0.0, start - previous)))
+            previous = end
+    return Timeline(wiring.schedule, tuple(ops), tuple(messages), tuple(peaks), "measured", dispatch)
+
+
+def measured_costs(timelines: Sequence[Timeline]) -> Costs:
+    """Per stage the median duration of each kind of op over some measured steps.
+
+    Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
+    I and W together.
+    """
+    num_stages = timelines[0].schedule.num_stages
+    found: dict[tuple[str, int], list[float]] = {}
+    for timeline in timelines:
+        for timed in timeline.ops:
+            found.setdefault((timed.op.kind, timed.op.stage), []).append(timed.end - timed.start)
+    median = {key: statistics.median(values) for key, values in found.items()}
+    stages = range(num_stages)
+    full = [median.get(("B", s), median.get(("I", s), 0.0) + median.get(("W", s), 0.0)) for s in stages]
+    return Costs(
+        f=[median.get(("F", s), 0.0) for s in stages],
+        i=[median.get(("I", s), full[s] / 2) for s in stages],
+        w=[median.get(("W", s), full[s] / 2) for s in stages],
+        b=full,
+    )

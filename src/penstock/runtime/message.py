@@ -1,0 +1,44 @@
+"""What travels between ops: an edge of the schedule's graph, and a payload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.schedule import Op
+
+
+class Edge(NamedTuple):
+    """A message from `producer` to `consumer`.
+
+    `slot` 0 carries activations or gradients; slot k carries the gradient of the k-th tied parameter.
+    """
+
+    producer: Op
+    consumer: Op
+    slot: int = 0
+
+    def __str__(self) -> str:
+        what = "the tied gradient of " if self.slot else ""
+        return f"{what}{self.producer.short()} of stage {self.producer.stage}"
+
+
+@dataclass
+class Payload:
+    """Tensors and how they were arranged.
+
+    Attributes:
+        leaves: the tensors; None where a gradient is absent.
+        skeleton: see `tree.flatten`.
+        needs_grad: for each leaf, whether its producer wants its gradient back.
+    """
+
+    leaves: list[Tensor | None]
+    skeleton: Any = None
+    needs_grad: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def gradients(cls, leaves: list[Tensor | None]) -> Payload:
+        return cls(leaves, None, [False] * len(leaves))

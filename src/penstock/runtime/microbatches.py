@@ -1,0 +1,103 @@
+"""Cutting a batch into microbatches, and what each weighs in the loss.
+
+The loss of a batch is the weighted mean of its microbatches' losses, so that a ragged last microbatch, or
+one with fewer tokens, counts for what it holds:
+
+    loss = sum_m  weight_m / sum(weights) * loss_m
+
+A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
+weighs as many samples as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tree import flatten, unflatten
+
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A batch, cut.
+
+    Attributes:
+        inputs, targets: one entry a microbatch; targets is all None without a loss.
+        scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
+        signatures: per microbatch.
+    """
+
+    inputs: list[Any]
+    targets: list[Any]
+    scales: list[float]
+    signatures: list[Signature]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        raise RuntimeFailure(
+            f"the {what} have {sorted(sizes)} samples in dimension 0; every tensor needs the same number, above 0"
+        )
+    return sizes.pop()
+
+
+def split(value: Any, num_microbatches: int, what: str) -> list[Any]:
+    """Cuts a batch along dimension 0, as evenly as possible, the larger microbatches first.
+
+    A list is taken as cut already, one entry a microbatch.
+
+    Raises:
+        RuntimeFailure: fewer samples than microbatches, a list of another length, or tensors that disagree.
+    """
+    if isinstance(value, list):
+        if len(value) != num_microbatches:
+            raise RuntimeFailure(
+                f"{len(value)} {what} given as a list, the schedule runs {num_microbatches} microbatches; "
+                f"give one entry a microbatch, or one tensor to be cut"
+            )
+        return value
+    leaves, skeleton = flatten(value)
+    if not leaves:
+        raise RuntimeFailure(f"the {what} hold no tensor")
+    num_samples = _num_samples(leaves, what)
+    if num_samples < num_microbatches:
+        raise RuntimeFailure(
+            f"a batch of {num_samples} samples can't be cut into {num_microbatches} microbatches; "
+            f"give at least {num_microbatches} samples or build a schedule with fewer microbatches"
+        )
+    parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
+    return [unflatten([p[m] for p in parts], skeleton) for m in range(num_microbatches)]
+
+
+def weigh(inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None) -> list[float]:
+    """Each microbatch's share in the loss of the batch."""
+    weight = getattr(loss_fn, "weight", None)
+    if callable(weight):
+        weights = [float(weight(target)) for target in targets]
+    else:
+        weights = [float(_num_samples(flatten(value)[0], "inputs")) for value in inputs]
+    total = sum(weights)
+    return [w / total if total else 0.0 for w in weights]
+
+
+def cut_batch(
+    inputs: Any, targets: Any, num_microbatches: int, loss_fn: Callable[..., Tensor] | None
+) -> Microbatches:
+    """Cuts inputs and targets and weighs the microbatches."""
+    cut_inputs = split(inputs, num_microbatches, "inputs")
+    cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
+    scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None)
+    signatures = [tuple((tuple(t.shape), t.dtype) for t in flatten(value)[0]) for value in cut_inputs]
+    return Microbatches(cut_inputs, cut_targets, scales, signatures)

@@ -1,0 +1,86 @@
+"""From what the user gives, a model or a list of stages, to one `Stage` for each stage of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage import Stage, StageSource
+
+
+class PartitionError(ValueError):
+    """A model can't be cut into the stages asked for."""
+
+
+def cut(costs: Sequence[float], num_stages: int) -> list[range]:
+    """The cut of layers into consecutive stages whose dearest stage is cheapest.
+
+    Every stage has at least one layer; among equals the earliest cuts win. O(num_stages * layers^2).
+
+    Raises:
+        PartitionError: more stages than layers.
+    """
+    n = len(costs)
+    if num_stages < 1 or num_stages > n:
+        raise PartitionError(
+            f"{num_stages} stages asked of a model of {n} layers; a stage holds at least one layer, "
+            f"so use 1 to {n} stages or a deeper model"
+        )
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
+    cut_at = [[0] * (n + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, n + 1):
+            for start in range(stage - 1, end):
+                dearest = max(best[stage - 1][start], total[end] - total[start])
+                if dearest < best[stage][end]:
+                    best[stage][end], cut_at[stage][end] = dearest, start
+    ranges, end = [], n
+    for stage in range(num_stages, 0, -1):
+        ranges.append(range(cut_at[stage][end], end))
+        end = cut_at[stage][end]
+    return ranges[::-1]
+
+
+def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
+    """A layer's cost where nothing was measured: its parameters, and a little for being there."""
+    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
+
+
+def stages_of(
+    model: nn.Module | Sequence[StageSource], num_stages: int, costs: Sequence[float] | None = None
+) -> list[Stage | StageSource]:
+    """The stages of `model`, in order. Factories are left for `build_stage` to call where they are needed.
+
+    Args:
+        model: an `nn.Sequential` (cut by cost), any module for one stage, or a list with one module, or
+            function that makes one, for each stage.
+        costs: of each layer of the sequential; by default its number of parameters.
+
+    Raises:
+        PartitionError: more stages than layers, or a list of another length than the schedule's stages.
+    """
+    if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
+        names, layers = zip(*model.named_children(), strict=True)
+        if costs is not None and len(costs) != len(layers):
+            raise PartitionError(f"{len(costs)} costs given for {len(layers)} layers")
+        ranges = cut(parameter_costs(layers) if costs is None else costs, num_stages)
+        return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
+    sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
+    if len(sources) != num_stages:
+        hint = "pass an nn.Sequential to have it cut" if isinstance(model, nn.Module) else "pass one a stage"
+        raise PartitionError(f"{len(sources)} stage modules for a schedule of {num_stages} stages; {hint}")
+    return list(sources)
+
+
+def build_stage(source: Stage | StageSource, index: int) -> Stage:
+    """The stage itself; a bare module becomes a stage of one layer named by the stage's number."""
+    module = source if isinstance(source, nn.Module) else source()
+    if not isinstance(module, nn.Module):
+        raise RuntimeFailure(f"stage {index}: its function returned {type(module).__name__}, not a module")
+    return module if isinstance(module, Stage) else Stage({str(index): module}, [index])

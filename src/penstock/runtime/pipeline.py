@@ -1,0 +1,441 @@
+"""The pipeline: a model, a schedule and an optimizer, trained step by step, the same call on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.cost import Costs
+from penstock.dispatch import Dispatch, Dispatcher
+from penstock.runtime.clip import global_norm, scale_gradients
+from penstock.runtime.devices.torch_device import TorchDevice
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.executors.group import run_rank
+from penstock.runtime.executors.local import run_local
+from penstock.runtime.measured import measured_timeline
+from penstock.runtime.message import Edge
+from penstock.runtime.microbatches import Microbatches, cut_batch
+from penstock.runtime.partition import build_stage, stages_of
+from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.rng import mix, restored
+from penstock.runtime.split import prepare, unprepare
+from penstock.runtime.stage import Stage, StageSource
+from penstock.runtime.stage_runner import StageRunner, StepSettings
+from penstock.runtime.tied import Tie, TiedGradients, find_ties
+from penstock.runtime.transports.channel import Tags
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.local import LocalTransport, Switchboard
+from penstock.runtime.tree import flatten, unflatten
+from penstock.runtime.wiring import Wiring, wire
+from penstock.runtime.worker import Transport, Worker
+from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule.check import peak_in_flight, run_untimed
+from penstock.simulate import Timeline
+from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
+
+EVALUATION_WINDOW = 4
+"""Messages of a channel under way in evaluation, where no answers say what was taken."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives, the same on every rank.
+
+    Attributes:
+        loss: the batch's loss (float64, no gradient): the weighted mean over its microbatches.
+        losses: each microbatch's share of it; they add up to `loss`.
+        grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    grad_norm: Tensor | None = None
+
+
+class Pipeline:
+    """Runs a schedule on a model.
+
+        pipe = ps.Pipeline(model, ps.build("1f1b", 4, 8), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
+        result = pipe.step(inputs, targets)
+
+    All ranks run in this process, in turn, unless torch.distributed is set up with one process a rank.
+    Either way every rank makes the same calls with the same whole batch.
+
+    Args:
+        model: an `nn.Sequential`, cut into stages of equal cost; or a list with one module, or function
+            that makes one (called only where its stage runs), for each stage.
+        schedule: checked here. With one rank a process, all must give the same.
+        loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
+            counts.
+        optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
+            it; or an optimizer over the model's parameters, of which each process keeps its own.
+        mesh: a process group or one-dimensional device mesh to run over; by default all of torch.distributed.
+        dispatch: "frozen" or "dynamic".
+        device: where stages run; by default where the model's parameters lie.
+        autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
+        clip_norm: most the norm of the whole model's gradient may be at an update.
+        costs: of each layer of a sequential, for cutting it.
+        tied: for stages built by functions: groups of names of parameters that are one.
+        seed: for dropout, the same whatever the schedule and the number of ranks.
+        timeout: seconds that any wait may last.
+
+    Raises:
+        ScheduleError: the schedule is not valid. Only the first rank tells why.
+        PartitionError: more stages than layers, or a list of another length than the schedule's stages.
+        RuntimeFailure: what torch.distributed has does not fit the schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[StageSource],
+        schedule: Schedule,
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        optimizer: Callable[[list[Parameter]], Optimizer] | Optimizer | None = None,
+        mesh: Any = None,
+        dispatch: Dispatch | str = Dispatch.FROZEN,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        clip_norm: float | None = None,
+        costs: Sequence[float] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        seed: int = 0,
+        timeout: float = 60.0,
+    ) -> None:
+        self.schedule = schedule
+        self.dispatch = as_dispatch(dispatch)
+        self.clip_norm = clip_norm
+        self.num_updates = 0
+        self._num_steps = 0
+        self._seed = seed
+        self._loss_fn = loss_fn
+        self._peers = _peers(mesh, schedule.num_ranks)
+        if schedule.placement.num_pipelines > 1:
+            raise RuntimeFailure(
+                f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
+            )
+        self._check()
+        sources = stages_of(model, schedule.num_stages, costs)
+        here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
+        stages = {index: build_stage(sources[index], index) for index in sorted(here)}
+        self._device = _device(stages, device)
+        for stage in stages.values():
+            stage.to(self._device)
+        self.notices: list[str] = []
+        self._split = frozenset((op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == "I")
+        self._ties = self._find_ties(sources, stages, tied)
+        local_ties = {
+            (slot, stage): dict(stages[stage].named_parameters())[name]
+            for slot, tie in enumerate(self._ties, start=1)
+            for stage, name in tie.names.items()
+            if stage in stages
+        }
+        self._tied = TiedGradients(self._ties, local_ties)
+        self._runners = {
+            index: StageRunner(
+                stage, index, schedule.num_stages, self._device, loss_fn, autocast, self._prepare(stage, index)
+            )
+            for index, stage in stages.items()
+        }
+        self._stages = stages
+        self._wirings: dict[tuple[bool, int], Wiring] = {}
+        self._timeout = timeout
+        self._transport: GroupTransport | None = None
+        if isinstance(self._peers, GroupPeers):
+            tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
+            self._transport = GroupTransport(self._peers.group, tags, timeout)
+        self._own = self._owned_parameters()
+        self._names = self._all_names()
+        self.optimizer = _optimizer(optimizer, self.parameters())
+        self._last: tuple[Wiring, list[Worker]] | None = None
+
+    # Setting up.
+
+    def _check(self) -> None:
+        """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
+        try:
+            check(self.schedule)
+        except ScheduleError:
+            if 0 in self._peers.here:
+                raise
+            raise SystemExit(1) from None
+
+    def _prepare(self, stage: Stage, index: int) -> bool:
+        """Readies a stage for split backward where the schedule asks for it; returns whether it can split."""
+        if not any(s == index for s, _ in self._split):
+            return False
+        report = prepare(stage)
+        if not report.can_split:
+            self.notices.append(f"stage {index}: I runs the full backward and W nothing: {report.reason}")
+        return report.can_split
+
+    def _find_ties(
+        self, sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]]
+    ) -> list[Tie]:
+        whole = [
+            dict(s.named_parameters()) if isinstance(s, Stage) else
+            {f"{i}.{n}": p for n, p in s.named_parameters()} if isinstance(s, nn.Module) else {}
+            for i, s in enumerate(sources)
+        ]  # fmt: skip
+        ties = find_ties(whole)
+        if tied:
+            own = [(index, [n for n, _ in stage.named_parameters()]) for index, stage in stages.items()]
+            by_name = {n: s for part in self._peers.gather(own) for s, names in part for n in names}
+            for group in tied:
+                if missing := [name for name in group if name not in by_name]:
+                    raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
+                names = dict(sorted((by_name[name], name) for name in group))
+                if len(names) > 1 and all(t.names != names for t in ties):
+                    ties.append(Tie(names))
+        return ties
+
+    def _owned_parameters(self) -> dict[str, Parameter]:
+        """Name -> parameter, for those this process answers for: a tied one is its lowest stage's."""
+        twins = {name for tie in self._ties for stage, name in tie.names.items() if stage != tie.owner}
+        own: dict[str, Parameter] = {}
+        for stage in self._stages.values():
+            own.update((n, p) for n, p in stage.named_parameters() if n not in twins)
+        return own
+
+    def _all_names(self) -> list[str]:
+        by_stage: dict[int, list[str]] = {}
+        mine = {i: [n for n, _ in s.named_parameters() if n in self._own] for i, s in self._stages.items()}
+        for part in self._peers.gather(mine):
+            by_stage.update(part)
+        return [name for stage in sorted(by_stage) for name in by_stage[stage]]
+
+    @property
+    def rank(self) -> int:
+        """The first rank in this process."""
+        return self._peers.here[0]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters in this process, each once."""
+        return list({id(p): p for stage in self._stages.values() for p in stage.parameters()}.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The parameters in this process under their plain names in the whole model, a tied one once."""
+        yield from self._own.items()
+
+    # Stepping.
+
+    def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
+        """Runs the schedule once over a batch, then the optimizer.
+
+        Args:
+            inputs: a tensor, or tuple (positional arguments) or dict (keyword arguments) of tensors with the
+                samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch.
+            targets: alike; each goes to `loss_fn` with its microbatch's output.
+            update: False to only add to the gradients, as several `backward` calls would; `update()` follows.
+
+        Raises:
+            RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
+            DeadlineExceeded, PeerLost: another rank is late or gone.
+        """
+        if self._loss_fn is None:
+            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
+        batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn)
+        self._num_steps += 1
+        self._tied.begin()
+        with restored(self._device):
+            self._run(StepSettings(batch, mix(self._seed, self._num_steps), True, self._split))
+        self._share_tied()
+        result = self._result(len(batch))
+        return StepResult(result.loss, result.losses, self.update()) if update else result
+
+    def update(self) -> Tensor | None:
+        """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on."""
+        norm = None
+        if self.clip_norm is not None:
+            norm = global_norm(self._names, self._own, self._peers)
+            scale_gradients(self.parameters(), self.clip_norm, norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.num_updates += 1
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def evaluate(self, inputs: Any, targets: Any) -> StepResult:
+        """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
+
+        A batch with fewer samples than the schedule has microbatches runs in fewer.
+        """
+        if self._loss_fn is None:
+            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
+        batch = self._run_forward(inputs, targets)
+        return self._result(len(batch))
+
+    def predict(self, inputs: Any) -> list[Any]:
+        """The model's output for each microbatch, in evaluation mode, on every rank."""
+        batch = self._run_forward(inputs, None)
+        last = self.schedule.num_stages - 1
+        runner = self._runners.get(last)
+        mine = {} if runner is None else {m: _on_host(value) for m, value in runner.results.items()}
+        outputs: dict[int, Any] = {}
+        for part in self._peers.gather(mine):
+            outputs.update(part)
+        return [outputs[m] for m in range(len(batch))]
+
+    def _run_forward(self, inputs: Any, targets: Any) -> Microbatches:
+        num = self.schedule.num_microbatches
+        leaf = inputs if isinstance(inputs, Tensor) else None
+        if isinstance(inputs, list):
+            num = min(num, len(inputs))
+        elif leaf is not None and leaf.dim():
+            num = max(1, min(num, leaf.shape[0]))
+        batch = cut_batch(inputs, targets, num, self._loss_fn)
+        with self._evaluating(), restored(self._device):
+            self._run(StepSettings(batch, None, False, frozenset()))
+        return batch
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(m, m.training) for stage in self._stages.values() for m in stage.modules()]
+        for stage in self._stages.values():
+            stage.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _wiring(self, training: bool, num_microbatches: int) -> Wiring:
+        key = training, num_microbatches
+        if key not in self._wirings:
+            schedule = self.schedule if training else self.schedule.forward_only(num_microbatches)
+            self._wirings[key] = wire(schedule, [tie.stages for tie in self._ties])
+        return self._wirings[key]
+
+    def _run(self, settings: StepSettings) -> None:
+        wiring = self._wiring(settings.training, len(settings.microbatches))
+        for runner in self._runners.values():
+            runner.begin(settings)
+        change = memory_changes(wiring.graph, Costs.uniform(self.schedule.num_stages))
+        caps = frozen_peaks(wiring.graph, change)
+        board = Switchboard(self.schedule.num_ranks, None)
+        workers = []
+        for rank in self._peers.here:
+            transport: Transport = self._transport or LocalTransport(board, rank)
+            dispatcher = Dispatcher(wiring.graph, rank, self.dispatch, change, caps[rank])
+            runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
+            workers.append(Worker(wiring, rank, dispatcher, TorchDevice(runners, self._tied), transport))
+        if self._transport is None:
+            run_local(workers)
+        else:
+            expected = [(edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(self.rank)]
+            threaded = self.dispatch is Dispatch.DYNAMIC
+            self._transport.begin(expected, self._signatures(settings), threaded, self._windows(wiring, settings))
+            run_rank(workers[0], self._transport)
+            self._transport.end()
+        self._last = wiring, workers
+
+    def _signatures(self, settings: StepSettings) -> Callable[[Edge], str]:
+        mode = "train" if settings.training else "evaluate"
+        texts = [f"{mode} {signature}" for signature in settings.microbatches.signatures]
+        return lambda edge: texts[edge.consumer.microbatch]
+
+    def _windows(self, wiring: Wiring, settings: StepSettings) -> dict[int, int]:
+        if not settings.training:
+            stuck = run_untimed(wiring.schedule, EVALUATION_WINDOW).blocked
+            return {} if stuck else {0: EVALUATION_WINDOW}
+        # A tied stage is at most as far ahead of the owner's backward as the owner has forwards in flight.
+        bound = 2 * max(peak_in_flight(self.schedule)) + 1
+        return {slot: math.ceil(bound) for slot in range(1, len(self._ties) + 1)}
+
+    def _share_tied(self) -> None:
+        """Gives the sum of every tied gradient to all ranks that hold the parameter."""
+        sums = self._tied.sums()
+        for slot, tie in enumerate(self._ties, start=1):
+            ranks = [self.schedule.rank_of(stage, 0) for stage in tie.stages]
+            gradient = self._peers.share(sums.get(slot), self._tied.parameter(slot), ranks[0], sorted({*ranks}))
+            self._tied.put(slot, gradient)
+
+    def _result(self, num_microbatches: int) -> StepResult:
+        """The losses, from whichever process ran them. Doubles carry any loss type without rounding."""
+        shared = torch.zeros(num_microbatches + 1, dtype=torch.float64)
+        runner = self._runners.get(self.schedule.num_stages - 1)
+        if runner is not None:
+            for m, loss in runner.losses.items():
+                shared[m] = loss
+                shared[-1] = _LOSS_TYPES.index(loss.dtype)
+        shared = self._peers.sum(shared)
+        losses = shared[:-1].to(_LOSS_TYPES[int(shared[-1])])
+        total = losses[0].clone()
+        for m in range(1, num_microbatches):
+            total += losses[m]
+        return StepResult(total, losses)
+
+    def timeline(self) -> Timeline:
+        """The measured timeline of the last step or evaluation. Every rank must call it."""
+        if self._last is None:
+            raise RuntimeFailure("there is no timeline yet; run a step first")
+        wiring, workers = self._last
+        mine = [(w.rank, w.recorder.times, w.peak_held) for w in workers]
+        rows = sorted(row for part in self._peers.gather(mine) for row in part)
+        return measured_timeline(wiring, [r[1] for r in rows], [r[2] for r in rows], self.dispatch.value)
+
+    def close(self) -> None:
+        """Leaves the model as it was found: no hooks, no patched layers."""
+        self._tied.close()
+        for stage in self._stages.values():
+            unprepare(stage)
+
+
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _peers(mesh: Any, num_ranks: int) -> Peers:
+    """The ranks to run over: the mesh's, torch.distributed's where it is set up, or all in this process."""
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return LocalPeers(num_ranks)
+        group = dist.group.WORLD
+    size = dist.get_world_size(group)
+    if size != num_ranks:
+        raise RuntimeFailure(
+            f"the schedule is for {num_ranks} ranks and the process group has {size}; build it with "
+            f"num_ranks={size} or start {num_ranks} processes"
+        )
+    return GroupPeers(group)
+
+
+def _device(stages: Mapping[int, Stage], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for stage in stages.values():
+        for parameter in stage.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _optimizer(
+    given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, parameters: list[Parameter]
+) -> Optimizer | None:
+    """The optimizer over this process's parameters, or None where there are none."""
+    if given is None:
+        return None
+    if isinstance(given, Optimizer):
+        own = {id(p) for p in parameters}
+        for group in given.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+        return given
+    return given(parameters) if parameters else None
+
+
+def _on_host(value: Any) -> Any:
+    leaves, skeleton = flatten(value)
+    return unflatten([leaf.detach().cpu() for leaf in leaves], skeleton)

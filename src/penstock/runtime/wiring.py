@@ -1,0 +1,75 @@
+"""Which messages each op of a rank takes in and gives out, and in which order a rank expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.dispatch import Graph, lower
+from penstock.runtime.message import Edge
+from penstock.schedule import Op, Schedule
+from penstock.schedule.dependencies import carries_message, predecessors
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The edges of a schedule, seen from its ops.
+
+    Attributes:
+        graph: what the decision core works on; it counts every edge.
+        incoming, outgoing: per op, in a fixed order.
+    """
+
+    schedule: Schedule
+    graph: Graph
+    incoming: dict[Op, tuple[Edge, ...]]
+    outgoing: dict[Op, tuple[Edge, ...]]
+
+    def rank_of(self, op: Op) -> int:
+        return self.graph.rank[self.graph.number[op]]
+
+    def expected(self, rank: int) -> list[Edge]:
+        """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
+        graph = self.graph
+        mine = graph.ops[graph.first[rank] : graph.first[rank + 1]]
+        return [edge for op in mine for edge in self.incoming[op] if self.rank_of(edge.producer) != rank]
+
+
+def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
+    """The op that sends the gradient of `stage` on: its B or its I."""
+    full = Op("B", stage, microbatch)
+    return full if full in schedule_ops else Op("I", stage, microbatch)
+
+
+def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wiring:
+    """The wiring of a schedule.
+
+    `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends its
+    part of the gradient to the backward of the lowest, which runs after it anyway: the edge adds no wait
+    that the chain of stages does not have.
+    """
+    number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
+    edges = [
+        Edge(producer, op)
+        for op in number
+        for producer in predecessors(op, schedule.num_stages, number)
+        if carries_message(producer, op)
+    ]
+    training = any(op.kind != "F" for op in number)
+    if training:
+        for slot, (lowest, *others) in enumerate(tied_stages, start=1):
+            for m in range(schedule.num_microbatches):
+                target = backward_op(number, lowest, m)
+                edges += [Edge(backward_op(number, stage, m), target, slot) for stage in reversed(others)]
+    incoming: dict[Op, list[Edge]] = {op: [] for op in number}
+    outgoing: dict[Op, list[Edge]] = {op: [] for op in number}
+    for edge in edges:
+        incoming[edge.consumer].append(edge)
+        outgoing[edge.producer].append(edge)
+    graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
+    return Wiring(
+        schedule,
+        graph,
+        {op: tuple(found) for op, found in incoming.items()},
+        {op: tuple(found) for op, found in outgoing.items()},
+    )

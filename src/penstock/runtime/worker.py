@@ -1,0 +1,140 @@
+"""One rank at work: asks the decision core what to run, runs it on a device, passes messages on.
+
+    transport --arrive--> dispatcher --next--> device.run --> dispatcher.finish
+        ^                                          |
+        +------------------- send ----------------+
+
+It neither waits nor knows threads or processes: the executors do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Protocol
+
+from penstock.dispatch import Dispatcher
+from penstock.runtime.message import Edge, Payload
+from penstock.runtime.wiring import Wiring
+from penstock.schedule import Op
+
+
+class Device(Protocol):
+    """What runs ops: torch, or nothing at all (null)."""
+
+    def run(self, op: Op, received: Sequence[Payload]) -> None:
+        """Runs `op` on what its incoming edges brought, in their order."""
+
+    def give(self, edge: Edge) -> Payload:
+        """What the op just run sends along one of its outgoing edges."""
+
+
+class Transport(Protocol):
+    """What carries payloads to other ranks and brings theirs."""
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Sends, or returns False where the channel is full: try again after an arrival elsewhere."""
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call, as far as can be told without waiting."""
+
+    def take(self, edge: Edge) -> Payload:
+        """The payload of an edge that has arrived."""
+
+
+class Recorder:
+    """Start and end of every op of a rank, in nanoseconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[Op, int, int]] = []
+
+
+class Worker:
+    """One rank's step, from its first op to its last."""
+
+    def __init__(
+        self, wiring: Wiring, rank: int, dispatcher: Dispatcher, device: Device, transport: Transport
+    ) -> None:
+        self.rank = rank
+        self.dispatcher = dispatcher
+        self.recorder = Recorder()
+        self.running: Op | None = None
+        self.peak_held = 0.0
+        self._wiring = wiring
+        self._device = device
+        self._transport = transport
+        self._local: dict[Edge, Payload] = {}
+        self._unsent: deque[tuple[Edge, int]] = deque()
+        self._unsent_payloads: dict[Edge, Payload] = {}
+
+    @property
+    def finished(self) -> bool:
+        """All ops ran and all their messages are with the transport."""
+        return self.dispatcher.finished and not self._unsent
+
+    def run_ready(self) -> bool:
+        """Runs ops until the next one must wait; returns whether anything moved."""
+        moved = False
+        number = self._wiring.graph.number
+        while True:
+            while self._unsent:
+                edge, target = self._unsent[0]
+                if not self._transport.send(edge, target, self._unsent_payloads[edge]):
+                    return moved
+                self._unsent.popleft()
+                del self._unsent_payloads[edge]
+                moved = True
+            for edge in self._transport.arrivals():
+                self.dispatcher.arrive(number[edge.consumer])
+                moved = True
+            op = self.dispatcher.next()
+            if op is None:
+                return moved
+            self._run(op)
+            moved = True
+
+    def arrive(self, edge: Edge) -> None:
+        """Takes note of a message that the executor waited for."""
+        self.dispatcher.arrive(self._wiring.graph.number[edge.consumer])
+
+    def awaited(self) -> list[Edge]:
+        """Messages from other ranks that the first op not yet run needs (those that came in included)."""
+        ops = self._wiring.graph.ops
+        for op in self.dispatcher.awaited()[:1]:
+            return [e for e in self._wiring.incoming[ops[op]] if self._wiring.rank_of(e.producer) != self.rank]
+        return []
+
+    def stuck_on(self) -> str:
+        """In words, what the rank waits for."""
+        if self._unsent:
+            edge, target = self._unsent[0]
+            return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
+        for number in self.dispatcher.awaited()[:1]:
+            op = self._wiring.graph.ops[number]
+            sources = [f"{e} from rank {self._wiring.rank_of(e.producer)}" for e in self._wiring.incoming[op]]
+            return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"
+        return f"rank {self.rank} has finished"
+
+    def _run(self, number: int) -> None:
+        wiring = self._wiring
+        op = self.running = wiring.graph.ops[number]
+        received = [
+            self._local.pop(edge) if edge in self._local else self._transport.take(edge)
+            for edge in wiring.incoming[op]
+        ]
+        self.peak_held = max(self.peak_held, self.dispatcher.held)
+        start = perf_counter_ns()
+        self._device.run(op, received)
+        self.recorder.times.append((op, start, perf_counter_ns()))
+        del received
+        for edge in wiring.outgoing[op]:
+            payload = self._device.give(edge)
+            target = wiring.rank_of(edge.consumer)
+            if target == self.rank:
+                self._local[edge] = payload
+            elif self._unsent or not self._transport.send(edge, target, payload):
+                self._unsent.append((edge, target))
+                self._unsent_payloads[edge] = payload
+        self.dispatcher.finish(number)
+        self.running = None
