@@ -1,0 +1,173 @@
+"""Writing a checkpoint: every rank its shard, rank 0 the index and the rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from penstock.runtime.checkpoint import folder
+from penstock.runtime.checkpoint.errors import CheckpointError
+from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index, compact, shard_name
+from penstock.runtime.checkpoint.shard import by_alignment, check_tensor, write_file
+
+__all__ = ["write"]
+
+T = TypeVar("T")
+
+
+def write(
+    directory: str | Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: JSON,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    keep: int = 2,
+) -> Path:
+    """Writes the checkpoint of a step and returns its folder, `directory/step-00000100`.
+
+    Every rank calls it with the tensors it owns (plain names; tied, strided and 0-dim ones too), the same step and
+    the same small JSON `meta`, of which rank 0's is written. A name given by two ranks must have the same content.
+    `barrier` returns when all ranks have called it (three times a write; a failed rank comes to all three, so
+    nobody waits for it). Afterwards the newest `keep` complete checkpoints stay.
+
+    Raises `CheckpointError` on every rank when any rank fails (what cannot be stored, a full disk): the older
+    checkpoints are then untouched and nothing half-written is left. What `barrier` raises passes through.
+    """
+    directory = Path(directory)
+    target = folder.step_folder(directory, max(0, step))
+    temporary = folder.temporary_folder(directory, max(0, step))
+    failure = Failure(f"checkpoint {target}")
+    try:
+        failure.attempt(lambda: _check(step, rank, num_ranks, keep, meta))
+        if rank == 0:
+            failure.attempt(lambda: folder.fresh(temporary))
+        barrier()
+        inode = failure.attempt(lambda: _write_shard(temporary, rank, tensors))
+        if failure.error:
+            _tell(temporary, rank, failure.error)
+        barrier()
+        if rank == 0:
+            failure.attempt(lambda: _write_index(temporary, step, meta, num_ranks))
+            failure.attempt(lambda: folder.commit(temporary, target))
+            if failure.error:
+                folder.remove(temporary)
+        barrier()
+    except BaseException:
+        if rank == 0:
+            folder.remove(temporary)
+        raise
+    if rank != 0 and not failure.error and not _holds(target / shard_name(rank), inode):
+        failure.error = CheckpointError(
+            f"{failure.what} was not completed by rank 0; older checkpoints are untouched"
+        )
+    if failure.error:
+        raise failure.error
+    if rank == 0:
+        folder.prune(directory, keep, target)
+    return target
+
+
+class Failure:
+    """The first error of this rank, kept until the last barrier is passed."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.error: CheckpointError | None = None
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Runs the action, unless one failed before it, and keeps its error instead of raising it."""
+        if self.error:
+            return None
+        try:
+            return action()
+        except CheckpointError as error:
+            self.error = error
+        except Exception as error:  # whatever it is, the other ranks wait at the barrier
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
+            self.error = CheckpointError(
+                f"{self.what} could not be written: {reason}. Nothing of it is left; older ones are untouched"
+            )
+            self.error.__cause__ = error
+        return None
+
+
+def _check(step: int, rank: int, num_ranks: int, keep: int, meta: JSON) -> None:
+    if step < 0 or keep < 1 or not 0 <= rank < num_ranks:
+        raise CheckpointError(
+            f"got step {step}, keep {keep}, rank {rank} of {num_ranks}: step is 0 or more, keep 1 or more, "
+            "rank below num_ranks"
+        )
+    try:
+        text = compact(meta)
+        if compact(json.loads(text)) != text:
+            raise ValueError("it reads back differently")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
+
+
+def _write_shard(temporary: Path, rank: int, tensors: Mapping[str, Tensor]) -> int:
+    """Writes this rank's shard and a note on it for rank 0; returns the shard's inode."""
+    specs = by_alignment(check_tensor(name, tensor) for name, tensor in tensors.items())
+    path = temporary / shard_name(rank)
+    size, sums = write_file(path, specs, lambda spec: tensors[spec.name])
+    note = {"size": size, "tensors": [[spec.name, spec.shape, spec.dtype, sums[spec.name]] for spec in specs]}
+    _note(temporary, rank).write_text(compact(note), encoding="ascii")
+    return path.stat().st_ino
+
+
+def _tell(temporary: Path, rank: int, error: CheckpointError) -> None:
+    """Leaves rank 0 the reason, if the disk still takes it."""
+    with contextlib.suppress(OSError):
+        _note(temporary, rank).write_text(compact({"error": str(error)}), encoding="ascii")
+
+
+def _write_index(temporary: Path, step: int, meta: JSON, num_ranks: int) -> None:
+    shards: dict[str, int] = {}
+    tensors: dict[str, Entry] = {}
+    for rank in range(num_ranks):
+        shard = shard_name(rank)
+        note = _read_note(temporary, rank)
+        shards[shard] = note["size"]
+        for name, shape, dtype, crc32 in note["tensors"]:
+            entry = Entry(shard, tuple(shape), dtype, crc32)
+            first = tensors.setdefault(name, entry)
+            if first[1:] != entry[1:]:
+                raise CheckpointError(
+                    f"{name} was given with different contents by {first.shard} and {shard}: "
+                    "each tensor has one owner, or equal copies"
+                )
+    Index(step, meta, shards, tensors).save(temporary / INDEX)
+    for rank in range(num_ranks):
+        _note(temporary, rank).unlink()
+
+
+def _read_note(temporary: Path, rank: int) -> JSON:
+    try:
+        note = json.loads(_note(temporary, rank).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        raise CheckpointError(
+            f"rank {rank} left no shard in {temporary}: all ranks must write to one shared folder with space on it"
+        ) from None
+    if "error" in note:
+        raise CheckpointError(f"rank {rank}: {note['error']}")
+    return note
+
+
+def _note(temporary: Path, rank: int) -> Path:
+    return temporary / f"rank-{rank:05d}.json"
+
+
+def _holds(path: Path, inode: int | None) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False

@@ -1,0 +1,131 @@
+"""Optimizer state by parameter name: training goes on bit for bit, whatever the ranks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from penstock.runtime.checkpoint import CheckpointError, Reader, load_optimizer, optimizer_tensors, write
+
+pytestmark = pytest.mark.unit
+
+MAKERS: dict[str, Callable[[list[dict]], Optimizer]] = {
+    "sgd": lambda groups: SGD(groups, lr=0.1),
+    "momentum": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda groups: Adam(groups, lr=0.01, betas=(0.8, 0.95), amsgrad=True),
+    "adamw": lambda groups: AdamW(groups, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda groups: Adagrad(groups, lr=0.1, lr_decay=0.01),
+    "nadam": lambda groups: NAdam(groups, lr=0.01),
+    "radam": lambda groups: RAdam(groups, lr=0.01),
+    "rmsprop": lambda groups: RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
+    "adam-tensor-lr": lambda groups: Adam(groups, lr=torch.tensor(0.01), foreach=False),
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    net.scale = nn.Parameter(torch.tensor(1.5))  # 0-dim
+    net.idle = nn.Parameter(torch.ones(3))  # gets no gradient
+    return net
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict]:
+    """Two groups on every rank: matrices, and the rest."""
+    return [
+        {"params": [each for each in parameters if each.dim() > 1]},
+        {"params": [each for each in parameters if each.dim() <= 1], "lr": 0.003},
+    ]
+
+
+def train(net: nn.Sequential, optimizers: list[Optimizer], steps: range) -> None:
+    for step in steps:
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (net(data) * net.scale).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.9
+
+
+def split(net: nn.Sequential, num_ranks: int) -> list[list[nn.Parameter]]:
+    """Each rank gets some matrices and some others."""
+    parameters = sorted(net.parameters(), key=lambda each: -each.dim())
+    return [parameters[rank::num_ranks] for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_training_continues_bit_for_bit_on_other_ranks(tmp_path: Path, kind: str) -> None:
+    make = MAKERS[kind]
+    straight = layers()
+    optimizers = [make(groups(part)) for part in split(straight, 3)]
+    train(straight, optimizers, range(4))
+    names = {parameter: name for name, parameter in straight.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model/{name}": each for name, each in straight.named_parameters()}
+    for optimizer in optimizers:
+        state, meta = optimizer_tensors(optimizer, names)
+        tensors |= state
+    reader = Reader(write(tmp_path, 4, tensors, {"optimizer": meta}))
+    train(straight, optimizers, range(4, 8))
+
+    resumed = layers()
+    names = {parameter: name for name, parameter in resumed.named_parameters()}
+    with torch.no_grad():
+        for parameter, name in names.items():
+            parameter.copy_(reader.load([f"model/{name}"])[f"model/{name}"])
+    others = [make(groups(part)) for part in split(resumed, 2)]
+    for optimizer in others:
+        load_optimizer(optimizer, names, reader)
+    train(resumed, others, range(4, 8))
+    for (name, left), right in zip(straight.named_parameters(), resumed.parameters()):
+        assert torch.equal(left, right), name
+
+
+class Odd(Optimizer):
+    """State and options that are not tensors."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "pair": (1, (2.5, "x")), "hook": len, "none": None})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"calls": 3, "factor": 0.1, "on": True, "pair": (1, [2.5, None]), "text": "é"}
+
+
+def test_state_and_options_that_are_not_tensors(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Odd([parameter])
+    optimizer.step()
+    state = dict(optimizer.state[parameter])
+    tensors, meta = optimizer_tensors(optimizer, {parameter: "a/b.c"})
+    reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
+    fresh = Odd([parameter])
+    fresh.param_groups[0] |= {"pair": (), "lr": 5.0}
+    load_optimizer(fresh, {parameter: "a/b.c"}, reader)
+    assert fresh.state[parameter] == state
+    assert type(fresh.state[parameter]["on"]) is bool
+    group = fresh.param_groups[0]
+    assert (group["pair"], group["lr"], group["hook"], group["none"]) == ((1, (2.5, "x")), 0.1, len, None)
+
+
+def test_errors(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    adam = Adam([parameter])
+    with pytest.raises(CheckpointError, match="a parameter of shape \\(2,\\) that has no name"):
+        optimizer_tensors(adam, {})
+    adam.state[parameter]["history"] = [torch.ones(2)]
+    with pytest.raises(CheckpointError, match="Adam's state 'history' of a cannot be stored: a Tensor"):
+        optimizer_tensors(adam, {parameter: "a"})
+    del adam.state[parameter]
+    reader = Reader(write(tmp_path, 1, {}, {"optimizer": optimizer_tensors(adam, {parameter: "a"})[1]}))
+    with pytest.raises(CheckpointError, match="holds Adam with 1 parameter groups, this run has SGD with 1"):
+        load_optimizer(SGD([parameter], lr=1.0), {parameter: "a"}, reader)
+    with pytest.raises(CheckpointError, match="holds no optimizer"):
+        load_optimizer(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
