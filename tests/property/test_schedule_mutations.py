@@ -1,0 +1,65 @@
+"""The proof against 21,000 random edits: each is refused with an error that names an op, or runs to its end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import reference
+from mutations import BASES, bases, mutants
+
+import penstock as ps
+
+pytestmark = pytest.mark.property
+
+EACH = 1500
+"""Edits of each base; two bases a kind, seven kinds."""
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_edits_are_refused_by_name_or_run_to_their_end(name: str) -> None:
+    rng = random.Random(name)
+    ran = refused = 0
+    for base in bases(name):
+        for edit, mutant in mutants(base, rng, EACH):
+            try:
+                ps.check(mutant)
+            except ps.ScheduleError as error:
+                refused += 1
+                assert not reference.is_valid(mutant), f"{edit}: refused, but it can run\n{error}\n{mutant}"
+                assert error.op is not None, f"{edit}: the error names no op\n{error}"
+                assert f"{error.op.short()} of stage {error.op.stage}" in str(error), f"{edit}: {error}"
+                assert error.rank is not None, f"{edit}: the error names no rank\n{error}"
+                _run_unproved(mutant)
+                continue
+            ran += 1
+            assert reference.is_valid(mutant), f"{edit}: accepted, but it cannot run\n{mutant}"
+            for dispatch in ("frozen", "dynamic"):
+                timeline = ps.simulate(mutant, dispatch=dispatch, links=ps.Links(default=0.5))
+                assert len(timeline.ops) == mutant.num_ops, f"{edit}, {dispatch}\n{mutant}"
+    assert ran + refused == 2 * EACH
+    assert ran > EACH // 20
+    assert refused > EACH
+
+
+def _run_unproved(mutant: ps.Schedule) -> None:
+    """Who simulates without a proof gets a ScheduleError or a timeline, never a KeyError."""
+    for dispatch in ("frozen", "dynamic"):
+        try:
+            ps.simulate(mutant, dispatch=dispatch)
+        except ps.ScheduleError:
+            continue
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_bounded_channels_block_as_in_the_reference(depth: int) -> None:
+    rng = random.Random(depth)
+    for base in bases("zb") + bases("zb-v"):
+        for edit, mutant in mutants(base, rng, 200):
+            expected = reference.is_covered(mutant) and reference.run(mutant, depth) == mutant.num_ops
+            try:
+                ps.check(mutant, channel_depth=depth)
+            except ps.ScheduleError as error:
+                assert not expected, f"{edit}\n{error}"
+            else:
+                assert expected, f"{edit}\n{mutant}"
