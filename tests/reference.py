@@ -82,7 +82,7 @@ def run(schedule: ps.Schedule, depth: int | None = None) -> int:
             sending[rank] = (rank, host[target, m], way), (target, m)
         return True
 
-    while any([step(rank) for rank in range(schedule.num_ranks)]):
+    while any(step(rank) for rank in range(schedule.num_ranks)):
         pass
     if any(sending):
         return -1
@@ -94,3 +94,12 @@ def is_valid(schedule: ps.Schedule) -> bool:
     limit = schedule.memory_limit
     within = limit is None or max(in_flight(schedule)) <= limit
     return is_covered(schedule) and within and run(schedule) == schedule.num_ops
+
+
+def refusal(schedule: ps.Schedule, **options: int) -> ps.ScheduleError | None:
+    """The error of `check`, or None if it proves the schedule."""
+    try:
+        ps.check(schedule, **options)
+    except ps.ScheduleError as error:
+        return error
+    return None
