@@ -6,7 +6,10 @@
   const { kinds, timelines } = JSON.parse(document.getElementById("data").textContent);
   const canvas = document.getElementById("chart");
   const tip = document.getElementById("tip");
-  const g = canvas.getContext("2d");
+  const front = canvas.getContext("2d");
+  const base = document.createElement("canvas"); // everything but what the pointer changes
+  const back = base.getContext("2d");
+  let g = back; // where the painters paint
   const LABEL = 70, RIGHT = 54, AXIS = 26, HEAD = 30, GAP = 3, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
   const length = Math.max(...timelines.map((t) => t.makespan)) || 1;
   const unit = timelines.some((t) => t.unit) ? " ms" : "";
@@ -96,9 +99,12 @@
     const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
     width = Math.max(box.width, LABEL + RIGHT + 40);
     height = box.height;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    for (const each of [canvas, base]) {
+      each.width = Math.round(width * ratio);
+      each.height = Math.round(height * ratio);
+    }
+    front.setTransform(ratio, 0, 0, ratio, 0, 0);
+    back.setTransform(ratio, 0, 0, ratio, 0, 0);
     const style = getComputedStyle(document.documentElement);
     for (const key of ["page", "text", "soft", "line", "lane", "mark", "memory", "blocked", "veil"])
       color[key] = style.getPropertyValue("--" + key).trim();
@@ -118,24 +124,52 @@
 
   // ---- drawing
 
-  let asked = false;
-  function draw() {
+  let asked = false, stale = true;
+
+  // Paints at the next frame: all of it, or only what lies over the base.
+  function draw(all = true) {
+    stale ||= all;
     if (asked) return;
     asked = true;
     requestAnimationFrame(() => { asked = false; paint(); });
   }
 
   function paint() {
-    g.fillStyle = color.page;
-    g.fillRect(0, 0, width, height);
-    const marks = ticks();
-    timelines.forEach((t, k) => paintTimeline(t, k, places[k], marks));
-    paintAxis(marks);
-    if (total > height) {
-      const size = (height - AXIS) * (height - AXIS) / (total - AXIS);
-      g.fillStyle = color.line;
-      g.fillRect(width - 6, AXIS + ((height - AXIS - size) * view.scroll) / (total - height), 4, size);
+    if (stale) {
+      g = back;
+      g.fillStyle = color.page;
+      g.fillRect(0, 0, width, height);
+      const marks = ticks();
+      timelines.forEach((t, k) => paintTimeline(t, places[k], marks));
+      paintAxis(marks);
+      if (total > height) {
+        const size = (height - AXIS) * (height - AXIS) / (total - AXIS);
+        g.fillStyle = color.line;
+        g.fillRect(width - 6, AXIS + ((height - AXIS - size) * view.scroll) / (total - height), 4, size);
+      }
+      stale = false;
     }
+    g = front;
+    g.drawImage(base, 0, 0, width, height);
+    g.save();
+    g.beginPath();
+    g.rect(LABEL, AXIS, width - LABEL - RIGHT, height - AXIS);
+    g.clip();
+    timelines.forEach((t, k) => paintOver(t, k, places[k]));
+    g.restore();
+  }
+
+  // What is asked for lies over its timeline: the critical path, a microbatch's chain, messages.
+  function paintOver(t, k, p) {
+    if (rowY(p, t.numRanks) < AXIS || rowY(p, 0) > height) return;
+    const focus = held ? (held.t === k ? held : null) : hover && hover.t === k ? hover : null;
+    if (focus || show.critical) {
+      g.fillStyle = color.veil;
+      g.fillRect(LABEL, rowY(p, 0), width, t.numRanks * p.pitch);
+      if (show.critical) paintPath(t, p, criticalPath(t));
+      if (focus) paintChain(t, p, focus.i);
+    }
+    if (show.arrows) paintMessages(t, p, focus ? t.microbatch[focus.i] : -1);
   }
 
   function ticks() {
@@ -164,7 +198,7 @@
     g.stroke();
   }
 
-  function paintTimeline(t, k, p, marks) {
+  function paintTimeline(t, p, marks) {
     const head = p.head - view.scroll, bottom = rowY(p, t.numRanks);
     if (bottom < AXIS || head > height) return;
     g.textBaseline = "middle";
@@ -185,15 +219,7 @@
     g.beginPath();
     for (const time of marks.found) { const at = Math.round(x(time)) + 0.5; g.moveTo(at, p.top - view.scroll - 2); g.lineTo(at, bottom); }
     g.stroke();
-    const focus = held && held.t === k ? held : hover && hover.t === k && !held ? hover : null;
     for (let r = 0; r < t.numRanks; r++) paintRow(t, r, p);
-    if (focus || show.critical) {
-      g.fillStyle = color.veil;
-      g.fillRect(LABEL, p.top - view.scroll, width, t.numRanks * p.pitch);
-      if (show.critical) paintPath(t, p, criticalPath(t));
-      if (focus) paintChain(t, p, focus.i);
-    }
-    if (show.arrows) paintMessages(t, p, focus ? t.microbatch[focus.i] : -1);
     g.restore();
 
     g.font = `12px ${FONT}`;
@@ -283,7 +309,8 @@
     for (const j of chain) paintOp(t, j, p, rowY(p, t.rank[j]));
     g.strokeStyle = color.mark;
     g.globalAlpha = 0.55;
-    for (const j of chain) for (const from of needs(t, j)) if (t.rank[from] !== t.rank[j]) link(t, p, from, j, t.end[from], t.start[j]);
+    if (!show.arrows)
+      for (const j of chain) for (const from of needs(t, j)) if (t.rank[from] !== t.rank[j]) link(t, p, from, j, t.end[from], t.start[j]);
     g.globalAlpha = 1;
     outline(t, p, i, 2);
     if (t.waitedFor[i] >= 0) { paintOp(t, t.waitedFor[i], p, rowY(p, t.rank[t.waitedFor[i]])); outline(t, p, t.waitedFor[i], 1); }
@@ -378,8 +405,9 @@
       const j = n === k ? undefined : other.byName.get(name(t, i));
       if (j === undefined || other.unit !== t.unit || other.numStages !== t.numStages) return;
       const later = other.start[j] - t.start[i], longer = other.end[j] - other.start[j] - (t.end[i] - t.start[i]);
-      const signed = (v) => (v < 0 ? "−" : "+") + short(Math.abs(v));
-      rows.push(["in " + other.source + (timelines.length > 2 ? " " + (n + 1) : ""), "start " + signed(later) + u + ", duration " + signed(longer) + u]);
+      const signed = (v) => (Math.abs(v) < 1e-3 ? "same" : (v < 0 ? "−" : "+") + short(Math.abs(v)) + u);
+      const which = timelines.length > 2 ? " (" + (n + 1) + ")" : "";
+      rows.push([other.source + which, "start " + signed(later) + ", duration " + signed(longer)]);
     });
     const what = kinds[t.kind[i]];
     return { head: name(t, i) + (what.name !== what.kind ? "  " + what.name : ""), rows };
@@ -465,7 +493,7 @@
     const changed = !hover !== !found || (hover && found && (hover.i !== found.i || hover.t !== found.t));
     hover = found;
     tell(found, e.offsetX, e.offsetY);
-    if (changed) draw();
+    if (changed) draw(false);
   });
   canvas.addEventListener("pointerup", (e) => {
     if (drag && !drag.moved) {
@@ -474,10 +502,10 @@
     }
     drag = null;
     canvas.classList.remove("dragging");
-    draw();
+    draw(false);
   });
   canvas.addEventListener("pointercancel", () => { drag = null; canvas.classList.remove("dragging"); });
-  canvas.addEventListener("pointerleave", () => { hover = null; tell(null); draw(); });
+  canvas.addEventListener("pointerleave", () => { hover = null; tell(null); draw(false); });
   canvas.addEventListener("dblclick", fit);
 
   window.addEventListener("keydown", (e) => {
@@ -487,7 +515,7 @@
       ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), ArrowUp: () => scrollBy(-40), ArrowDown: () => scrollBy(40),
       PageUp: () => scrollBy(-height * 0.8), PageDown: () => scrollBy(height * 0.8),
       m: () => toggle("arrows"), h: () => toggle("held"), c: () => toggle("critical"),
-      Escape: () => { held = null; hover = null; tell(null); draw(); },
+      Escape: () => { held = null; hover = null; tell(null); draw(false); },
     };
     if (keys[e.key]) { keys[e.key](); e.preventDefault(); }
   });

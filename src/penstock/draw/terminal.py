@@ -13,10 +13,8 @@ import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
-from itertools import product
 
-from penstock.draw.palette import DARK_INK, ink, kind_name, kind_order, rgb, shade
+from penstock.draw.palette import KINDS, kind_name, kind_order
 from penstock.draw.panel import Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule import Op, Schedule
@@ -26,7 +24,18 @@ from penstock.simulate import TimedOp, Timeline
 DEFAULT_WIDTH, NARROWEST = 120, 20
 MOST_COLUMNS_AN_OP = 6
 RESET = "\x1b[0m"
-_LEVELS = (0, 95, 135, 175, 215, 255)
+
+# The palette in the 256 colours that terminals share, dark to light: a rank's later stages are lighter.
+SHADES = {
+    "F": (25, 68, 110, 153),
+    "B": (166, 173, 180, 223),
+    "I": (214, 215, 222, 230),
+    "W": (36, 79, 115, 158),
+    "U": (97, 140, 183, 225),
+}
+OTHER_SHADES = (243, 247, 251, 254)
+DARK_SHADES = {25, 166, 97, 243}
+DARK, LIGHT, EDGE = 16, 231, 236
 
 
 def to_terminal(drawn: Schedule | Timeline, color: bool = True, width: int | None = None) -> str:
@@ -71,9 +80,9 @@ def _grid(schedule: Schedule, color: bool, width: int | None) -> list[str]:
                 cells[place] = _paint(number.rjust(cell), op, chunk, num_chunks) if color else text.ljust(cell)
         lines.append(f"rank {rank}".ljust(label - 2) + " |" + "".join(cells))
     if shown < length:
-        lines.append(f"(steps 0 to {shown - 1} of {length}: a wider terminal, an SVG or an HTML page shows them all)")
+        lines.append(f"(steps 0 to {shown - 1} of {length}; SVG and HTML show them all)")
     if color:
-        lines.append(_legend({op.kind for row in schedule.order for op in row}, label, num_chunks))
+        lines += _legend([op.kind for row in schedule.order for op in row], label, num_chunks, color, width)
     return lines
 
 
@@ -91,13 +100,10 @@ def _bars(panel: Panel, color: bool, width: int) -> list[str]:
     narrow = sum(1 for t in timeline.ops if (t.end - t.start) * scale < 1)
     if narrow:
         lines.append(
-            f"(a column is {panel.time(1 / scale)}; {narrow} of {len(timeline.ops)} ops are shorter: "
-            "an SVG or an HTML page shows them all)"
+            f"(a column is {panel.time(1 / scale)}; {narrow} of {len(timeline.ops)} ops are shorter; "
+            "SVG and HTML show them all)"
         )
-    if color:
-        lines.append(_legend(panel.kinds, label, panel.num_chunks))
-    else:
-        lines.append(" " * label + ", ".join(f"{k} {kind_name(k)}" for k in panel.kinds) + ", . idle")
+    lines += _legend(panel.kinds, label, panel.num_chunks, color, width)
     if any(timeline.peak_activations):
         peaks = ", ".join(short(p) for p in timeline.peak_activations[:16])
         more = ", ..." if timeline.num_ranks > 16 else ""
@@ -164,39 +170,31 @@ def _axis(panel: Panel, label: int, length: int, scale: float) -> list[str]:
     return [" " * label + "".join(marks), unit + "".join(texts)]
 
 
-def _legend(kinds: Sequence[str] | set[str], label: int, num_chunks: int) -> str:
-    parts = []
-    for kind in kind_order(kinds):
-        swatches = "".join(_paint("  ", Op(kind, 0, 0), chunk, num_chunks, False) for chunk in range(num_chunks))
-        parts.append(f"{swatches} {kind} {kind_name(kind)}")
-    note = "number: microbatch" + (", lighter: later stage of the rank" if num_chunks > 1 else "")
-    return " " * label + "   ".join([*parts, note])
+def _legend(kinds: Sequence[str], label: int, num_chunks: int, color: bool, width: int | None) -> list[str]:
+    """The key, broken into lines where the width asks for it."""
+    notes = ["number: microbatch"] if color else [". idle"]
+    if color and num_chunks > 1:
+        notes.append("lighter: later stage of the rank")
+    lines, used = [""], 0
+    for kind in [*kind_order(kinds), *notes]:
+        text = f"{kind} {kind_name(kind)}" if kind in KINDS else kind
+        swatches = num_chunks if color and kind not in notes else 0
+        size = 3 * bool(lines[-1]) + 2 * swatches + bool(swatches) + len(text)
+        if lines[-1] and width is not None and label + used + size > width:
+            lines.append("")
+            used = 0
+        painted = "".join(_paint("  ", Op(kind, 0, 0), chunk, num_chunks, False) for chunk in range(swatches))
+        lines[-1] += "   " * bool(lines[-1]) + painted + " " * bool(swatches) + text
+        used += size
+    return [" " * label + line for line in lines]
 
 
 def _paint(text: str, op: Op, chunk: int, num_chunks: int, edge: bool = True) -> str:
     """`text` on the op's colour; an edge in its first, blank column tells it from a neighbour of its kind."""
-    back = shade(op.kind, chunk, num_chunks)
-    front = 16 if ink(_seen(back)) == DARK_INK else 231
-    start = f"\x1b[48;5;{_xterm(back)}"
+    shades = SHADES.get(op.kind, OTHER_SHADES)
+    lightest = 2 if num_chunks <= 3 else 3
+    back = shades[round(lightest * chunk / max(num_chunks - 1, 1))]
+    front = LIGHT if back in DARK_SHADES else DARK
     if edge and len(text) > 1 and text[0] == " ":
-        dark = "#" + "".join(f"{round(0.6 * c):02x}" for c in rgb(back))
-        return f"{start};38;5;{_xterm(dark)}m▏\x1b[38;5;{front}m{text[1:]}{RESET}"
-    return f"{start};38;5;{front}m{text}{RESET}"
-
-
-def _seen(color: str) -> str:
-    """The colour that stands for `color` in the terminal."""
-    entry = _xterm(color) - 16
-    return "#" + "".join(f"{_LEVELS[level]:02x}" for level in (entry // 36, entry // 6 % 6, entry % 6))
-
-
-@cache
-def _xterm(color: str) -> int:
-    """The entry of the 6 x 6 x 6 cube of 256-colour terminals that is nearest in lightness and in hue."""
-
-    def distance(entry: tuple[int, ...]) -> float:
-        r, g, b = (_LEVELS[level] - value for level, value in zip(entry, rgb(color), strict=True))
-        return r * r + g * g + b * b + 0.5 * ((r - g) ** 2 + (g - b) ** 2 + (b - r) ** 2)
-
-    r, g, b = min(product(range(6), repeat=3), key=distance)
-    return 16 + 36 * r + 6 * g + b
+        return f"\x1b[48;5;{back};38;5;{EDGE}m▏\x1b[38;5;{front}m{text[1:]}{RESET}"
+    return f"\x1b[48;5;{back};38;5;{front}m{text}{RESET}"

@@ -165,7 +165,7 @@ class _Trace:
         for time, count in held_over_time(row):
             yield {
                 "ph": "C",
-                "name": "activations held",
+                "name": "activations",
                 "pid": self.first_process + rank,
                 "ts": self._time(time),
                 "args": {"held": count},
