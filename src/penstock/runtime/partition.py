@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage import Stage, StageSource
+from penstock.runtime.stage import Stage, StageSource, with_arguments
 
 
 class PartitionError(ValueError):
@@ -83,4 +83,4 @@ def build_stage(source: Stage | StageSource, index: int) -> Stage:
     module = source if isinstance(source, nn.Module) else source()
     if not isinstance(module, nn.Module):
         raise RuntimeFailure(f"stage {index}: its function returned {type(module).__name__}, not a module")
-    return module if isinstance(module, Stage) else Stage({str(index): module}, [index])
+    return module if isinstance(module, Stage) else Stage({str(index): module}, [index], with_arguments)

@@ -9,21 +9,23 @@ import torch
 from torch import nn
 
 from penstock.runtime.rng import mix, seed_generators
+from penstock.runtime.tree import flatten
 
 
 class Stage(nn.Module):
     """Layers under their names in the whole model, so `named_parameters()` gives the plain names.
 
-    A layer that returns a tuple passes it on as positional arguments, one that returns a dict as keyword
-    arguments, anything else as the one argument.
-
     Args:
         layers: name in the whole model ("layers.3", or "3" for a sequential's fourth) -> the layer.
         indices: each layer's number in the whole model: what its random seed is made of.
+        calling: how a layer is called with what the one before it returned.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], indices: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], indices: Sequence[int], calling: Calling | None = None
+    ) -> None:
         super().__init__()
+        self._calling = calling or with_one_argument
         for name, layer in layers.items():
             self._place(name, layer)
         self._layers = tuple(layers.values())
@@ -39,33 +41,35 @@ class Stage(nn.Module):
             parent = parent.get_submodule(folder)
         parent.add_module(last, layer)
 
-    def forward(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+    def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the layers; `seed` (of this step and microbatch) makes their random draws repeatable."""
-        value: Any = None
-        for place, (index, layer) in enumerate(zip(self._indices, self._layers, strict=True)):
-            if seed is not None:
-                seed_generators(mix(seed, index), _device_of(args, kwargs))
-            value = layer(*args, **kwargs)
-            if place + 1 < len(self._layers):
-                args, kwargs = as_arguments(value)
+        device = None if seed is None else _device_of(value)
+        for index, layer in zip(self._indices, self._layers, strict=True):
+            if seed is not None and device is not None:
+                seed_generators(mix(seed, index), device)
+            value = self._calling(layer, value)
         return value
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return torch.device("cpu")
+def _device_of(value: Any) -> torch.device:
+    leaves, _ = flatten(value)
+    return leaves[0].device if leaves else torch.device("cpu")
 
 
-def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a value returned by one layer is passed to the next."""
+def with_one_argument(layer: nn.Module, value: Any) -> Any:
+    """Calls a layer as `nn.Sequential` does."""
+    return layer(value)
+
+
+def with_arguments(layer: nn.Module, value: Any) -> Any:
+    """Calls a module with a tuple as positional arguments, a dict as keyword arguments."""
     if isinstance(value, tuple):
-        return value, {}
+        return layer(*value)
     if isinstance(value, dict):
-        return (), value
-    return (value,), {}
+        return layer(**value)
+    return layer(value)
 
 
+Calling = Callable[[nn.Module, Any], Any]
 StageSource = nn.Module | Callable[[], nn.Module]
 """A stage, or a function that builds it where it is needed."""

@@ -19,7 +19,7 @@ from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches
 from penstock.runtime.rng import mix
 from penstock.runtime.split import Tape
-from penstock.runtime.stage import Stage, as_arguments
+from penstock.runtime.stage import Stage
 from penstock.runtime.tree import can_need_grad, flatten, unflatten
 
 _IN_PLACE = "a leaf Variable that requires grad"
@@ -143,8 +143,7 @@ class StageRunner:
 
     def _run(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
-        args, kwargs = as_arguments(value)
-        return self.stage(*args, seed=None if seed is None else mix(seed, m), **kwargs)
+        return self.stage(value, None if seed is None else mix(seed, m))
 
     @staticmethod
     def _copied(value: Any) -> Any:
