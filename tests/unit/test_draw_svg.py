@@ -1,0 +1,136 @@
+"""The SVG is well-formed, stands alone, and shows every op where it ran."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.draw import to_svg
+from penstock.draw.palette import ink, kind_order, rgb, shade
+from penstock.draw.scale import percent, short, ticks
+from penstock.simulate import Timeline
+
+pytestmark = pytest.mark.unit
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def bars(root: ET.Element) -> list[ET.Element]:
+    return [e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None]
+
+
+@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+def test_every_op_of_every_library_schedule_is_a_bar_with_a_tooltip(name: str) -> None:
+    schedule = ps.build(name, 4, 8)
+    root = ET.fromstring(to_svg(schedule))
+    titles = [bar.findtext(f"{SVG}title", "").split(":")[0] for bar in bars(root)]
+    assert sorted(titles) == sorted(str(op) for row in schedule.order for op in row)
+
+
+def test_bars_lie_to_scale() -> None:
+    t = ps.simulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2, f=10, i=10, w=10))
+    found = {b.findtext(f"{SVG}title", "").split(":")[0]: b for b in bars(ET.fromstring(to_svg(t)))}
+    x = {op: float(bar.get("x", "")) for op, bar in found.items()}
+    ms = x["0F1"] - x["0F0"]
+    assert x["1F0"] == pytest.approx(x["0F1"])
+    assert x["1B0"] - x["1F0"] == pytest.approx(ms, abs=0.02)
+    assert x["1F1"] - x["1B0"] == pytest.approx(2 * ms, abs=0.02)
+
+
+def test_stacked_timelines_share_the_axis_and_take_titles() -> None:
+    slow = ps.simulate(ps.build("gpipe", 2, 4), ps.Costs.uniform(2, f=20, i=20, w=20))
+    fast = ps.simulate(ps.build("gpipe", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10))
+    root = ET.fromstring(to_svg([slow, fast], titles=["a < b", "c & d"]))
+    lanes = [float(e.get("width", "")) for e in root.iter(f"{SVG}rect") if e.get("class") == "lane"]
+    assert lanes[0] == pytest.approx(2 * lanes[2], abs=0.02)
+    texts = ["".join(e.itertext()) for e in root.iter(f"{SVG}text")]
+    assert any(text.startswith("a < b") for text in texts)
+    assert any(text.startswith("c & d") for text in texts)
+
+
+def test_a_measured_timeline_starts_at_its_first_op() -> None:
+    t = ps.simulate(ps.build("1f1b", 2, 3), ps.Costs.uniform(2, f=10, i=10, w=10))
+    later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)
+    moved = replace(t, ops=later, messages=(), source="measured")
+    assert to_svg(moved).replace("measured", "simulated") == to_svg(t)
+
+
+def test_numbers_go_where_they_fit() -> None:
+    def numbers(width: int) -> int:
+        root = ET.fromstring(to_svg(ps.build("1f1b", 4, 16), width=width))
+        return len([e for e in root.iter(f"{SVG}text") if (e.get("class") or "").startswith("t")]) - 1
+
+    assert numbers(1600) > 2 * 4 * 16 - 8
+    assert numbers(300) < 2 * 4 * 16 / 2
+
+
+def test_blocked_time_and_waits_are_told() -> None:
+    t = ps.simulate(
+        ps.build("1f1b", 4, 12),
+        ps.Costs.uniform(4, f=10, i=10, w=10),
+        links=ps.Links({(1, 2): 40.0}),
+        transport=ps.Blocking(2),
+    )
+    text = to_svg(t)
+    assert 'class="blocked"' in text
+    assert "then blocked" in text
+    assert "link full" in text
+    assert re.search(r"waited [\d.]+ ms for 1F0", text)
+
+
+def test_it_stands_alone_and_never_changes() -> None:
+    schedule = ps.build("zb-v", 4, 8)
+    text = to_svg(schedule)
+    assert text == to_svg(schedule)
+    assert "href" not in text
+    assert "<script" not in text
+    assert text.count("http") == 1  # the namespace
+    assert to_svg(schedule, comment="a -- b").startswith("<!-- a - - b -->\n<svg")
+    ET.fromstring(to_svg(schedule, comment="a -- b -"))
+
+
+def test_ten_thousand_ops() -> None:
+    t = ps.simulate(ps.build("zb-h1", 16, 256), ps.Costs.uniform(16, f=10, i=10, w=10))
+    text = to_svg(t)
+    assert len(text) < 250 * len(t.ops)
+    assert len(bars(ET.fromstring(text))) == len(t.ops) > 10_000
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(ps.ScheduleError, match="nothing to draw"):
+        to_svg([])
+    with pytest.raises(ps.ScheduleError, match="2 titles for 1 timelines"):
+        to_svg(ps.build("gpipe", 2, 2), titles=["a", "b"])
+    empty = ps.build("gpipe", 2, 2)
+    empty = replace(empty, order=((), ()))
+    ET.fromstring(to_svg(Timeline(empty, (), (), (0.0, 0.0))))
+
+
+def test_forward_only_and_registered_kinds_have_colours() -> None:
+    ET.fromstring(to_svg(ps.simulate(ps.build("1f1b", 2, 4).forward_only())))
+    assert kind_order(["X", "U", "W", "F", "A"]) == ["F", "W", "U", "A", "X"]
+    assert rgb(shade("X")) == rgb(shade("nothing"))
+
+
+@pytest.mark.parametrize("kind", ["F", "B", "I", "W", "U", "X"])
+@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
+def test_text_reads_on_every_shade(kind: str, chunk: int) -> None:
+    def luminance(color: str) -> float:
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb(color)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    back = shade(kind, chunk, 4)
+    dark, light = sorted((luminance(back), luminance(ink(back))))
+    assert (light + 0.05) / (dark + 0.05) >= 4.0
+
+
+def test_numbers_are_short() -> None:
+    assert [short(v) for v in (0, 0.1234, 1.5, 33.456, 440, 123.45, 2140.4, -3)] == [
+        "0", "0.123", "1.5", "33.46", "440", "123.5", "2140", "-3",
+    ]  # fmt: skip
+    assert [percent(v) for v in (0, 1, 0.2727)] == ["0%", "100%", "27.3%"]
+    assert ticks(450, 14) == [0, 50, 100, 150, 200, 250, 300, 350, 400, 450]
+    assert ticks(0, 10) == [0]

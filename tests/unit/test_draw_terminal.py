@@ -1,0 +1,75 @@
+"""Terminal pictures stay within the width, and say the same with and without colour."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.draw import to_terminal
+from penstock.simulate import Timeline
+
+pytestmark = pytest.mark.unit
+ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in ESCAPE.sub("", text).splitlines() if line.startswith("rank")]
+
+
+@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("color", [True, False])
+def test_rows_stay_within_the_width(name: str, width: int, color: bool) -> None:
+    schedule = ps.build(name, 4, 12)
+    for drawn in (schedule, ps.simulate(schedule)):
+        text = to_terminal(drawn, color=color, width=width)
+        assert len(rows(text)) == 4
+        assert max(map(len, rows(text))) <= width
+        assert ("\x1b" in text) == color
+
+
+def test_without_colour_the_grid_is_the_text_grid() -> None:
+    s = ps.build("1f1b", 2, 3)
+    drawn = [row.split("|")[1].split() for row in rows(to_terminal(s, color=False))]
+    assert drawn == [line.split("|")[1].split() for line in str(s).splitlines()[2:]]
+
+
+def test_a_long_schedule_is_cropped_with_a_note() -> None:
+    s = ps.build("1f1b", 4, 100)
+    assert "(steps 0 to 17 of 206; SVG and HTML show them all)" in to_terminal(s, color=False, width=80)
+    assert "of 206" not in to_terminal(s, color=True)
+
+
+def test_a_long_timeline_is_scaled_with_a_note() -> None:
+    t = ps.simulate(ps.build("1f1b", 4, 100))
+    text = to_terminal(t, color=False, width=80)
+    assert "800 of 800 ops are shorter" in text
+    assert "makespan 309 ms" in text
+
+
+def test_equal_ops_get_equal_bars() -> None:
+    t = ps.simulate(ps.build("zb", 4, 12, warmup=[7, 5, 3, 1]), ps.Costs.uniform(4, f=10, i=10, w=10))
+    text = to_terminal(t, color=False, width=140)
+    bars = re.findall(r"[FIW]\d?\d?-*", "".join(row.split("|")[1] for row in rows(text)))
+    assert len(bars) == len(t.ops)
+    assert {len(bar) for bar in bars} == {3}
+
+
+def test_every_microbatch_is_readable_in_colour() -> None:
+    text = to_terminal(ps.build("1f1b", 2, 12), color=True)
+    assert sorted(map(int, rows(text)[0].split("|")[1].replace("▏", " ").split())) == sorted([*range(12)] * 2)
+
+
+def test_measured_with_an_offset_and_nothing_at_all() -> None:
+    t = ps.simulate(ps.build("1f1b", 2, 3))
+    moved = replace(
+        t, ops=tuple(replace(o, start=o.start + 7, end=o.end + 7) for o in t.ops), messages=(), source="measured"
+    )
+    assert rows(to_terminal(moved, False, 90)) == rows(to_terminal(t, False, 90))
+    assert "measured" in to_terminal(moved, False, 90)
+    empty = Timeline(replace(t.schedule, order=((), ())), (), (), (0.0, 0.0))
+    assert len(rows(to_terminal(empty, True, 90))) == 2
+    assert len(rows(to_terminal(empty.schedule, True, 90))) == 2
