@@ -22,17 +22,19 @@ class Accumulator:
     def add(self, p: Tensor, grad: Tensor) -> None:
         """Take one gradient of `p`; with the last of them, `.grad` changes."""
         key = id(p)
-        before = self._sums.pop(key, None)
-        if before is not None:
-            grad = before + grad
-        self._uses[key] -= 1
-        if self._uses[key]:
-            self._sums[key] = grad
-            return
+        left = self._uses[key] - 1
+        if left or key in self._sums:
+            before = self._sums.pop(key, None)
+            if before is not None:
+                grad = before + grad
+            if left:
+                self._uses[key], self._sums[key] = left, grad
+                return
         if grad.dtype != p.dtype:
             grad = grad.to(p.dtype)
-        if p.grad is not None:
-            p.grad += grad
+        total = p.grad
+        if total is not None:
+            total.add_(grad)
         elif grad.stride() == p.stride():
             p.grad = grad
         else:

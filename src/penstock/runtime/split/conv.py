@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.runtime.split.rule import Rule
+
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-class ConvRule:
+class ConvRule(Rule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
-
-    autocasts = True
 
     def __init__(self, module: Conv) -> None:
         self._stride = list(module.stride)
@@ -24,6 +24,7 @@ class ConvRule:
         self._mode = module.padding_mode
         around = _padding(module)
         self._zeros = [0] * len(self._stride) if self._mode != "zeros" else around
+        self.pads = self._mode != "zeros"
         self._around = [side for amount in reversed(around) for side in (amount, amount)]
 
     @staticmethod
@@ -34,7 +35,7 @@ class ConvRule:
         return all(d * (k - 1) % 2 == 0 for d, k in zip(module.dilation, module.kernel_size))
 
     def pad(self, x: Tensor) -> Tensor:
-        return x if self._mode == "zeros" else F.pad(x, self._around, mode=self._mode)
+        return F.pad(x, self._around, mode=self._mode)
 
     def work(self, x: Tensor, weight: Tensor) -> int:
         positions = x.numel() // max(x.shape[-self._batched_dim + 1], 1) // prod(self._stride)

@@ -26,7 +26,7 @@ class Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, tape: Tape) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.tape, ctx.weight, ctx.bias = slot, tape, weight, bias
+        ctx.slot, ctx.owners = slot, (tape, weight, bias)
         rule = slot.rule
         if rule.autocasts and torch.is_autocast_enabled(x.device.type):
             weight = tape.autocast(weight)
@@ -41,14 +41,15 @@ class Deferred(torch.autograd.Function):
         if g is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        slot, tape, bias = ctx.slot, ctx.tape, ctx.bias
+        slot = ctx.slot
+        tape, parameter, bias = ctx.owners
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         gx = slot.rule.input_grad(g, x, weight, bias) if needs_x else None
         if not (needs_weight or needs_bias):
             return gx, None, None, None, None
         needs = needs_weight, needs_bias
         if tape.defers(slot):
-            tape.hold(slot.rule, ctx.weight, bias, g, x, weight, needs)
+            tape.hold(slot.rule, parameter, bias, g, x, weight, needs)
             return gx, None, None, None, None
         gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
         return gx, gw, gb, None, None

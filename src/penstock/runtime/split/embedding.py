@@ -6,14 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.runtime.split.rule import Rule
+
 # Filling, scattering and adding one entry of the table's gradient takes about as long as this many
 # multiply-adds of a matmul (memory traffic against arithmetic).
 _WORK_PER_ENTRY = 16
 
 
-class EmbeddingRule:
+class EmbeddingRule(Rule):
     """Splits the backward of a table lookup; I has nothing to compute, indices have no gradient."""
 
+    biased = False
     autocasts = False
 
     def __init__(self, module: nn.Embedding) -> None:
@@ -24,9 +27,6 @@ class EmbeddingRule:
     def knows(module: nn.Embedding) -> bool:
         """True unless the gradient is sparse or the lookup itself rewrites the table (`max_norm`)."""
         return not module.sparse and module.max_norm is None
-
-    def pad(self, x: Tensor) -> Tensor:
-        return x
 
     def work(self, x: Tensor, weight: Tensor) -> int:
         return _WORK_PER_ENTRY * (weight.numel() + x.numel() * weight.shape[1])

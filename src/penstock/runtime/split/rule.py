@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """The arithmetic of one module, cut where its backward can be split.
 
     Each method runs the very kernels, on operands laid out the very way, that autograd's own node would, so
-    that every gradient is bitwise the plain one. `weight` and `bias` arrive already in the compute dtype of
-    autocast.
+    that every gradient is bitwise the plain one. `weight` and `bias` arrive in the compute dtype of autocast.
     """
 
-    autocasts: bool
-    """Autocast lowers the precision of this kind of op."""
+    biased = True
+    """The module has a parameter named `bias`, which may be None."""
+    autocasts = True
+    """Autocast lowers the precision of this op."""
+    pads = False
+    """The module changes its input before the op itself."""
+
+    def plain(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The module's forward as it was before it was prepared."""
+        y: Tensor = type(module).forward(module, x)
+        return y
 
     def pad(self, x: Tensor) -> Tensor:
-        """What the module does to its input before the op itself; differentiated by autograd."""
-        ...
+        """What a module that pads does to its input; differentiated by autograd."""
+        return x
 
+    @abstractmethod
     def work(self, x: Tensor, weight: Tensor) -> int:
         """About how many multiply-adds (or as costly) the weight gradient takes for this input."""
-        ...
 
+    @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The op, without autograd; never a view, so that it may be changed in place afterwards."""
-        ...
 
+    @abstractmethod
     def input_grad(self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The gradient of `x`, given the gradient `g` of the output."""
-        ...
 
+    @abstractmethod
     def weight_grads(
         self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of weight and bias, each only if `needs` says so."""
-        ...

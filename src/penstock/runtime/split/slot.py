@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from penstock.runtime.split.tape import Tape
 
 # A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost more than it moves.
-MERGE_WORK = 1 << 19
+MERGE_WORK = 1 << 20
+
+_ABSENT = object()
 
 recording: ContextVar[Tape | None] = ContextVar("penstock_split_recording", default=None)
 
@@ -51,8 +53,9 @@ class Slot:
 
     def call(self, module: nn.Module, tape: Tape, x: Tensor) -> Tensor:
         """The module's forward while `tape` records, or while a checkpoint recomputes it during I."""
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        bias: Tensor | None = getattr(module, "bias", None)
+        rule, own = self.rule, module._parameters
+        weight = own.get("weight")
+        bias = own.get("bias", _ABSENT) if rule.biased else None
         if (
             type(weight) is nn.Parameter
             and (bias is None or type(bias) is nn.Parameter)
@@ -64,25 +67,20 @@ class Slot:
             if deferred is None:
                 deferred = tape.choose(self, self._is_deferrable(x, weight, bias))
             if deferred:
-                y = self._defer(tape, x, weight, bias)
-                if y is not None:
+                try:
+                    if rule.pads:
+                        x = rule.pad(x)
+                    if rule.autocasts and torch.is_autocast_enabled(x.device.type):
+                        x = tape.autocast(x)
+                    y: Tensor = Deferred.apply(x, weight, bias, self, tape)
                     return y
-        y_plain: Tensor = type(module).forward(module, x)
-        return y_plain
-
-    def _defer(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        try:
-            x = self.rule.pad(x)
-            if self.rule.autocasts and torch.is_autocast_enabled(x.device.type):
-                x = tape.autocast(x)
-            y: Tensor = Deferred.apply(x, weight, bias, self, tape)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # Under torch.func's transforms and forward-mode AD no plain custom function runs: the module
-            # itself does. Where the input is at fault, it raises the error the user expects.
-            return None
-        return y
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError:
+                    # Under torch.func's transforms and forward-mode AD no plain custom function runs: the
+                    # module itself does. Where the input is at fault, it raises the error the user expects.
+                    pass
+        return rule.plain(module, x)
 
     def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if self.at_once or hooked(weight) or (bias is not None and hooked(bias)):

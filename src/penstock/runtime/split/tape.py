@@ -10,7 +10,6 @@ the graph is gone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -55,7 +54,9 @@ class Tape:
         self.routes: dict[Slot, bool] = {}
         """Which modules this microbatch defers; a recomputation goes the same way."""
         self._phase = Phase.RECORDING
+        self._deferring = False
         self._held: list[Held] = []
+        self._uses: dict[int, int] = {}
         self._stages: list[Stage] = []
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -78,6 +79,7 @@ class Tape:
         if self._phase is not Phase.RECORDING:
             return False
         self.routes[slot] = deferrable
+        self._deferring = self._deferring or deferrable
         if slot.stage not in self._stages:
             self._stages.append(slot.stage)
         return deferrable
@@ -113,7 +115,8 @@ class Tape:
         if len(outputs) != len(grads):
             raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
         roots = _roots(outputs, grads)
-        mark_shared(self.routes, [output for output, _ in roots])
+        if self._deferring:
+            mark_shared(self.routes, [output for output, _ in roots])
         self._phase = Phase.INPUT
         for stage in self._stages:
             stage.recomputing = self
@@ -144,7 +147,11 @@ class Tape:
         needs: tuple[bool, bool],
     ) -> None:
         """Keep what W needs of one call. `g` itself is kept, not a view of it: nobody then takes it over."""
-        x = x.detach()
+        x, uses = x.detach(), self._uses
+        if needs[0]:
+            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        if needs[1]:
+            uses[id(bias)] = uses.get(id(bias), 0) + 1
         self._held.append(Held(rule, weight, bias, g, x, cast_weight, needs, (g._version, x._version)))
 
     def _part_from_grads(self) -> None:
@@ -172,11 +179,12 @@ class Tape:
                 "backward_weight (W) once"
             )
         self._phase = Phase.DONE
+        if not self._held:
+            return
         held, self._held = self._held, []
-        uses = Counter(id(p) for h in held for p, need in zip((h.weight, h.bias), h.needs) if need)
         held.reverse()
         with torch.no_grad():
-            accumulator = Accumulator(uses)
+            accumulator = Accumulator(self._uses)
             while held:
                 h = held.pop()
                 if h.versions != (h.g._version, h.x._version):

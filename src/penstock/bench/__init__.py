@@ -1,0 +1,1 @@
+"""Benchmarks, each beside a peer measured in the same run."""

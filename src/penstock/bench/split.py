@@ -1,0 +1,230 @@
+"""What splitting the backward costs: (I + W) / B, ours beside torch's own, measured in alternation in one run.
+
+    penstock bench split        or        python -m penstock.bench.split [--out FILE.json]
+
+B is the plain backward of a stage of pre-norm transformer blocks, I + W the two halves of the same backward.
+torch's own are the functions its pipelining package calls for I and W. Each repeat runs the three after one
+another, in an order that rotates, and gives one ratio; the table shows the medians of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.runtime.split import Tape, prepare
+
+Row = dict[str, Any]
+Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: causal attention, and an MLP four times as wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads = max(1, width // 64)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` and the result are (B, T, D)."""
+        B, T, D = x.shape
+        qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def run(
+    widths: Sequence[int] = (8, 128, 512),
+    blocks: Sequence[int] = (1, 4, 16),
+    repeats: int = 15,
+    batch: int = 2,
+    tokens: int = 64,
+) -> list[Row]:
+    """One row for each width and number of blocks: medians, and every repeat's times in ms."""
+    return [measure(width, num_blocks, repeats, batch, tokens) for width in widths for num_blocks in blocks]
+
+
+def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int) -> Row:
+    """The three backwards of one stage, `repeats` times in alternation."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+    ours = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+    ours.load_state_dict(plain.state_dict())
+    prepare(ours)
+    x, g = torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)
+    ways: dict[str, Callable[[], Timing]] = {
+        "plain": lambda: _plain(plain, x, g),
+        "ours": lambda: _ours(ours, x, g),
+    }
+    peer = _peer()
+    if peer is not None:
+        backward_input, backward_weight = peer
+        ways["torch"] = lambda: _torch(plain, x, g, backward_input, backward_weight)
+    times: dict[str, list[Timing]] = {name: [] for name in ways}
+    inner = _inner(ways["plain"])
+    for repeat in range(-1, repeats):
+        names = list(ways)
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            gc.disable()
+            runs = [ways[name]() for _ in range(inner)]
+            gc.enable()
+            if repeat >= 0:  # the first is a warm-up
+                f, i, w = (min(column) for column in zip(*runs))
+                times[name].append((f, i, w))
+    row: Row = {"width": width, "blocks": num_blocks, "batch": batch, "tokens": tokens, "repeats": repeats}
+    row["b_ms"] = median(i for _, i, _ in times["plain"])
+    for name in ("ours", "torch"):
+        measured = times.get(name)
+        row[f"{name}_i_ms"] = None if measured is None else median(i for _, i, _ in measured)
+        row[f"{name}_w_ms"] = None if measured is None else median(w for _, _, w in measured)
+        row[f"{name}_ratio"] = (
+            None
+            if measured is None
+            else median((i + w) / b for (_, i, w), (_, b, _) in zip(measured, times["plain"]))
+        )
+    row["ours_forward_ratio"] = median(f / p for (f, _, _), (p, _, _) in zip(times["ours"], times["plain"]))
+    row["raw_ms"] = {name: [list(timing) for timing in column] for name, column in times.items()}
+    return row
+
+
+def _plain(stage: nn.Module, x: Tensor, g: Tensor) -> Timing:
+    x = x.detach().requires_grad_()
+    start = time.process_time()
+    y = stage(x)
+    forward = time.process_time()
+    torch.autograd.backward([y], [g])
+    end = time.process_time()
+    return (forward - start) * 1e3, (end - forward) * 1e3, 0.0
+
+
+def _ours(stage: nn.Module, x: Tensor, g: Tensor) -> Timing:
+    x = x.detach().requires_grad_()
+    start = time.process_time()
+    tape = Tape()
+    with tape.recording():
+        y = stage(x)
+    forward = time.process_time()
+    tape.backward_input([y], [g])
+    middle = time.process_time()
+    tape.backward_weight()
+    end = time.process_time()
+    return (forward - start) * 1e3, (middle - forward) * 1e3, (end - middle) * 1e3
+
+
+def _torch(
+    stage: nn.Module, x: Tensor, g: Tensor, backward_input: Callable[..., Any], backward_weight: Callable[..., Any]
+) -> Timing:
+    x = x.detach().requires_grad_()
+    start = time.process_time()
+    y = stage(x)
+    forward = time.process_time()
+    _, groups = backward_input([y], [g], [x], stage.parameters())
+    middle = time.process_time()
+    backward_weight(stage.parameters(), groups)
+    end = time.process_time()
+    return (forward - start) * 1e3, (middle - forward) * 1e3, (end - middle) * 1e3
+
+
+def _peer() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """torch's own split, which has no public name; None where this torch lacks it."""
+    try:
+        module = importlib.import_module("torch.distributed.pipelining._backward")
+        return module.stage_backward_input, module.stage_backward_weight
+    except (ImportError, AttributeError):
+        return None
+
+
+def _inner(way: Callable[[], Timing]) -> int:
+    """So many runs a repeat that it takes about 40 ms; the fastest of them counts."""
+    way()
+    start = time.process_time()
+    way()
+    return max(1, min(50, int(0.04 / (time.process_time() - start))))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "processor": _processor(),
+        "num_processors": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The medians, as Markdown."""
+    lines = [
+        "| width | blocks | B ms | ours I ms | ours W ms | ours (I+W)/B | torch (I+W)/B | ours F/F |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        peer = "-" if row["torch_ratio"] is None else f"{row['torch_ratio']:.2f}"
+        lines.append(
+            f"| {row['width']} | {row['blocks']} | {row['b_ms']:.2f} | {row['ours_i_ms']:.2f} "
+            f"| {row['ours_w_ms']:.2f} | {row['ours_ratio']:.2f} | {peer} | {row['ours_forward_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m penstock.bench.split`."""
+    parser = argparse.ArgumentParser(prog="penstock.bench.split", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[8, 128, 512])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", help="write the raw numbers to this JSON file")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = run(chosen.widths, chosen.blocks, chosen.repeats, chosen.batch, chosen.tokens)
+    print(table(rows))
+    if chosen.out:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        words = [word for word in given if word not in ("--out", chosen.out)]
+        command = " ".join(["python -m penstock.bench.split", *words])
+        with open(chosen.out, "w") as file:
+            json.dump({"command": command, "machine": machine(), "rows": rows}, file, indent=1)
+            file.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
