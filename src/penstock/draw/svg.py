@@ -197,7 +197,7 @@ def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], fl
             x += 15
         label = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
         out.append(f'<text class="text" x="{_n(x + 5)}" y="{base}">{escape(label)}</text>')
-        x += 5 + 6.3 * len(label) + 20
+        x += 5 + 5.9 * len(label) + 20
     out.append(f'<rect class="lane" x="{_n(x)}" y="{_n(y)}" width="14" height="14" rx="2"/>')
     out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">idle</text>')
     x += 60

@@ -147,7 +147,7 @@ def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, co
             text = number if len(number) < size or (size == len(number) and size > 1) else ""
             out.append(_paint(_placed(text, size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
         else:
-            text = str(op) if panel.num_chunks > 1 and len(str(op)) <= size else op.short()
+            text = str(op) if panel.num_chunks > 1 and len(str(op)) < size else op.short()
             out.append((text if len(text) <= size else op.kind).ljust(size, "-"))
     return "".join(out)
 
