@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, Dispatcher
+from penstock.runtime import saving
 from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
@@ -377,6 +379,44 @@ class Pipeline:
         for m in range(1, num_microbatches):
             total += losses[m]
         return StepResult(total, losses)
+
+    # Saving.
+
+    def save(self, directory: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+        """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.
+
+        It appears whole or not at all; of older ones the newest `keep - 1` stay. `meta` is small JSON of the
+        caller's, the same on all ranks. Raises CheckpointError.
+        """
+        counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
+        return saving.save(directory, self._state(), self._peers, counters, meta or {}, keep)
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.
+
+        Training goes on as if it had never stopped. Returns the `meta` it was saved with. Raises
+        CheckpointError where it is damaged or of another model.
+        """
+        counters, meta = saving.load(directory, self._state(), self._peers)
+        self._num_steps, self.num_updates = counters["num_steps"], counters["num_updates"]
+        self._seed = counters["seed"]
+        return meta
+
+    def _state(self) -> saving.State:
+        return saving.State(self._stages, self._ties, self.optimizer)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps run so far, those before a `load` included."""
+        return self._num_steps
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """The sum of every process's values, the same everywhere: for decisions all ranks must take alike."""
+        return [float(v) for v in self._peers.sum(torch.tensor(values, dtype=torch.float64))]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in the order of ranks; plain data."""
+        return self._peers.gather(value)
 
     def timeline(self) -> Timeline:
         """The measured timeline of the last step or evaluation. Every rank must call it."""

@@ -1,0 +1,138 @@
+"""A pipeline's state as plain named tensors, to a checkpoint and back, under any schedule and number of ranks.
+
+    model/layers.3.mlp.up.weight             parameters and buffers, by their names in the whole model
+    optimizer/layers.3.mlp.up.weight/exp_avg
+
+A tied parameter is stored once, under the name it has in its lowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.runtime.checkpoint import (
+    CheckpointError,
+    Reader,
+    export,
+    latest,
+    load_optimizer,
+    match,
+    optimizer_tensors,
+    write,
+)
+from penstock.runtime.peers import Peers
+from penstock.runtime.stage import Stage
+from penstock.runtime.tied import Tie
+
+MODEL = "model/"
+COUNTERS = "pipeline"
+
+
+class State:
+    """What a pipeline saves: the stages and the optimizer of this process, under their stored names."""
+
+    def __init__(self, stages: Mapping[int, Stage], ties: Sequence[Tie], optimizer: Optimizer | None) -> None:
+        self.optimizer = optimizer
+        stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
+        self._twins = {name for name, stored in stored_as.items() if name != stored}
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._names: dict[Tensor, str] = {}
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                self._tensors.append((name, parameter))
+                self._names.setdefault(parameter, stored_as.get(name, name))
+            kept = stage.state_dict(keep_vars=True)
+            self._tensors += [(name, buffer) for name, buffer in stage.named_buffers() if name in kept]
+        self._stored_as = stored_as
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], Any]:
+        """What this process writes, and the optimizer's meta."""
+        tensors = {MODEL + name: t.detach() for name, t in self._tensors if name not in self._twins}
+        if self.optimizer is None:
+            return tensors, None
+        state, meta = optimizer_tensors(self.optimizer, self._names)
+        written = {f"optimizer/{name}/" for name, _ in self._tensors if name not in self._twins}
+        return tensors | {k: t for k, t in state.items() if k[: k.rindex("/") + 1] in written}, meta
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Stored name -> shape of the model's tensors in this process."""
+        return {MODEL + self._stored_as.get(name, name): tuple(t.shape) for name, t in self._tensors}
+
+    def load(self, reader: Reader) -> None:
+        """Fills the model and the optimizer. The names must match."""
+        loaded = reader.load(sorted(self.expected()))
+        with torch.no_grad():
+            for name, tensor in self._tensors:
+                tensor.copy_(loaded[MODEL + self._stored_as.get(name, name)])
+        if self.optimizer is not None:
+            load_optimizer(self.optimizer, self._names, reader)
+
+
+def save(
+    directory: str | Path, state: State, peers: Peers, counters: Mapping[str, int], meta: Mapping[str, Any], keep: int
+) -> Path:
+    """Writes a checkpoint; every process must call it. Raises CheckpointError."""
+    tensors, optimizer_meta = state.to_tensors()
+    metas = [m for m in peers.gather(optimizer_meta) if m is not None]
+    content = {**meta, COUNTERS: dict(counters)}
+    if metas:
+        content["optimizer"] = metas[0]
+    return write(
+        Path(directory),
+        counters["num_steps"],
+        tensors,
+        content,
+        rank=peers.here[0],
+        num_ranks=peers.num_ranks if len(peers.here) == 1 else 1,
+        barrier=peers.barrier,
+        keep=keep,
+    )
+
+
+def load(directory: str | Path, state: State, peers: Peers) -> tuple[dict[str, int], dict[str, Any]]:
+    """Loads the newest checkpoint of a directory, or the one given; returns the counters and the meta.
+
+    Raises:
+        CheckpointError: none there, damaged, or of another model.
+    """
+    path = find(directory)
+    reader = Reader(path)
+    expected: dict[str, tuple[int, ...]] = {}
+    for part in peers.gather(state.expected()):
+        expected.update(part)
+    match(reader, expected, prefix=MODEL)
+    state.load(reader)
+    meta = dict(reader.meta) if isinstance(reader.meta, dict) else {}
+    counters = meta.pop(COUNTERS, None)
+    if not isinstance(counters, dict):
+        raise CheckpointError(f"checkpoint {path} was not written by a pipeline: it has no counters")
+    meta.pop("optimizer", None)
+    return counters, meta
+
+
+def find(directory: str | Path) -> Path:
+    """The checkpoint meant by a path: itself, or the newest complete one inside."""
+    path = Path(directory)
+    if (path / "index.json").exists():
+        return path
+    newest = latest(path) if path.is_dir() else None
+    if newest is None:
+        raise CheckpointError(f"{path}: no checkpoint there; give a checkpoint or a folder of them")
+    return newest
+
+
+def export_model(path: str | Path, checkpoint: str | Path) -> Path:
+    """Writes a checkpoint's model as one safetensors file with plain parameter names. Raises CheckpointError."""
+    reader = Reader(find(checkpoint))
+    names = [name for name in reader.names() if name.startswith(MODEL)]
+    return export(path, _renamed(reader, names))
+
+
+def _renamed(reader: Reader, names: Iterable[str]) -> dict[str, Tensor]:
+    return {name.removeprefix(MODEL): tensor for name, tensor in reader.load(names).items()}
