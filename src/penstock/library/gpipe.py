@@ -8,9 +8,9 @@ from penstock.schedule import Op, Schedule, one_to_one
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-        rank 0 | F0 F1 F2 .  .  .  B0 B1 B2
-        rank 1 | .  F0 F1 F2 .  B0 B1 B2
-        rank 2 | .  .  F0 F1 B0 ...
+        rank 0 | F0 F1 F2 .  .  .  .  B0 B1 B2
+        rank 1 | .  F0 F1 F2 .  .  B0 B1 B2
+        rank 2 | .  .  F0 F1 F2 B0 B1 B2
 
     Bubble (p - 1)(f + b); peak N activations on every rank.
     """

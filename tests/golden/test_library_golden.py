@@ -1,0 +1,42 @@
+"""The text grid of every library schedule, so that a change of order is seen and meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import penstock as ps
+
+pytestmark = pytest.mark.golden
+
+SIZES: dict[str, list[tuple[int, int, dict]]] = {
+    "gpipe": [(1, 2, {}), (4, 6, {})],
+    "1f1b": [(1, 2, {}), (4, 3, {}), (4, 8, {})],
+    "interleaved-1f1b": [(2, 4, {}), (4, 8, {}), (2, 4, {"num_stages": 6})],
+    "zb-h1": [(1, 2, {}), (4, 3, {}), (4, 8, {})],
+    "zb-h2": [(2, 3, {}), (4, 8, {})],
+    "zb-v": [(1, 3, {}), (2, 4, {}), (4, 3, {}), (4, 8, {})],
+    "zb": [(4, 12, {}), (4, 12, {"warmup": [9, 6, 3, 1]}), (4, 8, {"warmup": [4, 3, 2, 1], "memory_limit": 4})],
+}
+
+
+@pytest.mark.parametrize("name", ps.SCHEDULES)
+def test_grid(name: str, golden: Callable[[str, str], None]) -> None:
+    schedules = [ps.build(name, ranks, microbatches, **options) for ranks, microbatches, options in SIZES[name]]
+    golden(f"library/{name}.txt", "\n\n".join(map(str, schedules)) + "\n")
+
+
+@pytest.mark.parametrize("name", ps.SCHEDULES)
+def test_the_docstring_draws_the_schedule(name: str) -> None:
+    """What the drawing shows of each row is how the row begins, bubbles aside."""
+    function = ps.SCHEDULES[name]
+    lines = [line.split("|", 1)[1] for line in str(function.__doc__).splitlines() if line.strip().startswith("rank ")]
+    drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
+    options = {"zb": {"warmup": [5, 3, 1]}}.get(name, {})
+    microbatches = {"gpipe": 3, "zb-h2": 8, "zb": 8}.get(name, 6)
+    schedule = function(len(drawn), microbatches, **options)
+    for rank, cells in enumerate(drawn):
+        stages = schedule.stages_of(rank)
+        row = [op.short() if len(stages) == 1 else str(op) for op in schedule.order[rank]]
+        assert row[: len(cells)] == cells, f"rank {rank}: {' '.join(row[: len(cells) + 2])}"

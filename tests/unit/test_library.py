@@ -1,0 +1,165 @@
+"""Every library schedule against its formulas: bubble, span and peak, for many ranks and microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.schedule import peak_in_flight
+
+pytestmark = pytest.mark.unit
+
+RANKS = range(1, 9)
+MICROBATCHES = (1, 2, 3, 5, 8, 12, 17, 24)
+TIMES = ((1, 1, 1), (2, 3, 1), (10, 20, 10), (5, 7, 5), (1, 2, 3))
+"""f, i, w of a stage; the last has a w longer than f and i."""
+
+
+def timed(schedule: ps.Schedule, f: float, i: float, w: float) -> ps.Timeline:
+    return ps.simulate(schedule, ps.Costs.uniform(schedule.num_stages, f, i, w))
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_gpipe(p: int, n: int) -> None:
+    schedule = ps.build("gpipe", p, n)
+    for f, i, w in TIMES:
+        assert timed(schedule, f, i, w).makespan == (n + p - 1) * (f + i + w)
+    assert peak_in_flight(schedule) == (n,) * p
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_1f1b(p: int, n: int) -> None:
+    schedule = ps.build("1f1b", p, n)
+    for f, i, w in TIMES:
+        timeline = timed(schedule, f, i, w)
+        assert timeline.makespan == (n + p - 1) * (f + i + w)
+        assert timeline.bubble_ratio == pytest.approx((p - 1) / (n + p - 1))
+    assert peak_in_flight(schedule) == tuple(min(p - rank, n) for rank in range(p))
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_interleaved(p: int, v: int, groups: int) -> None:
+    n = groups * p
+    schedule = ps.build("interleaved-1f1b", p, n, num_stages=v * p)
+    for f, i, w in TIMES:
+        assert timed(schedule, f, i, w).makespan == (n * v + p - 1) * (f + i + w)
+    expected = tuple(min(2 * (p - 1 - rank) + (v - 1) * p + 1, n * v) for rank in range(p))
+    assert peak_in_flight(schedule) == expected
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_zb_h1(p: int, n: int) -> None:
+    schedule = ps.build("zb-h1", p, n)
+    for f, i, w in TIMES[:-1]:
+        late = max(p - n, 0)  # with fewer microbatches than ranks there are not enough W to fill the bubbles
+        assert timed(schedule, f, i, w).makespan == n * (f + i + w) + (p - 1) * (f + i - w) + late * w
+    assert max(peak_in_flight(schedule)) == min(p, n)
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_zb_h2(p: int, n: int) -> None:
+    if n < 2 * p - 1:
+        with pytest.raises(ps.ScheduleError, match=f"zb-h2 over {p} ranks needs at least {2 * p - 1} microbatches"):
+            ps.build("zb-h2", p, n)
+        return
+    schedule = ps.build("zb-h2", p, n)
+    timeline = timed(schedule, 1, 1, 1)
+    assert timeline.span == 3 * n
+    assert timeline.makespan == 3 * n + p - 1
+    assert max(peak_in_flight(schedule)) == 2 * p - 1
+    assert schedule.memory_limit == 2 * p - 1
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_zb_v(p: int, n: int) -> None:
+    schedule = ps.build("zb-v", p, n)
+    timeline = timed(schedule, 1, 1, 1)
+    assert max(peak_in_flight(schedule)) == 2 * min(p, n)
+    if n >= 2 * p - 1:
+        assert timeline.span == 6 * n
+        assert timeline.makespan == 6 * n + p - 1
+        assert peak_in_flight(schedule) == (2 * p,) * p
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("n", MICROBATCHES)
+def test_zb_runs_its_warmup_first(p: int, n: int) -> None:
+    schedule = ps.build("zb", p, n)
+    for rank, row in enumerate(schedule.order):
+        first_backward = next(step for step, op in enumerate(row) if op.kind == "I")
+        assert first_backward >= min(2 * (p - rank) - 1, n)
+
+
+def test_zb_keeps_a_memory_limit() -> None:
+    free = ps.build("zb", 4, 12, warmup=[4, 3, 2, 1])
+    tight = ps.build("zb", 4, 12, warmup=[4, 3, 2, 1], memory_limit=4)
+    assert max(peak_in_flight(free)) > 4
+    assert max(peak_in_flight(tight)) == 4
+    assert tight.memory_limit == 4
+
+
+@pytest.mark.parametrize("warmup", [[12, 8, 4, 1], [12, 1, 1, 1], [8, 4, 2, 1], [40, 20, 10, 5]])
+def test_zb_may_have_any_slack(warmup: list[int]) -> None:
+    schedule = ps.build("zb", 4, 12, warmup=warmup)
+    timeline = ps.simulate(schedule, links=ps.Links({(0, 1): 7.0}), dispatch="dynamic")
+    assert len(timeline.ops) == schedule.num_ops
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
+        ("qqq", {}, "no schedule named 'qqq'; there are gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, zb"),
+        ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
+        ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, memory_limit"),
+        (
+            "interleaved-1f1b",
+            {"num_stages": 6},
+            "interleaved-1f1b needs stages in a multiple of the 4 ranks, got 6; use 4 or 8",
+        ),
+        ("zb", {"warmup": [3, 1]}, "zb: warmup has 2 counts, one a rank is needed: 4"),
+        ("zb", {"warmup": [3, 2, 1, 0]}, "zb: a warm-up count is at least 1, got [3, 2, 1, 0]"),
+        (
+            "zb",
+            {"warmup": [3, 4, 2, 1]},
+            "zb: warm-up counts never rise from one stage to the next, but rank 1 has 4 after 3",
+        ),
+        (
+            "zb",
+            {"memory_limit": 3},
+            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations of memory limit, got 3",
+        ),
+    ],
+)
+def test_wrong_options_say_what_was_given_and_the_rule(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build(name, 4, 12, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize(("p", "n", "what"), [(0, 4, "ranks"), (4, 0, "microbatches"), (-1, 4, "ranks")])
+def test_counts_are_at_least_one(name: str, p: int, n: int, what: str) -> None:
+    with pytest.raises(ps.ScheduleError, match=f"{name} needs at least 1 of {what}, got"):
+        ps.build(name, p, n)
+
+
+def test_microbatches_must_divide_for_interleaved() -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build("interleaved-1f1b", 4, 10)
+    assert (
+        str(caught.value) == "interleaved-1f1b needs microbatches in a multiple of the 4 ranks, got 10; use 8 or 12"
+    )
+
+
+def test_a_limit_that_a_fixed_schedule_does_not_meet() -> None:
+    with pytest.raises(ps.ScheduleError, match="the rank would hold 4 stage activations, the limit is 3") as caught:
+        ps.build("1f1b", 4, 12, memory_limit=3)
+    assert caught.value.rule == "memory"
