@@ -1,7 +1,7 @@
 """Runs a schedule with torch: stages, split backward, transports, updates."""
 
+from penstock.runtime.cut import PartitionError, partition
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.partition import PartitionError
 from penstock.runtime.pipeline import Pipeline, StepResult
 from penstock.runtime.stage import Stage
 
@@ -13,4 +13,5 @@ __all__ = [
     "RuntimeFailure",
     "Stage",
     "StepResult",
+    "partition",
 ]

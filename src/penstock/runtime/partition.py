@@ -6,45 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from penstock.runtime.cut import PartitionError, partition
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage import Stage, StageSource, with_arguments
-
-
-class PartitionError(ValueError):
-    """A model can't be cut into the stages asked for."""
-
-
-def cut(costs: Sequence[float], num_stages: int) -> list[range]:
-    """The cut of layers into consecutive stages whose dearest stage is cheapest.
-
-    Every stage has at least one layer; among equals the earliest cuts win. O(num_stages * layers^2).
-
-    Raises:
-        PartitionError: more stages than layers.
-    """
-    n = len(costs)
-    if num_stages < 1 or num_stages > n:
-        raise PartitionError(
-            f"{num_stages} stages asked of a model of {n} layers; a stage holds at least one layer, "
-            f"so use 1 to {n} stages or a deeper model"
-        )
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
-    cut_at = [[0] * (n + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, num_stages + 1):
-        for end in range(stage, n + 1):
-            for start in range(stage - 1, end):
-                dearest = max(best[stage - 1][start], total[end] - total[start])
-                if dearest < best[stage][end]:
-                    best[stage][end], cut_at[stage][end] = dearest, start
-    ranges, end = [], n
-    for stage in range(num_stages, 0, -1):
-        ranges.append(range(cut_at[stage][end], end))
-        end = cut_at[stage][end]
-    return ranges[::-1]
 
 
 def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
@@ -69,7 +33,7 @@ def stages_of(
         names, layers = zip(*model.named_children(), strict=True)
         if costs is not None and len(costs) != len(layers):
             raise PartitionError(f"{len(costs)} costs given for {len(layers)} layers")
-        ranges = cut(parameter_costs(layers) if costs is None else costs, num_stages)
+        ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
         return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
     sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
     if len(sources) != num_stages:

@@ -28,9 +28,7 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     """
     num_layers = len(costs)
     if num_stages < 1:
-        raise PartitionError(
-            f"{num_stages} stages asked of a model of {num_layers} layers; ask for at least 1"
-        )
+        raise PartitionError(f"{num_stages} stages asked of a model of {num_layers} layers; ask for at least 1")
     if num_stages > num_layers:
         raise PartitionError(
             f"{num_stages} stages asked of a model of {num_layers} layers; a stage needs at least one layer. "

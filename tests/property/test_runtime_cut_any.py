@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.models import partition
+from penstock.runtime.cut import partition
 
 pytestmark = pytest.mark.property
 
@@ -23,9 +23,7 @@ def every_cut(num_layers: int, num_stages: int) -> list[list[range]]:
 
 @settings(deadline=None)
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
-def test_least_maximum_then_least_squares_then_fewest_layers_first(
-    costs: list[int], data: st.DataObject
-) -> None:
+def test_least_maximum_then_least_squares_then_fewest_layers_first(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
 
     def merit(cut: list[range]) -> tuple[int, int, list[int]]:

@@ -1,0 +1,61 @@
+"""The GPT of a run, cut for its schedule: functions that build each stage where it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.models import GPTConfig, gpt_costs, gpt_stage, presets
+from penstock.runtime import partition
+from penstock.train.settings import Settings, SettingsError
+
+
+def model_config(settings: Settings, vocab_size: int) -> GPTConfig:
+    """The preset with what the settings change in it. Raises SettingsError."""
+    if settings.preset not in presets:
+        near = difflib.get_close_matches(settings.preset, presets, n=3, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(presets)}"
+        raise SettingsError(f"no preset named {settings.preset!r}; {hint}")
+    changes: dict[str, Any] = {"vocab_size": vocab_size}
+    names = {"depth": "depth", "width": "width", "heads": "num_heads", "context": "context", "dropout": "dropout"}
+    for name, field in {**names, "tied": "tied"}.items():
+        if getattr(settings, name) is not None:
+            changes[field] = getattr(settings, name)
+    try:
+        return dataclasses.replace(presets[settings.preset], **changes)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+class Recomputed(nn.Module):
+    """A layer that keeps only its input and runs again in the backward (activation checkpointing)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        object.__setattr__(self, "_layer", layer)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self._layer, x, use_reentrant=False) if self.training else self._layer(x)
+
+    def train(self, mode: bool = True) -> Recomputed:
+        self._layer.train(mode)
+        return super().train(mode)
+
+
+def stage_builders(config: GPTConfig, num_stages: int, seed: int, recompute: bool) -> list[Callable[[], nn.Module]]:
+    """For each stage a function that builds it, so that a rank holds just its own layers.
+
+    Layers are cut by their estimated cost, embedding and head included. Raises PartitionError.
+    """
+    return [_builder(config, list(part), seed, recompute) for part in partition(gpt_costs(config), num_stages)]
+
+
+def _builder(config: GPTConfig, indices: Sequence[int], seed: int, recompute: bool) -> Callable[[], nn.Module]:
+    return lambda: gpt_stage(config, indices, seed, wrap=Recomputed if recompute else None)

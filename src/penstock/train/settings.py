@@ -1,0 +1,140 @@
+"""What a training run is asked to do. One flat value, the same on every rank, written into the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.formats import load as load_schedule
+from penstock.library import SCHEDULES, build
+from penstock.schedule import Schedule, ScheduleError
+
+
+class SettingsError(ValueError):
+    """Settings that contradict one another or name what is not there."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run; every field has a value that works.
+
+    Attributes:
+        schedule: a library schedule's name, or a schedule file.
+        ranks, microbatches, stages, warmup: what the schedule is built for.
+        preset: sizes of the model (see `penstock.models.presets`); depth, width, heads, context, dropout and
+            tied change single ones of them.
+        data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair.
+        tokenizer: a `tokenizers` JSON file, or None for bytes.
+        batch: samples a step. lr is the peak of a warm-up and cosine decay, or constant.
+        optimizer: a class of torch.optim by name; optimizer_options go to it besides lr.
+        clip: most the gradient's norm may be; 0 for no clipping.
+        precision: "float32", or "bfloat16": autocast with float32 master weights.
+        recompute: activation checkpointing of every block.
+        evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
+        dispatch: "frozen" or "dynamic". device: "cpu" or "cuda". timeout: seconds any wait may last.
+        sample: tokens of text written at the end.
+        in_process: all ranks in one process, in turn.
+    """
+
+    schedule: str = "1f1b"
+    ranks: int = 4
+    microbatches: int = 8
+    stages: int | None = None
+    warmup: tuple[int, ...] | None = None
+    dispatch: str = "frozen"
+    preset: str = "tiny"
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    dropout: float | None = None
+    tied: bool | None = None
+    data: str | None = None
+    tokenizer: str | None = None
+    steps: int = 300
+    batch: int = 32
+    lr: float = 3e-3
+    lr_decay: str = "cosine"
+    lr_warmup: int = 20
+    optimizer: str = "AdamW"
+    optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    clip: float = 1.0
+    precision: str = "float32"
+    recompute: bool = False
+    seed: int = 0
+    evaluate_every: int = 100
+    save_every: int = 100
+    keep: int = 2
+    device: str = "cpu"
+    timeout: float = 60.0
+    sample: int = 160
+    in_process: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "microbatches", "steps", "batch", "keep"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}; give at least 1")
+        for name in ("lr_warmup", "evaluate_every", "save_every", "sample", "clip"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; give at least 0")
+        if not self.lr > 0 or not self.timeout > 0:
+            raise SettingsError(f"lr {self.lr} and timeout {self.timeout} must be above 0")
+        for name, choices in (
+            ("lr_decay", ("cosine", "constant")),
+            ("precision", ("float32", "bfloat16")),
+            ("dispatch", ("frozen", "dynamic")),
+        ):
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name} {getattr(self, name)!r}: choose {' or '.join(choices)}")
+        if self.batch < self.microbatches:
+            raise SettingsError(
+                f"a batch of {self.batch} samples can't be cut into {self.microbatches} microbatches; "
+                f"give batch {self.microbatches} or more, or fewer microbatches"
+            )
+
+    def build_schedule(self) -> Schedule:
+        """The schedule, checked. Raises ScheduleError."""
+        if self.schedule in SCHEDULES or not Path(self.schedule).suffix:
+            return build(self.schedule, self.ranks, self.microbatches, num_stages=self.stages, warmup=self.warmup)
+        schedule = load_schedule(self.schedule)
+        if (schedule.num_ranks, schedule.num_microbatches) != (self.ranks, self.microbatches):
+            raise ScheduleError(
+                f"{self.schedule} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; "
+                f"the run has {self.ranks} and {self.microbatches}",
+                rule="options",
+            )
+        return schedule
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str) -> Settings:
+        """Reads saved settings. Raises SettingsError for unknown names and wrong types."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise SettingsError(f"{where}: unknown setting {unknown[0]!r}; it was written by another version")
+        values = dict(values)
+        if values.get("warmup") is not None:
+            values["warmup"] = tuple(values["warmup"])
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise SettingsError(f"{where}: {error}") from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The saved settings of a run. Raises SettingsError where there are none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise SettingsError(f"{path.parent} is no run: it has no {path.name}; give the folder of a run") from None
+    except ValueError:
+        raise SettingsError(f"{path} is not JSON; the run's settings are damaged") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path} holds no settings")
+    return values
