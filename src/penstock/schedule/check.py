@@ -134,12 +134,14 @@ def _check_coverage(schedule: Schedule) -> None:
 
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
-    rank = schedule.rank_of(op.stage, op.microbatch)
-    what = what or f"{_name(op)} is missing"
-    text = f"rank {rank}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
-    step = None
+    """`near` is the spot of an op of the same stage and microbatch, None where there is none."""
+    rank, step = (schedule.rank_of(op.stage, op.microbatch), None) if near is None else near
+    what = what or f"{_name(op)} is missing{'' if near else ', and so is its backward'}"
+    beside = "" if near is None else f", beside step {step}"
+    text = (
+        f"rank {rank}{beside}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
+    )
     if near is not None:
-        step = near[1]
         text += "\n" + _spot(schedule, *near)
     return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=_name(op))
 

@@ -39,7 +39,7 @@ def parse_op(text: str, default_stage: int | None = None) -> Op:
     """
     match = _OP.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not an op: write [stage]KIND<microbatch>, like F0 or 2F0")
+        raise ValueError(f"{text[:40]!r} is not an op: write [stage]KIND<microbatch>, like F0 or 2F0")
     stage = match["stage"]
     if stage is None:
         if default_stage is None:
