@@ -1,0 +1,183 @@
+"""One rank of the runtime benchmark: a process that `penstock.bench.runtime` starts, with a job in a JSON file."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import penstock as ps
+from penstock.bench.sides import SIZES, Side, Task, builders
+from penstock.bench.split import machine
+
+WARM_UPS = 3
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one launch do.
+
+    Attributes:
+        sides: which to run; with more than one, in alternation, and those with numbers must agree.
+        steps: of one side, one after another, that make a block; blocks: how many each side runs.
+        folder: where ranks meet and leave their results.
+        deadline: seconds after which a rank ends itself.
+    """
+
+    size: str
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    dispatch: str
+    sides: tuple[str, ...]
+    steps: int
+    blocks: int
+    folder: str
+    deadline: float
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "sides": tuple(fields["sides"])})
+
+
+def work(job: Job, rank: int) -> dict[str, Any]:
+    """Builds the sides, warms them up, checks that they agree and measures."""
+    schedule = ps.build(job.schedule, num_ranks=job.num_ranks, num_microbatches=job.num_microbatches)
+    task = Task.of(SIZES[job.size], schedule, rank)
+    # A group each, so that no side's messages meet another's.
+    groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch")}
+    makers = builders(task, groups, job.dispatch)
+    memory = Memory()
+    sides = {name: makers[name]() for name in job.sides}
+    for side in sides.values():
+        for _ in range(WARM_UPS):
+            measure(side, 1)
+    difference = _difference(sides) if {"ours", "torch"} <= set(sides) else None
+    blocks: list[dict[str, Metrics]] = []
+    for number in range(job.blocks):
+        names = list(sides)
+        order = names if number % 2 == 0 else names[::-1]
+        measured = {name: measure(sides[name], job.steps) for name in order}
+        blocks.append({name: measured[name] for name in names})
+    return {
+        "rank": rank,
+        "num_ops": len(schedule.order[rank]),
+        "blocks": blocks,
+        "difference": difference,
+        "peak_bytes": memory.growth(),
+        "memory_read_from": memory.source,
+        "machine": machine(),
+    }
+
+
+def measure(side: Side, steps: int) -> Metrics:
+    """Milliseconds a step, from the moment all ranks are ready."""
+    gc.collect()
+    dist.barrier()
+    wall, main, process = time.perf_counter(), time.thread_time(), time.process_time()
+    for _ in range(steps):
+        side.run()
+        side.clear()
+    ends = time.perf_counter(), time.thread_time(), time.process_time()
+    names = "wall_ms", "main_thread_cpu_ms", "process_cpu_ms"
+    return {name: (end - start) * 1e3 / steps for name, start, end in zip(names, (wall, main, process), ends)}
+
+
+def _difference(sides: dict[str, Side]) -> Metrics:
+    """Largest differences of loss and gradients between ours and torch's, relative to their size.
+
+    Raises RuntimeError where they are more than rounding: such sides did not run the same thing.
+    """
+    losses = {name: sides[name].run() for name in ("ours", "torch")}
+    gradients = {name: sides[name].gradients() for name in ("ours", "torch")}
+    found = {"gradient": 0.0}
+    for a, b in zip(gradients["ours"], gradients["torch"], strict=True):
+        found["gradient"] = max(found["gradient"], float((a - b).norm() / b.norm().clamp(min=1e-12)))
+    if losses["torch"] is not None and losses["ours"] is not None:
+        found["loss"] = float(abs(losses["ours"] - losses["torch"]) / losses["torch"])
+    for side in sides.values():
+        side.clear()
+    if max(found.values()) > 1e-4:
+        raise RuntimeError(f"ours and torch's differ: {found}; their times can't be compared")
+    return found
+
+
+class Memory:
+    """How much this process's peak resident memory grows from here on.
+
+    The kernel's mark of the peak is reset where /proc/self/clear_refs lets us; otherwise the growth of the
+    highest peak ever is taken, which misses what fits under the peak of the imports.
+    """
+
+    def __init__(self) -> None:
+        self._reset = _reset_peak()
+        self.source = "VmHWM, reset" if self._reset else "ru_maxrss"
+        self._start = _status("VmRSS") if self._reset else _highest()
+
+    def growth(self) -> int:
+        return (_status("VmHWM") if self._reset else _highest()) - self._start
+
+
+def _reset_peak() -> bool:
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status("VmHWM") <= _status("VmRSS") + (1 << 20)
+    except (OSError, ValueError):
+        return False
+
+
+def _status(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def _highest() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m penstock.bench.rank JOB.json RANK`."""
+    job, rank = Job.read(Path(arguments[0])), int(arguments[1])
+    # Ends the process even where the main thread is stuck and nobody is left to end it.
+    faulthandler.dump_traceback_later(job.deadline, exit=True)
+    torch.set_num_threads(1)
+    folder = Path(job.folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meet'}",
+        rank=rank,
+        world_size=job.num_ranks,
+        timeout=timedelta(seconds=job.deadline),
+    )
+    result = work(job, rank)
+    unfinished = folder / f"rank{rank}.unfinished"
+    unfinished.write_text(json.dumps(result))
+    unfinished.rename(folder / f"rank{rank}.json")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Groups of both sides are still there; taking them apart is no part of the benchmark.
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

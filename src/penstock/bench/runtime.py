@@ -1,0 +1,221 @@
+"""What running a schedule costs: ours beside `torch.distributed.pipelining`, in alternation in the same processes.
+
+    penstock bench runtime        or        python -m penstock.bench.runtime [--quick] [--out FILE.json]
+
+Four gloo processes on loopback run the same GPT, eight microbatches a step. For each size and schedule one launch
+times blocks of steps: ours, torch's, then the ranks' forwards and backwards alone, then the other way round; the
+times a step are means over the ranks, the table has the medians over the blocks, and the ratios are medians of
+each block's own ratio. What a side takes above the computation alone is its overhead. Peak memory is taken in a
+launch of each side by itself: how far the resident memory of a rank rises above where it was before the model
+was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from penstock.bench.rank import Job
+from penstock.bench.sides import SCHEDULES, SIZES
+
+NUM_RANKS = 4
+NUM_MICROBATCHES = 8
+METRICS = ("main_thread_cpu_ms", "process_cpu_ms", "wall_ms")
+SIDES = ("ours", "torch", "alone")
+STEPS = {"tiny": 10, "small": 2}
+"""Steps a block, so that a block takes about half a second."""
+
+
+class BenchError(RuntimeError):
+    """A rank of the benchmark failed or was too slow."""
+
+
+def run(
+    sizes: Sequence[str] = ("tiny", "small"),
+    schedules: Sequence[str] = SCHEDULES,
+    steps: int | None = None,
+    blocks: int = 12,
+    dispatch: str = "frozen",
+    memory: bool = True,
+    deadline: float = 240.0,
+) -> dict[str, Any]:
+    """Measures every size under every schedule.
+
+    Args:
+        steps: a block; by default `STEPS`.
+        memory: whether to launch each side by itself, too, for its peak memory.
+        deadline: seconds for one launch.
+
+    Returns:
+        `{"machine": ..., "rows": [...]}`; a row has medians, ratios and every block's times of every rank.
+
+    Raises:
+        BenchError: a launch failed, or losses or gradients of the two differ.
+    """
+    rows: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {}
+    for size in sizes:
+        for schedule in schedules:
+            num_steps = STEPS[size] if steps is None else steps
+            job = Job(
+                size, schedule, NUM_RANKS, NUM_MICROBATCHES, dispatch, SIDES, num_steps, blocks, "", deadline
+            )  # fmt: skip
+            ranks = launch(job)
+            machine = ranks[0]["machine"]
+            row = _row(job, ranks)
+            if memory:
+                row["memory"] = {side: _memory(job, side) for side in ("ours", "torch")}
+            rows.append(row)
+    return {"machine": machine, "rows": rows}
+
+
+def launch(job: Job) -> list[dict[str, Any]]:
+    """Runs a job on all its ranks and returns what each found; none is left behind.
+
+    Raises:
+        BenchError: with the end of what the first rank to fail said.
+    """
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        folder = Path(name)
+        path = folder / "job.json"
+        replace(job, folder=name).write(path)
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(job.num_ranks):
+                with open(folder / f"rank{rank}.log", "wb") as log:
+                    command = [sys.executable, "-m", "penstock.bench.rank", str(path), str(rank)]
+                    ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            _wait(ranks, job, folder)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.wait()
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.num_ranks)]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path) -> None:
+    """Returns when all ranks have ended well."""
+    what = f"{job.size} under {job.schedule}"
+    end = time.monotonic() + job.deadline
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            said = (folder / f"rank{failed}.log").read_text(errors="replace").strip()
+            raise BenchError(f"{what}: rank {failed} ended with code {codes[failed]}\n{said[-2000:]}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > end:
+            left = [rank for rank, code in enumerate(codes) if code is None]
+            raise BenchError(f"{what}: ranks {left} had not ended after {job.deadline:g} s; give a longer deadline")
+        time.sleep(0.05)
+
+
+def _row(job: Job, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def per_block(side: str, metric: str) -> list[float]:
+        return [mean(r["blocks"][b][side][metric] for r in ranks) for b in range(job.blocks)]
+
+    times = {side: {metric: per_block(side, metric) for metric in METRICS} for side in SIDES}
+    row: dict[str, Any] = {
+        "size": job.size,
+        **vars(SIZES[job.size]),
+        "schedule": job.schedule,
+        "dispatch": job.dispatch,
+        "num_ranks": job.num_ranks,
+        "num_microbatches": job.num_microbatches,
+        "steps": job.steps,
+        "blocks": job.blocks,
+        "medians": {s: {m: median(values) for m, values in metrics.items()} for s, metrics in times.items()},
+        "ratios": {m: median(a / b for a, b in zip(times["ours"][m], times["torch"][m])) for m in METRICS},
+        "overhead_us_an_op": {side: [_overhead(rank, side) for rank in ranks] for side in ("ours", "torch")},
+        "largest_difference": {
+            what: max(r["difference"].get(what, 0.0) for r in ranks) for what in ("loss", "gradient")
+        },
+    }
+    row["raw"] = [{"rank": r["rank"], "num_ops": r["num_ops"], "blocks": r["blocks"]} for r in ranks]
+    return row
+
+
+def _overhead(rank: dict[str, Any], side: str) -> float:
+    """Median main-thread time of an op above its computation's, in microseconds."""
+    metric = "main_thread_cpu_ms"
+    return median(b[side][metric] - b["alone"][metric] for b in rank["blocks"]) * 1e3 / rank["num_ops"]
+
+
+def _memory(job: Job, side: str) -> dict[str, Any]:
+    ranks = launch(replace(job, sides=(side,), steps=3, blocks=1))
+    return {"peak_bytes": [r["peak_bytes"] for r in ranks], "read_from": ranks[0]["memory_read_from"]}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The medians, as Markdown: ours / torch's = ratio."""
+    lines = [
+        "| size | schedule | main-thread CPU ms | process CPU ms | wall ms | peak memory MiB "
+        "| overhead µs an op | computation alone, CPU ms |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        ours, torch = row["medians"]["ours"], row["medians"]["torch"]
+        cells = [row["size"], row["schedule"]]
+        cells += [f"{ours[m]:.1f} / {torch[m]:.1f} = **{row['ratios'][m]:.2f}**" for m in METRICS]
+        memory = row.get("memory")
+        if memory is None:
+            cells.append("-")
+        else:
+            a, b = (mean(memory[side]["peak_bytes"]) / 2**20 for side in ("ours", "torch"))
+            cells.append(f"{a:.1f} / {b:.1f} = **{a / b:.2f}**")
+        cells.append(" / ".join(f"{mean(row['overhead_us_an_op'][side]):.0f}" for side in ("ours", "torch")))
+        cells.append(f"{row['medians']['alone']['main_thread_cpu_ms']:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m penstock.bench.runtime`."""
+    parser = argparse.ArgumentParser(prog="penstock.bench.runtime", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--steps", type=int, help="a block; by default as many as take about half a second")
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--dispatch", choices=("frozen", "dynamic"), default="frozen")
+    parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")
+    parser.add_argument("--quick", action="store_true", help="4 blocks, no memory")
+    parser.add_argument("--out", help="write the raw numbers to this JSON file")
+    chosen = parser.parse_args(arguments)
+    try:
+        result = run(
+            chosen.sizes,
+            chosen.schedules,
+            chosen.steps,
+            4 if chosen.quick else chosen.blocks,
+            chosen.dispatch,
+            memory=not (chosen.no_memory or chosen.quick),
+        )
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(result["rows"]))
+    if chosen.out:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        words = [word for word in given if word not in ("--out", chosen.out)]
+        command = " ".join(["python -m penstock.bench.runtime", *words])
+        with open(chosen.out, "w") as file:
+            json.dump({"command": command, **result}, file, indent=1)
+            file.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

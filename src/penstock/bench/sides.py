@@ -1,0 +1,201 @@
+"""What the runtime benchmark compares: the same stages run by penstock, by torch's pipelining, and alone.
+
+Each side has the same weights, inputs and loss, and the same step: every forward and backward of the schedule,
+the gradients of the mean over the batch in `.grad`, then those cleared. No optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn import Parameter
+
+import penstock as ps
+from penstock.models import CrossEntropy, GPTConfig, build_layers
+from penstock.schedule import Schedule
+
+VOCAB_SIZE = 256
+SAMPLES = 2
+"""A microbatch's samples."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT given by its width, its blocks a stage and its context."""
+
+    width: int
+    blocks_a_stage: int
+    num_heads: int = 1
+    context: int = 64
+
+    def config(self, num_stages: int) -> GPTConfig:
+        depth = self.blocks_a_stage * num_stages
+        return GPTConfig(VOCAB_SIZE, self.context, depth, self.width, self.num_heads)
+
+
+SIZES = {"tiny": Size(width=8, blocks_a_stage=1), "small": Size(width=128, blocks_a_stage=2, num_heads=2)}
+
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")
+
+_TORCH_MULTI = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every side of one rank runs."""
+
+    size: Size
+    schedule: Schedule
+    rank: int
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, size: Size, schedule: Schedule, rank: int) -> Task:
+        draws = torch.Generator().manual_seed(1)
+        shape = SAMPLES * schedule.num_microbatches, size.context
+        inputs, targets = (torch.randint(0, VOCAB_SIZE, shape, generator=draws) for _ in range(2))
+        return cls(size, schedule, rank, inputs, targets)
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages of this rank, ascending."""
+        return sorted(self.schedule.stages_of(self.rank))
+
+    @property
+    def last_stage(self) -> int:
+        return self.schedule.num_stages - 1
+
+    def build(self, stage: int) -> nn.Sequential:
+        """The stage with its first weights; the first embeds and the last has the head, besides their blocks."""
+        each, config = self.size.blocks_a_stage, self.size.config(self.schedule.num_stages)
+        layers = list(range(1 + stage * each, 1 + (stage + 1) * each))
+        if stage == 0:
+            layers.insert(0, 0)
+        if stage == self.last_stage:
+            layers.append(config.num_layers - 1)
+        return nn.Sequential(*build_layers(config, layers))
+
+
+class Side(Protocol):
+    """One way to run the task."""
+
+    def run(self) -> Tensor | None:
+        """Forwards and backwards; the batch's loss, where this side knows it on this rank."""
+
+    def gradients(self) -> list[Tensor]:
+        """Of this rank's parameters, by stage."""
+
+    def clear(self) -> None:
+        """Clears the gradients."""
+
+
+class Ours:
+    """`ps.Pipeline`."""
+
+    def __init__(self, task: Task, group: dist.ProcessGroup, dispatch: str) -> None:
+        self._task = task
+        self._pipe = ps.Pipeline(
+            [partial(task.build, stage) for stage in range(task.schedule.num_stages)],
+            task.schedule,
+            loss_fn=CrossEntropy(),
+            mesh=group,
+            dispatch=dispatch,
+        )
+
+    def run(self) -> Tensor | None:
+        return self._pipe.step(self._task.inputs, self._task.targets, update=False).loss
+
+    def gradients(self) -> list[Tensor]:
+        return _gradients(self._pipe.parameters())
+
+    def clear(self) -> None:
+        self._pipe.zero_grad()
+
+
+class Torch:
+    """`torch.distributed.pipelining`, through its public names."""
+
+    def __init__(self, task: Task, group: dist.ProcessGroup) -> None:
+        schedule = task.schedule
+        self._modules = [task.build(stage) for stage in task.stages]
+        stages = [
+            PipelineStage(module, index, schedule.num_stages, torch.device("cpu"), group=group)
+            for index, module in zip(task.stages, self._modules)
+        ]
+        self._args = (task.inputs,) if 0 in task.stages else ()
+        self._losses: list[Tensor] | None = [] if task.last_stage in task.stages else None
+        self._targets = None if self._losses is None else task.targets
+        self._parameters = [p for module in self._modules for p in module.parameters()]
+        self._schedule: Any
+        if schedule.name == "1f1b":
+            self._schedule = Schedule1F1B(stages[0], schedule.num_microbatches, CrossEntropy())
+        else:
+            kind = _TORCH_MULTI[schedule.name]
+            self._schedule = kind(list(stages), schedule.num_microbatches, CrossEntropy())
+
+    def run(self) -> Tensor | None:
+        self._schedule.step(*self._args, target=self._targets, losses=self._losses, return_outputs=False)
+        return None if self._losses is None else torch.stack(self._losses).detach().mean()
+
+    def gradients(self) -> list[Tensor]:
+        return _gradients(self._parameters)
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+class Alone:
+    """This rank's forwards and backwards with nothing around them: no order, no messages, no halves."""
+
+    def __init__(self, task: Task) -> None:
+        num, size = task.schedule.num_microbatches, task.size
+        draws = torch.Generator().manual_seed(2)
+        shape = SAMPLES, size.context, size.width
+        self._activation, self._gradient = (torch.randn(shape, generator=draws) for _ in range(2))
+        self._inputs, self._targets = task.inputs.chunk(num), task.targets.chunk(num)
+        self._last, self._share, self._loss = task.last_stage, 1 / num, CrossEntropy()
+        self._stages = [(stage, task.build(stage)) for stage in task.stages]
+
+    def run(self) -> Tensor | None:
+        for stage, module in self._stages:
+            for tokens, targets in zip(self._inputs, self._targets):
+                output = module(tokens if stage == 0 else self._activation.detach().requires_grad_())
+                if stage == self._last:
+                    (self._loss(output, targets) * self._share).backward()
+                else:
+                    output.backward(self._gradient)
+        return None
+
+    def gradients(self) -> list[Tensor]:
+        return _gradients([p for _, module in self._stages for p in module.parameters()])
+
+    def clear(self) -> None:
+        for _, module in self._stages:
+            module.zero_grad()
+
+
+def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def builders(task: Task, groups: dict[str, dist.ProcessGroup], dispatch: str) -> dict[str, Callable[[], Side]]:
+    """How to make each side, by its name."""
+    return {
+        "ours": lambda: Ours(task, groups["ours"], dispatch),
+        "torch": lambda: Torch(task, groups["torch"]),
+        "alone": lambda: Alone(task),
+    }

@@ -1,0 +1,47 @@
+"""The runtime benchmark at its smallest: it measures, it checks, and it says why when a rank fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.rank import Job
+from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, main
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+
+
+def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "runtime.json"
+    arguments = "--sizes tiny --schedules zb-v --steps 1 --blocks 2 --no-memory --out".split()
+    assert main([*arguments, str(out)]) == 0
+    assert "| tiny | zb-v |" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert result["command"].endswith("--steps 1 --blocks 2 --no-memory")
+    assert {"processor", "num_processors", "torch", "python"} <= set(result["machine"])
+    (row,) = result["rows"]
+    assert max(row["largest_difference"].values()) < 1e-4
+    assert set(row["ratios"]) == set(METRICS)
+    assert [len(rank["blocks"]) for rank in row["raw"]] == [2] * 4
+    assert set(row["raw"][0]["blocks"][0]) == set(SIDES)
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_memory_is_measured_in_a_launch_of_one_side() -> None:
+    job = Job("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
+    assert all(rank["peak_bytes"] > 0 for rank in launch(job))
+
+
+def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
+    job = Job("tiny", "1f1b", 4, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
+    with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):
+        launch(job)
+
+
+def test_a_launch_past_its_deadline_ends() -> None:
+    job = Job("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
+    with pytest.raises(BenchError, match="had not ended after 0.5 s"):
+        launch(replace(job, deadline=0.5))
