@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -137,7 +137,7 @@ orders = st.lists(st.integers(0, 2), max_size=12)
 sizes = st.one_of(st.integers(1, 4), st.sampled_from([7, 16, 33, 64]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     shape=st.lists(sizes, max_size=3),
     width=st.tuples(sizes, sizes),
@@ -152,6 +152,10 @@ sizes = st.one_of(st.integers(1, 4), st.sampled_from([7, 16, 33, 64]))
     order=orders,
     seed=st.integers(0, 99),
 )
+@example([64], (33, 17), True, "", True, "plain", "weighted", False, True, False, [], 0)
+@example([64], (33, 17), True, "", False, "column-major", "weighted", False, True, False, [], 0)
+@example([64], (33, 17), True, "", False, "plain", "row mean", False, True, True, [], 0)
+@example([8, 8], (33, 17), True, "", False, "swapped", "transposed", False, True, False, [], 0)
 def test_linear(
     shape: list[int],
     width: tuple[int, int],
@@ -182,7 +186,7 @@ def test_linear(
     check(stage, inputs, order, amp, first)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     dims=st.integers(1, 3),
     batch=st.integers(0, 3),
@@ -230,7 +234,7 @@ def test_convolution(
     check(stage, inputs, order, amp)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(2, 9),
     width=sizes,

@@ -50,7 +50,8 @@ def split_loop(stage: nn.Module, inputs: Sequence[Tensor], held: Callable[[int],
 
 def assert_same(stage: nn.Module, inputs: Sequence[Tensor], steps: int = 2) -> int:
     """Both loops, gradients added up over `steps`, give the same bits; the bytes that were held for W."""
-    twin = copy.deepcopy(stage)
+    stage.zero_grad()
+    twin = copy.deepcopy(stage)  # leaves .grad behind
     total: list[int] = []
     for _ in range(steps):
         want, got = plain_loop(stage, inputs), split_loop(twin, inputs, total.append)

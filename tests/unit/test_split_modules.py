@@ -192,6 +192,15 @@ def test_a_weight_also_used_without_its_module(kind: str, times: int) -> None:
     assert assert_same(stage, batches(5, 4, num=5) if kind == "linear" else tokens(5, num=5)) > 0
 
 
+def test_a_bias_shared_with_a_module_whose_weight_is_used_raw() -> None:
+    raw, other = Raw(nn.Linear(4, 4)), nn.Linear(4, 4)
+    other.bias = raw.module.bias
+    third = nn.Linear(4, 4)
+    third.weight = other.weight
+    assert_same(nn.Sequential(third, nn.Tanh(), other, nn.Tanh(), raw), batches(5, 4, num=5))
+    assert_same(nn.Sequential(raw, nn.Tanh(), other, nn.Tanh(), third), batches(5, 4, num=5))
+
+
 def test_tied_to_a_module_that_is_too_small_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = table.weight

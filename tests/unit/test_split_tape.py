@@ -176,16 +176,24 @@ def test_held_bytes_count_each_memory_once() -> None:
 
 def test_i_frees_what_w_does_not_need() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Tanh(), nn.Linear(4, 4))
-    seen: dict[int, weakref.ref[Tensor]] = {}
-    for n in (1, 2):
-        stage[n].register_forward_hook(lambda _m, _x, y, n=n: seen.__setitem__(n, weakref.ref(y.untyped_storage())))
+    outputs: list[weakref.ref[Tensor]] = []
+    nodes: list[weakref.ref[object]] = []
+
+    def watch(_module: nn.Module, _inputs: object, y: Tensor) -> None:
+        outputs.append(weakref.ref(y))
+        if isinstance(y.grad_fn, torch.autograd.function.FunctionCtx):
+            nodes.append(weakref.ref(y.grad_fn))
+
+    for module in stage:
+        module.register_forward_hook(watch)
     prepare(stage)
     tape, y = record(stage, torch.randn(5, 4))
-    node = weakref.ref(y.grad_fn)
     tape.backward_input([y], [torch.randn(5, 4)])
     del y
     gc.collect()
-    assert node() is None
+    assert len(nodes) == 2
+    assert not any(node() for node in nodes)
+    assert not any(ref() is not None for n, ref in enumerate(outputs) if n != 2)
     assert tape.deferred_bytes == 4 * 4 * (5 * 4)
     tape.backward_weight()
 
