@@ -1,0 +1,60 @@
+"""Costs files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.formats.costs import costs_from_json, load_costs
+
+pytestmark = pytest.mark.unit
+
+PLAIN: dict[str, Any] = {"f": 10, "i": [10, 12], "w": 5}
+
+
+def test_numbers_stand_for_every_stage() -> None:
+    assert costs_from_json(json.dumps(PLAIN), 2) == ps.Costs(f=[10, 10], i=[10, 12], w=[5, 5])
+    full = PLAIN | {"b": 9, "activation": 3, "freed_by_input": 0.25, "format": "penstock-costs", "version": 1}
+    expected = ps.Costs(f=[10, 10], i=[10, 12], w=[5, 5], b=[9, 9], activation=[3, 3], freed_by_input=0.25)
+    assert costs_from_json(json.dumps(full), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"i": [10]}, "field 'i' has 1 entries, one a stage is needed: 2"),
+        ({"i": "ten"}, "field 'i': expected a number or one number a stage, got \"ten\""),
+        ({"i": [True, 1]}, "field 'i': expected a number or one number a stage"),
+        ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
+        ({"freed_by_input": 2}, "freed_by_input is 2: give a share from 0 to 1"),
+        ({"freed_by_input": True}, "freed_by_input is a yes or no"),
+        ({"version": 2}, "version is 2: this Penstock reads up to 1"),
+        ({"format": "x"}, "costs are a JSON object"),
+        ({"speed": 1}, "unknown field 'speed'; costs have f, i, w, b, activation and freed_by_input"),
+    ],
+)
+def test_wrong_costs_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ps.CostError) as caught:
+        costs_from_json(json.dumps(PLAIN | change), 2)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "not JSON"), (b"[]", "costs are a JSON"), (b'{"f": 1}', "field 'i' is missing"), (b"\xff", "not text")],
+)
+def test_the_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    with pytest.raises(ps.CostError) as caught:
+        load_costs(path, 2)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ps.CostError, match="No such file or directory"):
+        load_costs(tmp_path / "none.json", 2)

@@ -1,0 +1,155 @@
+"""Native JSON: round trips, refusals of everything else, and files never half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.formats import from_json, to_json
+
+pytestmark = pytest.mark.unit
+
+
+def value() -> dict[str, Any]:
+    return json.loads(to_json(ps.build("1f1b", 2, 2)))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ps.ScheduleError) as caught:
+        from_json(text)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("ending", [".json", ".txt"])
+def test_files_give_back_what_was_saved(name: str, ending: str, tmp_path: Path) -> None:
+    schedule = ps.build(name, 4, 8)
+    path = tmp_path / f"s{ending}"
+    ps.save(schedule, path)
+    assert ps.load(path) == schedule
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_the_form_is_fixed() -> None:
+    assert value() == {
+        "format": "penstock-schedule",
+        "version": 1,
+        "name": "1f1b",
+        "placement": [[0, 1]],
+        "microbatch_pipeline": [0, 0],
+        "memory_limit": None,
+        "order": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
+    }
+
+
+def test_a_newer_version_is_refused() -> None:
+    message = refusal(json.dumps(value() | {"version": 2}))
+    assert message == "the schedule is in format version 2, this Penstock reads up to 1; upgrade it"
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "message"),
+    [
+        ("format", "other", 'not a schedule: a JSON object with "format": "penstock-schedule" is needed'),
+        ("version", "1", "version is '1': a whole number from 1 is needed"),
+        ("version", True, "version is True: a whole number from 1 is needed"),
+        ("version", 0, "version is 0: a whole number from 1 is needed"),
+        ("name", 5, "field 'name': expected a string, got 5"),
+        ("name", "a b", "schedule name 'a b': use letters, digits and ._+- only"),
+        ("placement", [0, 1], "field 'placement': expected lists of ranks, one a pipeline, got [0, 1]"),
+        ("placement", [], "a placement needs at least one pipeline with one stage"),
+        ("placement", [[0], [1, 2]], "all pipelines hold the same stages, but their lengths are [1, 2]"),
+        ("placement", [[-1, 0]], "a placement names a negative rank"),
+        ("placement", [[0, 1.5]], "field 'placement': expected lists of ranks"),
+        ("microbatch_pipeline", [[0]], "field 'microbatch_pipeline': expected a list of pipelines, got [[0]]"),
+        ("microbatch_pipeline", [True], "field 'microbatch_pipeline': expected a list of pipelines, got [true]"),
+        ("memory_limit", "4", "field 'memory_limit': expected a number above 0, or null, got \"4\""),
+        ("memory_limit", 0, "field 'memory_limit': expected a number above 0, or null, got 0"),
+        ("memory_limit", 10**400, "field 'memory_limit': expected a number above 0, or null, got 1000"),
+        ("order", {"0": []}, "field 'order': expected lists of ops, one a rank, got {"),
+        ("order", [["0F0", 1]], "field 'order': expected lists of ops, one a rank"),
+        ("order", [["0F0", "F1"]], "order, rank 0, step 1: 'F1' names no stage"),
+        ("order", [["0F0"], ["2F0junk"]], "order, rank 1, step 0: '2F0junk' is not an op"),
+        ("colour", "red", "unknown field 'colour' in version 1"),
+    ],
+)
+def test_wrong_fields_are_named(field: str, wrong: Any, message: str) -> None:
+    assert refusal(json.dumps(value() | {field: wrong})).startswith(message)
+
+
+@pytest.mark.parametrize("field", ["name", "placement", "microbatch_pipeline", "order"])
+def test_missing_fields_are_named(field: str) -> None:
+    without = {key: v for key, v in value().items() if key != field}
+    assert refusal(json.dumps(without)).startswith(f"field '{field}': expected")
+    assert refusal(json.dumps(without)).endswith("got nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON: Expecting value"),
+        ("{", "not JSON: Expecting property name"),
+        ("null", "not a schedule"),
+        ("[1, 2]", "not a schedule"),
+        ("[" * 100_000, "not JSON:"),
+        ("9" * 5000, "not JSON:"),
+        ('{"format": NaN}', "not JSON: NaN is not a JSON number"),
+        ('{"format": "penstock-schedule", "name": "a", "name": "b"}', "not JSON: field 'name' is given twice"),
+    ],
+)
+def test_what_is_no_schedule_at_all(text: str, message: str) -> None:
+    assert refusal(text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("s.json", b"{", "s.json: not JSON"),
+        ("s.json", b"\xff\xfe", "s.json: not text"),
+        ("s.txt", b"rank 0 | F0", "s.txt: line 1, column 1: expected 'schedule NAME"),
+        ("s.csv", b"", "s.csv: schedules are read from .json or .txt, not '.csv'"),
+        ("none.json", None, "none.json: No such file or directory"),
+    ],
+)
+def test_load_names_the_file(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.load(path)
+    assert str(caught.value).startswith(f"{tmp_path}/{message}")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "s.json").mkdir()
+    with pytest.raises(ps.ScheduleError, match="Is a directory"):
+        ps.load(tmp_path / "s.json")
+    with pytest.raises(ps.ScheduleError, match="Is a directory"):
+        ps.save(ps.build("1f1b", 2, 2), tmp_path / "s.json")
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "s.json"
+    ps.save(ps.build("1f1b", 2, 2), path)
+    before = path.read_bytes()
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ps.ScheduleError, match="No space left on device"):
+        ps.save(ps.build("gpipe", 2, 2), path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["s.json"]
+
+
+def test_other_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ps.ScheduleError, match=r"schedules are written as \.json or \.txt, not '\.yaml'"):
+        ps.save(ps.build("1f1b", 2, 2), tmp_path / "s.yaml")
+    with pytest.raises(ps.ScheduleError, match="No such file or directory"):
+        ps.save(ps.build("1f1b", 2, 2), tmp_path / "no" / "s.json")
