@@ -6,6 +6,8 @@ from __future__ import annotations
 class RuntimeFailure(RuntimeError):
     """A run can't start or go on; the message says what was found, the rule and what to do."""
 
+    exit_code = 1
+
 
 class PeerLost(RuntimeFailure):
     """Another rank is gone. The cause lies there, not here."""

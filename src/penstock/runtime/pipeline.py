@@ -26,12 +26,12 @@ from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.message import Edge
 from penstock.runtime.microbatches import Microbatches, cut_batch
-from penstock.runtime.partition import build_stage, stages_of
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import StageRunner, StepSettings
+from penstock.runtime.stages import build_stage, stages_of
 from penstock.runtime.tied import Tie, TiedGradients, find_ties
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
@@ -413,6 +413,14 @@ class Pipeline:
     def agree(self, values: Sequence[float]) -> list[float]:
         """The sum of every process's values, the same everywhere: for decisions all ranks must take alike."""
         return [float(v) for v in self._peers.sum(torch.tensor(values, dtype=torch.float64))]
+
+    def idle_share(self) -> float:
+        """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
+        workers = self._last[1] if self._last is not None else []
+        times = [worker.recorder.times for worker in workers if worker.recorder.times]
+        busy = sum(end - start for row in times for _, start, end in row)
+        spans = sum(row[-1][2] - row[0][1] for row in times)
+        return 1 - busy / spans if spans else 0.0
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of ranks; plain data."""

@@ -32,21 +32,15 @@ def model_config(settings: Settings, vocab_size: int) -> GPTConfig:
         raise SettingsError(str(error)) from None
 
 
-class Recomputed(nn.Module):
-    """A layer that keeps only its input and runs again in the backward (activation checkpointing)."""
+def recomputed(layer: nn.Module) -> nn.Module:
+    """Makes a layer keep only its input and run again in the backward (activation checkpointing)."""
+    plain = layer.forward
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        for name, child in layer.named_children():
-            self.add_module(name, child)
-        object.__setattr__(self, "_layer", layer)
+    def forward(x: Tensor) -> Any:
+        return checkpoint(plain, x, use_reentrant=False) if layer.training else plain(x)
 
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self._layer, x, use_reentrant=False) if self.training else self._layer(x)
-
-    def train(self, mode: bool = True) -> Recomputed:
-        self._layer.train(mode)
-        return super().train(mode)
+    layer.forward = forward
+    return layer
 
 
 def stage_builders(config: GPTConfig, num_stages: int, seed: int, recompute: bool) -> list[Callable[[], nn.Module]]:
@@ -58,4 +52,4 @@ def stage_builders(config: GPTConfig, num_stages: int, seed: int, recompute: boo
 
 
 def _builder(config: GPTConfig, indices: Sequence[int], seed: int, recompute: bool) -> Callable[[], nn.Module]:
-    return lambda: gpt_stage(config, indices, seed, wrap=Recomputed if recompute else None)
+    return lambda: gpt_stage(config, indices, seed, wrap=recomputed if recompute else None)

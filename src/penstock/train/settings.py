@@ -55,11 +55,11 @@ class Settings:
     tied: bool | None = None
     data: str | None = None
     tokenizer: str | None = None
-    steps: int = 300
-    batch: int = 32
-    lr: float = 3e-3
+    steps: int = 400
+    batch: int = 16
+    lr: float = 4e-3
     lr_decay: str = "cosine"
-    lr_warmup: int = 20
+    lr_warmup: int = 30
     optimizer: str = "AdamW"
     optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     clip: float = 1.0

@@ -1,0 +1,209 @@
+"""One rank's run from its settings to its report. Every rank makes the same calls; rank 0 does the writing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+from penstock.data import Batches, entropies, to_tensors, validation_batches
+from penstock.draw import save_picture
+from penstock.formats import save as save_schedule
+from penstock.models import sample
+from penstock.runtime.measured import measured_costs
+from penstock.runtime.saving import export_model
+from penstock.simulate import Timeline
+from penstock.train.folder import RunFolder
+from penstock.train.inputs import Inputs, build_pipeline
+from penstock.train.learning_rate import learning_rate
+from penstock.train.metrics import Metrics
+from penstock.train.progress import ProgressView
+from penstock.train.report import Report, timing_report
+from penstock.train.settings import Settings, SettingsError
+from penstock.train.stop import StopRequest
+
+VALIDATION_BATCHES = 4
+PROFILED_STEPS = 5
+"""Steps near the end whose timelines give the run's own profile."""
+
+
+class RankRun:
+    """A run as one rank sees it."""
+
+    def __init__(self, inputs: Inputs, folder: RunFolder, first: bool, quiet: bool) -> None:
+        self.inputs, self.folder, self.first, self.quiet = inputs, folder, first, quiet
+        settings, corpus, config = inputs.settings, inputs.corpus, inputs.config
+        self.pipe = build_pipeline(inputs)
+        vocab_size = corpus.vocab_size
+        self.batches = Batches(corpus.train, settings.batch, config.context, settings.seed, vocab_size)
+        self.validation = validation_batches(
+            corpus.validation, settings.batch, config.context, VALIDATION_BATCHES, vocab_size
+        )
+        self.stop = StopRequest()
+
+    def resume(self) -> None:
+        """Goes on from the newest checkpoint. Raises CheckpointError, SettingsError for other data."""
+        meta = self.pipe.load(self.folder.checkpoints)
+        if meta.get("data") != self.inputs.corpus.digest:
+            raise SettingsError(
+                f"{self.folder.path} was trained on other data ({meta.get('data')}, now "
+                f"{self.inputs.corpus.digest}); give the data it was started with"
+            )
+
+    def run(self) -> Report | None:
+        """Trains to the last step, or until a signal; returns the report on rank 0."""
+        settings = self.inputs.settings
+        start = self.pipe.num_steps
+        if self.first:
+            self._write_plan()
+        self.stop.install()
+        profile: list[Timeline] = []
+        loss, seconds, interrupted = float("nan"), 0.0, False
+        tokens = settings.batch * self.inputs.config.context
+        metrics = Metrics(self.folder.metrics, start, self.folder.file("tensorboard")) if self.first else None
+        try:
+            with ProgressView(start, settings.steps, self.quiet or not self.first) as view:
+                for step in range(start, settings.steps):
+                    rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
+                    self._set_rate(rate)
+                    began = time.perf_counter()
+                    result = self.pipe.step(*to_tensors(self.batches[step]))
+                    elapsed = time.perf_counter() - began
+                    seconds += elapsed
+                    loss = float(result.loss)
+                    asked, bubble = self._agree()
+                    values = {"loss": loss, "tokens_per_second": tokens / elapsed, "bubble": bubble, "lr": rate}
+                    if result.grad_norm is not None:
+                        values["grad_norm"] = float(result.grad_norm)
+                    last = step + 1 == settings.steps
+                    if step + PROFILED_STEPS >= settings.steps or asked:
+                        profile.append(self.pipe.timeline())
+                    if last or asked or _due(step + 1, settings.evaluate_every):
+                        values["validation_loss"] = self.evaluate()
+                    if metrics is not None:
+                        metrics.write(step, values)
+                        view.step(step + 1, loss, tokens / elapsed, bubble)
+                    if last or asked or _due(step + 1, settings.save_every):
+                        self.save()
+                    if asked:
+                        interrupted = not last
+                        break
+        finally:
+            self.stop.remove()
+            if metrics is not None:
+                metrics.__exit__(None, None, None)
+        return self._report(profile, loss, tokens * (self.pipe.num_steps - start), seconds, interrupted)
+
+    def _agree(self) -> tuple[bool, float]:
+        """Whether any rank was asked to stop, and the ranks' mean idle share of the step."""
+        stop, idle, count = self.pipe.agree([float(self.stop.asked), self.pipe.idle_share(), 1.0])
+        return stop > 0, idle / count
+
+    def _set_rate(self, rate: float) -> None:
+        if self.pipe.optimizer is not None:
+            for group in self.pipe.optimizer.param_groups:
+                group["lr"] = rate
+
+    def evaluate(self) -> float:
+        """The mean loss of the validation batches (nats a token)."""
+        losses = [float(self.pipe.evaluate(*to_tensors(batch)).loss) for batch in self.validation]
+        return sum(losses) / len(losses)
+
+    def save(self) -> None:
+        self.pipe.save(
+            self.folder.checkpoints, meta={"data": self.inputs.corpus.digest}, keep=self.inputs.settings.keep
+        )
+
+    def _write_plan(self) -> None:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.folder.settings.write_text(self.inputs.settings.to_json() + "\n", encoding="utf-8")
+        save_schedule(self.inputs.schedule, self.folder.file("schedule.txt"))
+        save_picture(self.inputs.schedule, self.folder.file("schedule.svg"))
+
+    def _sample(self) -> str:
+        """Text that the model writes; every rank draws the same."""
+        settings, tokenizer = self.inputs.settings, self.inputs.tokenizer
+        if settings.sample == 0:
+            return ""
+        start = 0 if tokenizer.end_of_document is None else tokenizer.end_of_document
+        drawn = sample(
+            lambda tokens: torch.cat(self.pipe.predict(tokens)),
+            torch.tensor([[start]]),
+            settings.sample,
+            self.inputs.config.context,
+            temperature=0.8,
+            top_k=40,
+            seed=settings.seed,
+        )
+        written = drawn[0, 1:].tolist()
+        if start in written:
+            written = written[: written.index(start)]
+        return tokenizer.decode(written)
+
+    def _report(
+        self, profile: list[Timeline], loss: float, tokens: int, seconds: float, interrupted: bool
+    ) -> Report | None:
+        inputs, folder, steps = self.inputs, self.folder, self.pipe.num_steps
+        if not profile:
+            # Nothing was left to train. The report needs a timeline all the same.
+            self.pipe.step(*to_tensors(self.batches[steps]), update=False)
+            profile.append(self.pipe.timeline())
+            self.pipe.zero_grad()
+        validation = self.evaluate()
+        text = self._sample()
+        memory = [peak for part in self.pipe.gather(_peak_memory(inputs.settings)) for peak in part]
+        sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
+        num_parameters = sum(self.pipe.agree(sizes))
+        if not self.first:
+            return None
+        middle = sorted(profile, key=lambda timeline: timeline.makespan)[len(profile) // 2]
+        timing, simulated = timing_report(middle, measured_costs(profile))
+        save_picture([simulated, middle], folder.file("timeline.html"))
+        save_picture([simulated, middle], folder.file("timeline.json"))
+        folder.file("sample.txt").write_text(text + "\n", encoding="utf-8")
+        bars = entropies(inputs.corpus.train, inputs.corpus.validation, inputs.corpus.vocab_size)
+        report = Report(
+            schedule=inputs.schedule.name,
+            dispatch=inputs.settings.dispatch,
+            num_ranks=inputs.schedule.num_ranks,
+            num_parameters=int(num_parameters),
+            steps=steps,
+            interrupted=interrupted,
+            train_loss=loss,
+            loss=validation,
+            unigram=bars.unigram,
+            bigram=bars.bigram,
+            beats_bigram=bars.beaten_by(validation),
+            tokens_per_second=tokens / seconds if seconds else 0.0,
+            seconds=seconds,
+            timing=timing,
+            peak_memory=memory,
+            notices=self.pipe.notices,
+            files={
+                "pictures": f"{folder.file('schedule.svg')}  {folder.file('timeline.html')}",
+                "metrics": str(folder.metrics),
+                "checkpoints": str(folder.checkpoints),
+                "sample": str(folder.file("sample.txt")),
+            },
+        )
+        folder.report.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        return report
+
+    def export(self, path: str) -> None:
+        """Writes the newest checkpoint's model as one safetensors file (rank 0)."""
+        if self.first:
+            export_model(Path(path), self.folder.checkpoints)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _peak_memory(settings: Settings) -> list[int]:
+    """Most bytes this process held: on the device where there is one, else its resident set."""
+    if settings.device != "cpu":
+        return [torch.cuda.max_memory_allocated()]
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]
