@@ -29,18 +29,17 @@ _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)
 _TRANSPORT = re.compile(r"decoupled|blocking(?::(?P<depth>[0-9]{1,9}))?")
 
 
-def number(option: str, text: str) -> float:
-    """Reads a finite number; Misuse names the option."""
+def _number(option: str, text: str, part: str) -> float:
+    """Reads `part` of an option's `text`."""
     try:
-        value = float(text)
+        return float(part)
     except ValueError:
-        raise Misuse(f"{option} {text}: {text.strip()!r} is not a number") from None
-    return value
+        raise Misuse(f"{option} {text}: {part!r} is not a number") from None
 
 
 def numbers(option: str, text: str) -> list[float]:
     """Reads `10` or `10,12,10,10`."""
-    return [number(option, part) for part in text.split(",")]
+    return [_number(option, text, part) for part in text.split(",")]
 
 
 def counts(option: str, text: str) -> list[int]:
@@ -61,7 +60,7 @@ def link_delays(texts: list[str]) -> dict[tuple[int, int], float]:
         pair = int(match["source"]), int(match["target"])
         if pair in delays:
             raise Misuse(f"--link {text}: link {pair[0]}:{pair[1]} is given twice")
-        delays[pair] = number("--link", match["delay"])
+        delays[pair] = _number("--link", text, match["delay"])
     return delays
 
 

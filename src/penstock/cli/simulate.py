@@ -89,6 +89,8 @@ def _costs(num_stages: int, given: dict[str, str | None], freed_by_input: float 
     def row(name: str, default: list[float]) -> list[float]:
         text = given[name]
         values = default if text is None else numbers(f"--{name}", text)
+        if len(values) not in (0, 1, num_stages):
+            raise Misuse(f"--{name} has {len(values)} entries; give one, or one a stage: {num_stages}")
         return values * num_stages if len(values) == 1 else values
 
     rows: dict[str, Any] = {name: row(name, [1.0]) for name in ("f", "i", "w")} | {

@@ -1,0 +1,296 @@
+"""The command line: what it prints, its exit codes, and that planning starts without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.cli import main
+
+pytestmark = pytest.mark.unit
+
+ZB = "zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 --w 10"
+
+
+class Ran:
+    """What one call printed and returned."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.out.count("\n") == 1
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def call(line: str) -> Ran:
+        code = main(line.split())
+        printed = capsys.readouterr()
+        return Ran(code, printed.out, printed.err)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "makespan"),
+    [
+        ("--dispatch frozen", 390),
+        ("--link 0:1=10 --dispatch frozen", 400),
+        ("--link 0:1=20 --dispatch frozen", 440),
+        ("--link 0:1=20 --dispatch dynamic", 410),
+        ("--link 0:1=20 --link 1:0=20", 440),
+    ],
+)
+def test_simulate_gives_the_papers_figures(penstock: Any, options: str, makespan: float) -> None:
+    ran = penstock(f"simulate {ZB} {options} --json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json["makespan"] == makespan
+    timeline = ran.json
+    assert (timeline["num_ranks"], timeline["num_stages"], timeline["num_microbatches"]) == (4, 4, 12)
+    assert timeline["bubble_ratio"] == pytest.approx(1 - 360 / makespan)
+    assert timeline["busy"] == [360] * 4
+    assert len(timeline["peak_activations"]) == 4
+    assert timeline["costs"]["b"] == [20] * 4
+    assert {"span", "name", "dispatch", "transport", "links", "num_ops", "blocked"} <= set(timeline)
+
+
+def test_simulate_prints_a_summary_and_the_timeline(penstock: Any) -> None:
+    ran = penstock(f"simulate {ZB} --link 0:1=20 --transport blocking:1")
+    assert ran.code == 0
+    assert "makespan" in ran.out
+    assert "rank 3 |" in ran.out
+    assert "blocking:1" in ran.out
+    assert "\x1b" not in ran.out
+
+
+def test_simulate_takes_costs_stage_by_stage_and_from_a_file(penstock: Any, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"f": [1, 2], "i": 3, "w": 1, "activation": 4, "freed_by_input": 0.25}')
+    common = "simulate 1f1b --ranks 2 --microbatches 3 --json"
+    by_flags = penstock(f"{common} --f 1,2 --i 3 --w 1 --activation 4 --freed-by-input 0.25")
+    by_file = penstock(f"{common} --costs {path}")
+    assert by_flags.json == by_file.json
+    assert by_file.json["costs"]["b"] == [4, 4]
+
+
+def test_simulate_takes_a_file_and_other_options(penstock: Any, tmp_path: Path) -> None:
+    schedule = ps.build("interleaved-1f1b", 2, 4, num_stages=6)
+    ps.save(schedule, tmp_path / "s.json")
+    by_file = penstock(f"simulate {tmp_path}/s.json --default-delay 2 --dispatch dynamic --max-held 12 --json")
+    by_name = penstock(
+        "simulate interleaved-1f1b --ranks 2 --microbatches 4 --stages 6 --default-delay 2 --dispatch dynamic "
+        "--max-held 12,12 --json"
+    )
+    assert by_file.code == 0
+    assert by_file.json == by_name.json
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "txt", "json", "json.gz"])
+def test_simulate_writes_pictures(penstock: Any, tmp_path: Path, ending: str) -> None:
+    ran = penstock(f"simulate 1f1b --ranks 2 --microbatches 3 --out {tmp_path}/t.{ending} --json")
+    assert ran.code == 0
+    assert (tmp_path / f"t.{ending}").stat().st_size > 100
+
+
+def test_check_says_what_was_proved(penstock: Any) -> None:
+    ran = penstock("check zb-v --ranks 4 --microbatches 8")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("zb-v: valid. 192 ops of 4 ranks, 8 stages and 8 microbatches")
+    found = penstock("check zb-v --ranks 4 --microbatches 8 --json").json["checked"][0]
+    assert found["valid"]
+    assert found["peak_in_flight"] == [8, 8, 8, 8]
+    assert found["needed_channel_depth"] == 1
+
+
+def test_check_tells_the_error_with_its_arrow(penstock: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(
+        "schedule x: 2 ranks, 2 stages, 2 microbatches\npipeline 0: stages on ranks 0 1\n"
+        "rank 0 | F0 B0 F1 B1\nrank 1 | F0 F1 B0 B1\n"
+    )
+    ran = penstock(f"check {path}")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"penstock: {path} is not valid: rank 0, step 1, B0 of stage 0: the ranks wait")
+    assert "^^" in ran.err
+    error = penstock(f"check {path} --json").json["error"]
+    assert (error["rule"], error["rank"], error["step"], error["op"]) == ("deadlock", 0, 1, "0B0")
+    assert error["peer"] == "B0 of stage 1 on rank 1"
+    both = penstock(f"check 1f1b {path} --ranks 2 --microbatches 2 --json")
+    assert both.code == 1
+    assert [one["valid"] for one in both.json["checked"]] == [True, False]
+    simulated = penstock(f"simulate {path} --json")
+    assert (simulated.code, simulated.json["error"]["rule"]) == (1, "deadlock")
+
+
+def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
+    ps.save(ps.build("1f1b", 4, 8), tmp_path / "s.json")
+    assert penstock(f"check {tmp_path}/s.json --memory-limit 4").code == 0
+    assert penstock(f"check {tmp_path}/s.json --memory-limit 3").code == 1
+    deep = "check zb --ranks 4 --microbatches 12 --warmup 12,8,4,1"
+    assert penstock(f"{deep} --channel-depth 4").code == 0
+    assert penstock(f"{deep} --channel-depth 3").code == 1
+
+
+def test_show_and_convert(penstock: Any, tmp_path: Path) -> None:
+    shown = penstock("show 1f1b --ranks 2 --microbatches 3")
+    assert shown.code == 0
+    assert "rank 1 |.  F0 B0 F1 B1 F2 B2" in shown.out
+    assert ps.parse(penstock("show 1f1b --ranks 2 --microbatches 3 --json").json["grid"]) == ps.build("1f1b", 2, 3)
+    for ending in ("svg", "html", "txt", "json"):
+        assert penstock(f"show 1f1b --ranks 2 --microbatches 3 --out {tmp_path}/s.{ending}").code == 0
+    assert ps.load(tmp_path / "s.json") == ps.load(tmp_path / "s.txt") == ps.build("1f1b", 2, 3)
+    assert penstock(f"convert {tmp_path}/s.json {tmp_path}/t.txt").out == f"wrote {tmp_path}/t.txt\n"
+    assert ps.load(tmp_path / "t.txt") == ps.build("1f1b", 2, 3)
+
+
+def test_data_prepare(penstock: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    ran = penstock(f"data prepare {tmp_path}/a.txt {tmp_path}/out --json")
+    assert ran.code == 0
+    assert (ran.json["num_documents"], ran.json["num_tokens"]) == (1, 6)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "out.bin", "out.idx"}
+    missing = penstock(f"data prepare {tmp_path}/none {tmp_path}/out --json")
+    assert missing.code == 2
+    assert "no such file or folder" in missing.json["error"]["message"]
+
+
+MISUSE = {
+    "simulte": "No such command 'simulte'. Did you mean 'simulate'?",
+    "simulate": "Missing argument 'NAME|FILE'",
+    "simulate zb --rank 4": "No such option: --rank (Possible options: --link, --ranks)",
+    "simulate zb --ranks four": "Invalid value for '--ranks'",
+    "simulate zbb --ranks 4 --microbatches 4": "no schedule named 'zbb'; did you mean zb",
+    "simulate zbb": "no schedule named 'zbb'; did you mean zb",
+    "simulate zb": "zb is a library schedule: give --ranks and --microbatches too",
+    "simulate zb --ranks 4": "zb is a library schedule: give --microbatches too",
+    "simulate zb --ranks 4 --microbatches 0": "zb needs at least 1 of microbatches, got 0",
+    "simulate 1f1b --ranks 4 --microbatches 4 --warmup 1": "1f1b has no option 'warmup'",
+    "simulate zb --ranks 2 --microbatches 4 --warmup 3,x": "--warmup 3,x: whole numbers are needed, like 7,5,3,1",
+    "simulate interleaved-1f1b --ranks 4 --microbatches 6": "interleaved-1f1b needs microbatches in a multiple",
+    "simulate none.json": "none.json: No such file or directory",
+    "simulate none.json --ranks 4": "--ranks is for library schedules; the file none.json says it itself",
+    "simulate s.yaml": "s.yaml: schedules are read from .json or .txt",
+    f"simulate {ZB} --f 1,2": "--f has 2 entries; give one, or one a stage: 4",
+    f"simulate {ZB} --f ten": "--f ten: 'ten' is not a number",
+    f"simulate {ZB} --f nan": "f of stage 0 is nan: give a number of at least 0",
+    f"simulate {ZB} --link 0-1": "--link 0-1: write RANK:RANK=MS, like 0:1=20",
+    f"simulate {ZB} --link 0:1=x": "--link 0:1=x: 'x' is not a number",
+    f"simulate {ZB} --link 0:9=1": "link 0:9: ranks go from 0 to 3",
+    f"simulate {ZB} --link 0:1=1 --link 0:1=2": "--link 0:1=2: link 0:1 is given twice",
+    f"simulate {ZB} --default-delay -1": "the default delay is -1.0",
+    f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen' or 'dynamic'",
+    f"simulate {ZB} --transport slow": "--transport slow: write decoupled, blocking or blocking:DEPTH",
+    f"simulate {ZB} --transport blocking:0": "a blocking link of depth 0 can carry nothing",
+    f"simulate {ZB} --max-held 9": "--max-held caps a dynamic run",
+    f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
+    f"simulate {ZB} --out x.bmp": "x.bmp: pictures are written as",
+    f"simulate {ZB} --out no/such/x.svg": "no/such/x.svg: No such file or directory",
+    "check": "Missing argument 'NAME|FILE...'",
+    "check none.txt": "none.txt: No such file or directory",
+    "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
+    "convert a.csv b.json": "a.csv: torch's CSV schedules are not supported yet; use .json or .txt",
+    "convert a.json b.csv": "b.csv: torch's CSV schedules are not supported yet; use .json or .txt",
+    "convert none.json b.txt": "none.json: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("line", MISUSE)
+def test_misuse_is_two_lines_at_most_and_exit_2(
+    penstock: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = penstock(line)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"penstock: {MISUSE[line]}"), ran.err
+    assert ran.err.count("\n") <= 2
+    as_json = penstock(f"{line} --json")
+    assert (as_json.code, as_json.err) == (2, "")
+    assert as_json.json["error"]["message"].startswith(MISUSE[line])
+    assert set(as_json.json["error"]) == {"rule", "rank", "step", "op", "peer", "message"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "penstock-schedule", "version": 7}', "the schedule is in format version 7, this Penstock reads"),
+        ("[]", "not a schedule: a JSON object"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_file_that_holds_no_schedule_is_invalid(penstock: Any, tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(content)
+    for verb in ("check", "simulate", "show"):
+        ran = penstock(f"{verb} {path}")
+        assert ran.code == 1
+        assert message in ran.err
+        assert ran.err.count("\n") <= 2
+
+
+def test_a_memory_limit_that_is_not_met_is_invalid_not_misuse(penstock: Any) -> None:
+    assert penstock("simulate 1f1b --ranks 4 --microbatches 8 --memory-limit 3 --json").code == 1
+
+
+def test_a_bug_is_one_message_and_no_trace(penstock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(ps, "simulate", broken)
+    ran = penstock(f"simulate {ZB}")
+    assert ran.code == 1
+    assert ran.err == "penstock: a bug in penstock: KeyError: 'lost'\nwith PENSTOCK_TRACEBACK=1 it says where\n"
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["simulate", *ZB.split()])
+
+
+def test_help_names_every_verb(penstock: Any) -> None:
+    for line in ("--help", "-h", ""):
+        ran = penstock(line)
+        assert ran.code == (0 if line else 2)
+        for verb in ("simulate", "check", "show", "convert", "data"):
+            assert f"\n  {verb} " in ran.out + ran.err
+    assert penstock("--version").out == f"penstock {ps.__version__}\n"
+    assert "--link A:B=MS" in penstock("simulate --help").out
+
+
+STARTS = ("--help", "simulate --help", f"simulate {ZB} --json", "check zb --ranks 2 --microbatches 4")
+SLOW = ("torch", "numba", "numpy", "rich.console")
+
+
+@pytest.mark.parametrize("line", STARTS)
+def test_planning_starts_without_torch_and_numba(line: str) -> None:
+    code = (
+        "import sys\nfrom penstock.cli import main\n"
+        f"code = main({line.split()!r})\n"
+        f"print([name for name in {SLOW!r} if name in sys.modules], code, file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr == "[] 0\n"
+
+
+def test_the_program_ends_quietly_when_its_reader_does() -> None:
+    command = f"{sys.executable} -m penstock show gpipe --ranks 16 --microbatches 400 | head -c 10"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.stdout[:8], ran.stderr) == ("schedule", "")
+
+
+def test_the_terminal_may_lack_letters() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "penstock", "simulate", "1f1b", "--ranks", "2", "--microbatches", "2"],
+        env={"PYTHONIOENCODING": "ascii", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert b"\x1b[48;5;" in ran.stdout
