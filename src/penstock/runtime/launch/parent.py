@@ -1,0 +1,197 @@
+"""The parent of the ranks: starts them, watches them, ends them, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.launch.cause import exit_code, explain, root_cause
+from penstock.runtime.launch.handover import Handover
+from penstock.runtime.launch.port import HOST, listen
+from penstock.runtime.launch.rank_process import RankProcess
+from penstock.runtime.launch.report import Kind, Report
+
+__all__ = ["launch"]
+
+TICK = 0.03  # seconds between two looks at the ranks
+TERM_GRACE = 1.5  # seconds from SIGTERM to SIGKILL
+MISUSE = 2
+
+
+def launch(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
+    grace: float = 3.0,
+) -> int:
+    """Runs `command` once a rank on this machine, waits for all, and returns the exit code.
+
+    0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
+    (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
+    failed, the others get `grace` seconds to end, then SIGTERM, then SIGKILL: none is left. Ctrl-C is passed on
+    once and the ranks may leave in their own time (code 130 unless they do so well); a second one stops them. If
+    this process is killed the ranks end too.
+
+    `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
+    of the cores in OMP_NUM_THREADS unless it is set.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            if num_ranks < 1:
+                raise RuntimeFailure(f"got {num_ranks} ranks: at least 1 is needed")
+            reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
+            calls = stack.enter_context(_calls())
+            family = Family(reports, grace, calls)
+            stack.callback(family.end)
+            family.start(command, num_ranks, port, {**os.environ, **(env or {})})
+            family.watch()
+            return family.verdict()
+    except (RuntimeFailure, OSError) as error:
+        print(f"penstock: {error}", file=sys.stderr, flush=True)
+        return MISUSE
+
+
+class Calls:
+    """How often this process was asked to stop, and by which signal last."""
+
+    def __init__(self) -> None:
+        self.interrupts = 0
+        self.terminated: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            self.interrupts += 1
+        else:
+            self.terminated = signal.Signals(number)
+
+
+class Family:
+    """The ranks of one launch."""
+
+    def __init__(self, reports: str, grace: float, calls: Calls) -> None:
+        self._reports, self._grace, self._calls = reports, grace, calls
+        self._ranks: list[RankProcess] = []
+        self._lifeline: int | None = None
+
+    def start(self, command: Sequence[str], num_ranks: int, port: int | None, environment: Mapping[str, str]) -> None:
+        """Starts all ranks. Raises `RuntimeFailure` or `OSError`; some may have started then."""
+        with listen(port) as listener:
+            reading, self._lifeline = os.pipe()
+            common = {
+                **_thread_share(environment, num_ranks),
+                "MASTER_ADDR": HOST,
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+            }
+            try:
+                for rank in range(num_ranks):
+                    store = listener.fileno() if rank == 0 else None
+                    handover = Handover(self._reports, reading, store)
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **handover.variables()}
+                    passed = [reading] if store is None else [reading, store]
+                    self._ranks.append(RankProcess(rank, command, {**environment, **common, **own}, passed))
+            finally:
+                os.close(reading)
+
+    def watch(self) -> None:
+        """Returns when all ranks have ended, which they do soon after one fails."""
+        interrupted = False
+        while not self._all_ended():
+            if self._calls.interrupts and not interrupted:
+                interrupted = True
+                for each in self._ranks:
+                    each.interrupt()
+            if self._calls.interrupts > 1:
+                return self._stop(0.0)
+            if self._calls.terminated or any(self._is_lost(each) for each in self._ranks):
+                return self._stop(0.0 if self._calls.terminated else self._grace)
+            time.sleep(TICK)
+        return None
+
+    def verdict(self) -> int:
+        """Reaps the ranks, prints the message if one failed, and returns the exit code."""
+        failed = any(each.asked or each.failed() for each in self._ranks)
+        ends = [each.reap(self._reports, with_family=failed) for each in self._ranks]
+        self._ranks = []
+        root = root_cause(ends)
+        if root is None:
+            return 0
+        if self._calls.terminated:
+            print(f"penstock: stopped by {self._calls.terminated.name}", file=sys.stderr, flush=True)
+            return 128 + self._calls.terminated
+        if self._calls.interrupts and (root.asked or root.secondary or _was_interrupt(root.said, root.code)):
+            print("penstock: interrupted", file=sys.stderr, flush=True)
+            return 128 + signal.SIGINT
+        print(explain(root, ends), file=sys.stderr, flush=True)
+        return exit_code(root)
+
+    def end(self) -> None:
+        """Whatever happened, nothing stays behind."""
+        for each in self._ranks:
+            each.stop(signal.SIGKILL)
+            each.reap(self._reports, with_family=True)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+
+    def _is_lost(self, each: RankProcess) -> bool:
+        """Failed, or about to end with its last report written."""
+        if each.ended():
+            return each.failed()
+        report = Report.load(self._reports, each.rank)
+        return report is not None and report.final
+
+    def _stop(self, grace: float) -> None:
+        self._wait(grace, lambda: self._calls.interrupts > 1)
+        for each in self._ranks:
+            each.stop(signal.SIGTERM)
+        self._wait(TERM_GRACE, lambda: False)
+        for each in self._ranks:
+            each.stop(signal.SIGKILL)
+        self._wait(None, lambda: False)
+
+    def _wait(self, seconds: float | None, enough: Callable[[], bool]) -> None:
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self._all_ended() and not enough() and (end is None or time.monotonic() < end):
+            time.sleep(TICK)
+
+    def _all_ended(self) -> bool:
+        ended = [each.ended() for each in self._ranks]  # every one is looked at, which notes its time
+        return all(ended)
+
+
+@contextlib.contextmanager
+def _calls() -> Iterator[Calls]:
+    """Counts SIGINT, SIGTERM and SIGHUP instead of ending by them, where this is the main thread."""
+    calls = Calls()
+    if threading.current_thread() is not threading.main_thread():
+        yield calls
+        return
+    before = {number: signal.signal(number, calls) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield calls
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    if "OMP_NUM_THREADS" in environment:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+
+
+def _was_interrupt(said: Report | None, code: int) -> bool:
+    """A rank's end by Ctrl-C: by the exception, by the signal, or by leaving in its own way with an exit code."""
+    return said.kind is Kind.INTERRUPT if said else code > 0 or code == -signal.SIGINT

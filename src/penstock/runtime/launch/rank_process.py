@@ -1,0 +1,80 @@
+"""One child: its start, its signals, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.launch.cause import End
+from penstock.runtime.launch.report import Report
+
+__all__ = ["RankProcess"]
+
+
+class RankProcess:
+    """A rank in a session of its own, so that the terminal's Ctrl-C reaches only the parent.
+
+    Its end is seen without reaping it: the process number, which is its group's too, stays taken until `reap`.
+    Raises `RuntimeFailure` when the command cannot be started.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> None:
+        self.rank = rank
+        self.asked = False
+        self.ended_at: float | None = None
+        try:
+            self._process = subprocess.Popen(
+                command, env=dict(environment), pass_fds=descriptors, start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        except OSError as error:
+            raise RuntimeFailure(f"{command[0]} cannot be started: {error.strerror}; give a program's path") from None
+
+    def ended(self) -> bool:
+        """Whether it has ended; the time it was first seen is kept."""
+        if self.ended_at is None and self._seen_dead():
+            self.ended_at = time.time()
+        return self.ended_at is not None
+
+    def interrupt(self) -> None:
+        """Ctrl-C for this rank alone, not for what it started."""
+        if not self.ended():
+            self._process.send_signal(signal.SIGINT)
+
+    def stop(self, number: signal.Signals) -> None:
+        """A signal that means the end, to the rank and all it started, if it still runs."""
+        if not self.ended():
+            self.asked = True
+            self._to_group(number)
+
+    def failed(self) -> bool:
+        """Whether it has ended and not well."""
+        if not self.ended():
+            return False
+        if not hasattr(os, "waitid"):
+            return self._process.returncode != 0
+        state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return state is None or state.si_code != os.CLD_EXITED or state.si_status != 0
+
+    def reap(self, reports: str, *, with_family: bool) -> End:
+        """Waits for the end and says how it was; `with_family` kills what the rank left running."""
+        if with_family:
+            self._to_group(signal.SIGKILL)
+        code = self._process.wait()
+        return End(self.rank, code, self.ended_at or time.time(), self.asked, Report.load(reports, self.rank))
+
+    def _seen_dead(self) -> bool:
+        if not hasattr(os, "waitid"):
+            return self._process.poll() is not None
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def _to_group(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)

@@ -1,0 +1,103 @@
+"""The last word of a rank: what happens to its uncaught exception."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Protocol
+
+import torch.distributed as dist
+
+from penstock.runtime.launch.message import details, one_line
+from penstock.runtime.launch.report import CONTEXT, Kind, Report, context_of
+
+__all__ = ["FolderDesk", "Reporter", "StoreDesk", "report_failure"]
+
+KEY = "penstock/failure"
+LINGER = 1.0  # seconds a failed rank may take to run its exit handlers
+
+
+class Desk(Protocol):
+    """Where reports go."""
+
+    def take(self, report: Report) -> None:
+        """Takes a report; the last one of a rank counts."""
+
+
+class FolderDesk:
+    """Under our launcher: a file for the parent, and not a word here."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def take(self, report: Report) -> None:
+        report.save(self._folder)
+
+
+class StoreDesk:
+    """Under torchrun: the first failed rank leaves its report in the store and prints it, the others a line.
+
+    `patience` is how long a rank that merely lost a peer looks for the cause.
+    """
+
+    def __init__(self, store: dist.Store, patience: float = 2.0) -> None:
+        self._store, self._patience = store, patience
+
+    def take(self, report: Report) -> None:
+        if not report.final or report.kind is Kind.INTERRUPT:
+            return
+        root: Report | None = None
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):  # the store may be gone too
+            root = self._root(report)
+        if root is None or root == report:
+            shown = [] if report.kind is Kind.LOST else details(report)
+            print("\n".join([f"penstock: {one_line(report)}", *shown]), file=sys.stderr, flush=True)
+        else:
+            print(f"penstock: rank {report.rank} ended because rank {root.rank} failed", file=sys.stderr, flush=True)
+
+    def _root(self, report: Report) -> Report | None:
+        if report.kind is not Kind.LOST:
+            return Report.parse(self._store.compare_set(KEY, "", report.text()).decode())
+        end = time.monotonic() + self._patience
+        while not self._store.check([KEY]):
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.05)
+        return Report.parse(self._store.get(KEY).decode())
+
+
+class Reporter:
+    """`sys.excepthook` of a rank."""
+
+    def __init__(self, rank: int, desk: Desk) -> None:
+        self.rank, self.desk = rank, desk
+        self.failed = False
+
+    def note(self, error: BaseException) -> None:
+        """Reports an exception that may still be caught."""
+        self.desk.take(Report.of(error, self.rank, final=False))
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        self.desk.take(Report.of(error, self.rank, final=True))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        timer = threading.Timer(LINGER, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
+
+def report_failure(error: BaseException, context: str | None = None) -> None:
+    """Says where an exception happened ("step 17 in F3 of stage 2") before it goes on its way.
+
+    Call it in an `except` that raises on; the innermost call counts. If the process ends by the exception, or with
+    an exit code after it, the launcher's message has it; otherwise nothing happens.
+    """
+    if context and context_of(error) is None:
+        setattr(error, CONTEXT, context)
+    if isinstance(sys.excepthook, Reporter):
+        sys.excepthook.note(error)

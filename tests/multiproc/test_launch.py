@@ -1,0 +1,308 @@
+"""Ranks that fail in every way: all end soon, one message says why, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+NUM_RANKS = 4
+SOON = 10.0
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from penstock.runtime.errors import DeadlineExceeded
+from penstock.runtime.launch import init_process, report_failure
+
+rank, num_ranks = init_process(timeout=60.0)
+folder = Path(sys.argv[1])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+
+
+def pass_on(value):
+    tensor = torch.tensor([float(value)])
+    sending = dist.isend(tensor, (rank + 1) % num_ranks)
+    received = torch.zeros(1)
+    dist.irecv(received, (rank - 1) % num_ranks).wait()
+    sending.wait()
+    return int(received)
+
+
+def wait_for(peer):
+    dist.irecv(torch.zeros(1), peer).wait()
+
+
+assert pass_on(rank) == (rank - 1) % num_ranks
+(folder / f"ready-{rank}").touch()
+"""
+
+PARENT = """
+import sys, time
+from penstock.runtime.launch import launch
+code = launch([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3]), port=int(sys.argv[4]) or None)
+sys.exit(code)
+"""
+
+
+@dataclass
+class Run:
+    """A parent process and the folder in which its ranks leave their numbers."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    num_ranks: int
+
+    def ready(self) -> None:
+        """Returns when all ranks have talked to each other."""
+        end = time.monotonic() + 60
+        while len(list(self.folder.glob("ready-*"))) < self.num_ranks:
+            assert time.monotonic() < end, "the ranks did not start"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text()) for path in sorted(self.folder.glob("pid-*"))]
+
+    def finish(self, timeout: float = 60.0) -> tuple[int, str, str, float]:
+        """Exit code, stdout, stderr, and the seconds since this call."""
+        start = time.monotonic()
+        out, err = self.process.communicate(timeout=timeout)
+        seconds = time.monotonic() - start
+        assert alive(self.pids()) == []
+        return self.process.returncode, out, err, seconds
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of our own ranks that still run; a number that went to another program by now does not count."""
+    running = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and "PENSTOCK_LAUNCH" in Path(f"/proc/{pid}/environ").read_text():
+                running.append(pid)
+    return running
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    runs: list[Run] = []
+
+    def start(body: str, num_ranks: int = NUM_RANKS, port: int = 0, env: dict[str, str] | None = None) -> Run:
+        script, parent = tmp_path / "ranks.py", tmp_path / "parent.py"
+        script.write_text(HEAD + body)
+        parent.write_text(PARENT)
+        process = subprocess.Popen(
+            [sys.executable, str(parent), str(script), str(tmp_path), str(num_ranks), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        runs.append(Run(process, tmp_path, num_ranks))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.communicate()
+
+
+def once(err: str, words: str) -> None:
+    assert err.count(words) == 1, err
+    assert err.count("penstock:") == 1, err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) < 15, err
+
+
+def test_all_well(start) -> None:
+    run = start("print('rank', rank, torch.get_num_threads(), os.getsid(0) == os.getpid(), flush=True)")
+    code, out, err, _ = run.finish()
+    threads = max(1, len(os.sched_getaffinity(0)) // NUM_RANKS)
+    expected = [f"rank {rank} {os.environ.get('OMP_NUM_THREADS', threads)} True" for rank in range(NUM_RANKS)]
+    assert (code, sorted(out.splitlines()), err) == (0, expected, "")
+
+
+def test_an_exception(start) -> None:
+    run = start(
+        "if rank == 2:\n"
+        "    try:\n"
+        "        def forward(): raise ValueError('the input is too wide')\n"
+        "        forward()\n"
+        "    except ValueError as error:\n"
+        "        report_failure(error, 'step 17 in F3 of stage 2')\n"
+        "        raise\n"
+        "wait_for((rank + 1) % num_ranks)\n"
+    )
+    run.ready()
+    code, out, err, seconds = run.finish()
+    once(err, "rank 2 failed at step 17 in F3 of stage 2: ValueError: the input is too wide")
+    assert "in forward" in err
+    assert "ranks 0, 1, 3 ended because of it" in err
+    assert (code, out) == (1, "")
+    assert seconds < SOON
+    print(f"ended after {seconds:.2f} s")
+
+
+def test_the_whole_traceback_on_request(start) -> None:
+    run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", env={"PENSTOCK_TRACEBACK": "1"}, num_ranks=2)
+    code, _, err, _ = run.finish()
+    assert code == 1
+    assert err.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank(start, victim: int) -> None:
+    run = start("wait_for((rank + 1) % num_ranks)")
+    run.ready()
+    os.kill(run.pids()[victim], signal.SIGKILL)
+    code, _, err, seconds = run.finish()
+    once(err, f"rank {victim} was killed by SIGKILL; out of memory is the usual cause")
+    assert code == 137
+    assert seconds < SOON
+    print(f"ended after {seconds:.2f} s")
+
+
+def test_a_rank_that_just_exits(start) -> None:
+    run = start("if rank == 1: os._exit(3)\nwait_for((rank + 1) % num_ranks)")
+    code, _, err, _ = run.finish()
+    once(err, "rank 1 ended with exit code 3 and no exception")
+    assert code == 3
+
+
+def test_ranks_that_do_not_notice_are_stopped(start) -> None:
+    """One sleeps, one ignores SIGTERM, one is stopped and has a child of its own."""
+    run = start(
+        "if rank == 0: raise RuntimeError('enough')\n"
+        "if rank == 1: time.sleep(100)\n"
+        "if rank == 2:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    time.sleep(100)\n"
+        "child = os.fork()\n"
+        "if child: (folder / 'pid-child').write_text(str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(100)\n"
+    )
+    run.ready()
+    code, _, err, seconds = run.finish()
+    once(err, "rank 0 failed: RuntimeError: enough")
+    assert "ranks 1, 2, 3 did not end and had to be stopped" in err
+    assert (code, len(run.pids())) == (1, NUM_RANKS + 1)
+    assert seconds < SOON
+    print(f"ended after {seconds:.2f} s")
+
+
+def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
+    run = start(
+        "if rank == 1: time.sleep(100)\nraise DeadlineExceeded('rank 0 waited 60 s for F3 of stage 1 from rank 1')\n",
+        num_ranks=2,
+    )
+    code, _, err, _ = run.finish()
+    once(err, "rank 0 failed: DeadlineExceeded: rank 0 waited 60 s for F3 of stage 1 from rank 1")
+    assert "rank 1 did not end and had to be stopped" in err
+    assert code == 1
+
+
+def test_a_killed_parent_takes_its_ranks_along(start) -> None:
+    run = start("time.sleep(100)")
+    run.ready()
+    pids = run.pids()
+    assert len(alive(pids)) == NUM_RANKS
+    run.process.kill()
+    begin = time.monotonic()
+    while alive(pids):
+        assert time.monotonic() - begin < SOON
+        time.sleep(0.02)
+    print(f"ended after {time.monotonic() - begin:.2f} s")
+
+
+def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start) -> None:
+    run = start(
+        "try:\n"
+        "    while True: time.sleep(0.05)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(0.5)\n"
+        "    print('saved', pass_on(rank) == (rank - 1) % num_ranks, flush=True)\n"
+    )
+    run.ready()
+    run.process.send_signal(signal.SIGINT)
+    code, out, err, _ = run.finish()
+    assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
+
+
+def test_ctrl_c_that_ranks_die_of(start) -> None:
+    run = start("time.sleep(100)")
+    run.ready()
+    run.process.send_signal(signal.SIGINT)
+    code, _, err, _ = run.finish()
+    assert (code, err) == (130, "penstock: interrupted\n")
+
+
+def test_a_second_ctrl_c_does_not_wait(start) -> None:
+    run = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)")
+    run.ready()
+    while len(list(run.folder.glob("deaf-*"))) < NUM_RANKS:
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGINT)
+    code, _, err, seconds = run.finish()
+    assert (code, err) == (130, "penstock: interrupted\n")
+    assert seconds < SOON
+
+
+def test_sigterm_to_the_parent_ends_all(start) -> None:
+    run = start("time.sleep(100)")
+    run.ready()
+    run.process.terminate()
+    code, _, err, _ = run.finish()
+    assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
+
+
+def test_a_port_in_use(start) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        run = start("", port=port)
+        code, _, err, _ = run.finish()
+    assert code == 2
+    once(err, f"port {port} is in use by another program: choose another")
+    assert run.pids() == []
+
+
+def test_a_chosen_port(start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    code, out, err, _ = start("print(os.environ['MASTER_PORT'], flush=True)", num_ranks=2, port=port).finish()
+    assert (code, out, err) == (0, f"{port}\n" * 2, "")
+
+
+def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.runtime.launch import launch
+
+    assert launch(["/no/such/program"], 2) == 2
+    assert capsys.readouterr().err == (
+        "penstock: /no/such/program cannot be started: No such file or directory; give a program's path\n"
+    )
+    assert launch(["true"], 0) == 2
+    assert "got 0 ranks" in capsys.readouterr().err
+    assert launch(["true"], 2, port=70000) == 2
+    assert "port 70000" in capsys.readouterr().err
+    assert launch(["true"], 3) == 0
+    assert launch(["false"], 1) == 1
+    assert "rank 0 ended with exit code 1 and no exception" in capsys.readouterr().err

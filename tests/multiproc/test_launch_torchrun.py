@@ -1,0 +1,60 @@
+"""The same failures under torchrun: the rank that failed first speaks, the others say a line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+HEAD = """
+import os, sys
+import torch
+import torch.distributed as dist
+from penstock.runtime.launch import init_process, report_failure
+rank, num_ranks = init_process(timeout=60.0)
+assert dist.get_rank() == rank and dist.get_world_size() == num_ranks
+"""
+
+
+def run(tmp_path: Path, body: str, num_ranks: int = 3) -> tuple[int, str, list[str]]:
+    """Exit code, stdout, and the lines of stderr that are not torchrun's own."""
+    script = tmp_path / "ranks.py"
+    script.write_text(HEAD + body)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if line.startswith("penstock:")]
+
+
+def test_all_well(tmp_path: Path) -> None:
+    code, out, mine = run(tmp_path, "print(rank, flush=True)")
+    assert (code, sorted(out.split()), mine) == (0, ["0", "1", "2"], [])
+
+
+def test_an_exception(tmp_path: Path) -> None:
+    body = (
+        "if rank == 1:\n"
+        "    error = ValueError('too wide')\n"
+        "    report_failure(error, 'step 17')\n"
+        "    raise error\n"
+        "dist.recv(torch.zeros(1), 1)\n"
+    )
+    code, _, mine = run(tmp_path, body)
+    assert code == 1
+    assert mine.count("penstock: rank 1 failed at step 17: ValueError: too wide") == 1
+    others = [line for line in mine if "failed at" not in line]
+    assert set(others) <= {f"penstock: rank {rank} ended because rank 1 failed" for rank in (0, 2)}
+
+
+def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(HEAD + "print(rank, num_ranks)")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
