@@ -81,15 +81,29 @@ def split(value: Any, num_microbatches: int, what: str) -> list[Any]:
     return [unflatten([p[m] for p in parts], skeleton) for m in range(num_microbatches)]
 
 
+def num_entries(value: Any) -> int:
+    """Into how many microbatches a batch can be cut at most: its samples, or the entries of a list."""
+    if isinstance(value, list):
+        return len(value)
+    leaves, _ = flatten(value)
+    return max(1, _num_samples(leaves, "inputs")) if leaves else 1
+
+
 def weigh(inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None) -> list[float]:
     """Each microbatch's share in the loss of the batch."""
     weight = getattr(loss_fn, "weight", None)
     if callable(weight):
         weights = [float(weight(target)) for target in targets]
     else:
-        weights = [float(_num_samples(flatten(value)[0], "inputs")) for value in inputs]
+        weights = [float(_size(value)) for value in inputs]
     total = sum(weights)
     return [w / total if total else 0.0 for w in weights]
+
+
+def _size(value: Any) -> int:
+    """Samples in a microbatch: the extent of its first tensor."""
+    leaves, _ = flatten(value)
+    return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
 
 
 def cut_batch(

@@ -25,12 +25,12 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.message import Edge
-from penstock.runtime.microbatches import Microbatches, cut_batch
+from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries, num_entries
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
-from penstock.runtime.stage_runner import StageRunner, StepSettings
+from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.runtime.stages import build_stage, stages_of
 from penstock.runtime.tied import Tie, TiedGradients, find_ties
 from penstock.runtime.transports.channel import Tags
@@ -239,6 +239,10 @@ class Pipeline:
             targets: alike; each goes to `loss_fn` with its microbatch's output.
             update: False to only add to the gradients, as several `backward` calls would; `update()` follows.
 
+        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently.
+
+        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently.
+
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
             DeadlineExceeded, PeerLost: another rank is late or gone.
@@ -248,9 +252,15 @@ class Pipeline:
         batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn)
         self._num_steps += 1
         self._tied.begin()
-        with restored(self._device):
-            self._run(StepSettings(batch, mix(self._seed, self._num_steps), True, self._split))
-        self._share_tied()
+        try:
+            with restored(self._device):
+                self._run(StepSettings(batch, Purpose.TRAIN, mix(self._seed, self._num_steps), self._split))
+            self._share_tied()
+        except BaseException:
+            self.zero_grad()
+            raise
+        finally:
+            self._tied.end()
         result = self._result(len(batch))
         return StepResult(result.loss, result.losses, self.update()) if update else result
 
@@ -270,19 +280,19 @@ class Pipeline:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def evaluate(self, inputs: Any, targets: Any) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
 
         A batch with fewer samples than the schedule has microbatches runs in fewer.
         """
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
-        batch = self._run_forward(inputs, targets)
+        batch = self._run_forward(inputs, targets, Purpose.EVALUATE)
         return self._result(len(batch))
 
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
-        batch = self._run_forward(inputs, None)
+        batch = self._run_forward(inputs, None, Purpose.PREDICT)
         last = self.schedule.num_stages - 1
         runner = self._runners.get(last)
         mine = {} if runner is None else {m: _on_host(value) for m, value in runner.results.items()}
@@ -291,16 +301,11 @@ class Pipeline:
             outputs.update(part)
         return [outputs[m] for m in range(len(batch))]
 
-    def _run_forward(self, inputs: Any, targets: Any) -> Microbatches:
-        num = self.schedule.num_microbatches
-        leaf = inputs if isinstance(inputs, Tensor) else None
-        if isinstance(inputs, list):
-            num = min(num, len(inputs))
-        elif leaf is not None and leaf.dim():
-            num = max(1, min(num, leaf.shape[0]))
+    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+        num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn)
         with self._evaluating(), restored(self._device):
-            self._run(StepSettings(batch, None, False, frozenset()))
+            self._run(StepSettings(batch, purpose))
         return batch
 
     @contextmanager
@@ -345,8 +350,7 @@ class Pipeline:
         self._last = wiring, workers
 
     def _signatures(self, settings: StepSettings) -> Callable[[Edge], str]:
-        mode = "train" if settings.training else "evaluate"
-        texts = [f"{mode} {signature}" for signature in settings.microbatches.signatures]
+        texts = [f"{settings.purpose.value} {signature}" for signature in settings.microbatches.signatures]
         return lambda edge: texts[edge.consumer.microbatch]
 
     def _windows(self, wiring: Wiring, settings: StepSettings) -> dict[int, int]:
@@ -473,7 +477,7 @@ def _device(stages: Mapping[int, Stage], device: torch.device | str | None) -> t
 def _optimizer(
     given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, parameters: list[Parameter]
 ) -> Optimizer | None:
-    """The optimizer over this process's parameters, or None where there are none."""
+    """The optimizer over this process's parameters."""
     if given is None:
         return None
     if isinstance(given, Optimizer):
@@ -481,7 +485,13 @@ def _optimizer(
         for group in given.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in own]
         return given
-    return given(parameters) if parameters else None
+    if parameters:
+        return given(parameters)
+    # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
+    empty = given([Parameter(torch.zeros(0))])
+    for group in empty.param_groups:
+        group["params"] = []
+    return empty
 
 
 def _on_host(value: Any) -> Any:

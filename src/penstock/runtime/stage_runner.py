@@ -6,33 +6,40 @@ graph is the held activation); between I and W only what the deferred weight gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.runtime.entry import Entry
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches
 from penstock.runtime.rng import mix
 from penstock.runtime.split import Tape
 from penstock.runtime.stage import Stage
-from penstock.runtime.tree import can_need_grad, flatten, unflatten
-
-_IN_PLACE = "a leaf Variable that requires grad"
-
+from penstock.runtime.tree import flatten, unflatten
 
 @dataclass
 class Held:
-    """A microbatch between its F and its backward: leaves that want a gradient, outputs that get one."""
+    """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
 
-    inputs: list[Tensor]
+    entry: Entry
     outputs: list[Tensor]
     tape: Tape | None
-    deferred: bool = field(default=False)
+    deferred: bool = False
+
+
+class Purpose(Enum):
+    """What a step is for."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,19 @@ class StepSettings:
 
     Attributes:
         microbatches: the batch, cut.
-        seed: of this step; None where nothing random may run (evaluation).
-        training: whether a backward follows.
+        purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
+        seed: of this step; None where nothing random may run.
         split: (stage, microbatch) pairs whose backward is split into I and W.
     """
 
     microbatches: Microbatches
-    seed: int | None
-    training: bool
-    split: frozenset[tuple[int, int]]
+    purpose: Purpose
+    seed: int | None = None
+    split: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def training(self) -> bool:
+        return self.purpose is Purpose.TRAIN
 
 
 class StageRunner:
@@ -79,7 +90,6 @@ class StageRunner:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._can_split = can_split
-        self._copies_input = False
         self._held: dict[int, Held] = {}
         self._settings: StepSettings | None = None
 
@@ -97,72 +107,54 @@ class StageRunner:
         self.results.clear()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
-        """Runs F and returns what the next stage gets."""
+        """Runs F and returns what the next stage gets; nothing, from the last."""
         settings = self.settings
-        value, inputs = self._input(m, received)
+        value, entry = self._input(m, received)
         if not settings.training:
             with torch.no_grad(), self._casting():
-                output = self._call(value, m, inputs)
+                output = self._call(value, m)
                 if self._is_last:
                     self._keep_result(m, output)
-            return self._outgoing(output)[0] if not self._is_last else Payload([])
+                    return Payload([])
+            return self._outgoing(output)[0]
         tape = Tape() if self._can_split and (self.index, m) in settings.split else None
         with self._casting(), tape.recording() if tape is not None else nullcontext():
-            output = self._call(value, m, inputs)
+            output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
+        entry.close()
         payload, outputs = self._outgoing(output)
-        self._held[m] = Held(inputs, outputs, tape)
+        self._held[m] = Held(entry, outputs, tape)
         return payload
 
-    def _input(self, m: int, received: Payload | None) -> tuple[Any, list[Tensor]]:
-        """What the stage is called with, and which of it wants a gradient."""
+    def _input(self, m: int, received: Payload | None) -> tuple[Any, Entry]:
+        """What the stage is called with, and where those of it that want a gradient enter."""
         if received is None:
-            leaves, skeleton = flatten(self.settings.microbatches.inputs[m])
-            return unflatten([leaf.to(self._device) for leaf in leaves], skeleton), []
+            return self._on_device(self.settings.microbatches.inputs[m]), Entry([])
         leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
-        inputs = []
-        if self.settings.training:
-            for place, wanted in enumerate(received.needs_grad):
-                if wanted:
-                    leaves[place] = leaves[place].detach().requires_grad_()
-                    inputs.append(leaves[place])
-        return unflatten(leaves, received.skeleton), inputs
+        wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
+        entry = Entry([leaves[place] for place in wanted])
+        for place, tensor in zip(wanted, entry.tensors, strict=True):
+            leaves[place] = tensor
+        return unflatten(leaves, received.skeleton), entry
 
-    def _call(self, value: Any, m: int, inputs: list[Tensor]) -> Any:
-        """Calls the stage. A stage that changes its input in place gets a copy, from the first time it tries."""
-        if self._copies_input and inputs:
-            value = self._copied(value)
-        try:
-            return self._run(value, m)
-        except RuntimeError as error:
-            if self._copies_input or not inputs or _IN_PLACE not in str(error):
-                raise
-            self._copies_input = True
-            return self._run(self._copied(value), m)
+    def _on_device(self, value: Any) -> Any:
+        leaves, skeleton = flatten(value)
+        return unflatten([leaf.to(self._device) for leaf in leaves], skeleton)
 
-    def _run(self, value: Any, m: int) -> Any:
+    def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
         return self.stage(value, None if seed is None else mix(seed, m))
-
-    @staticmethod
-    def _copied(value: Any) -> Any:
-        leaves, skeleton = flatten(value)
-        return unflatten([leaf.clone() if leaf.requires_grad else leaf for leaf in leaves], skeleton)
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast)
 
-    def _target(self, m: int) -> Any:
-        leaves, skeleton = flatten(self.settings.microbatches.targets[m])
-        return unflatten([leaf.to(self._device) for leaf in leaves], skeleton)
-
     def _loss(self, m: int, output: Any) -> Tensor:
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
-        loss = self._loss_fn(output, self._target(m))
+        loss = self._loss_fn(output, self._on_device(self.settings.microbatches.targets[m]))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
@@ -171,41 +163,50 @@ class StageRunner:
         return loss
 
     def _keep_result(self, m: int, output: Any) -> None:
-        if self._loss_fn is not None and self.settings.microbatches.targets[m] is not None:
+        if self.settings.purpose is Purpose.EVALUATE:
             self._loss(m, output)
         else:
             self.results[m] = output
 
     def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
         leaves, skeleton = flatten(output)
-        needs = [leaf.requires_grad and can_need_grad(leaf) for leaf in leaves]
-        outputs = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
+        needs = [leaf.requires_grad for leaf in leaves]
+        outputs = [leaf for leaf in leaves if leaf.requires_grad]
         return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
 
-    def backward(self, kind: str, m: int, received: Payload | None) -> Payload:
-        """Runs B or I and returns the gradients of the stage's inputs."""
+    def backward(
+        self, kind: str, m: int, received: Payload | None, also: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> Payload:
+        """Runs B or I and returns the gradients of the stage's inputs.
+
+        Args:
+            received: the gradients of the stage's outputs; None for the loss.
+            also: tensors of the graph, and gradients that they have from elsewhere.
+        """
         held = self._held[m]
-        grads: list[Tensor | None]
+        pairs: list[tuple[Tensor, Tensor | None]]
         if received is None:
-            grads = [None] * len(held.outputs)
+            pairs = [(output, None) for output in held.outputs]
         else:
-            grads = [None if g is None else g.to(self._device) for g in received.leaves]
-        if len(grads) != len(held.outputs):
-            raise RuntimeFailure(
-                f"stage {self.index} got {len(grads)} gradients for {len(held.outputs)} outputs of microbatch {m}"
-            )
-        pairs = [(o, g) for o, g in zip(held.outputs, grads, strict=True) if g is not None or received is None]
-        if pairs:
-            outputs, gradients = [p[0] for p in pairs], [p[1] for p in pairs]
+            if len(received.leaves) != len(held.outputs):
+                raise RuntimeFailure(
+                    f"stage {self.index} got {len(received.leaves)} gradients for {len(held.outputs)} outputs of "
+                    f"microbatch {m}"
+                )
+            arrived = zip(held.outputs, received.leaves, strict=True)
+            pairs = [(output, g.to(self._device)) for output, g in arrived if g is not None]
+        if pairs or also:
+            outputs, gradients = [p[0] for p in (*pairs, *also)], [p[1] for p in (*pairs, *also)]
             if held.tape is not None:
                 held.tape.backward_input(outputs, gradients)
                 held.deferred = True
             else:
                 torch.autograd.backward(outputs, gradients)
-        payload = Payload.gradients([leaf.grad for leaf in held.inputs])
-        held.inputs, held.outputs = [], []
+        payload = Payload.gradients(held.entry.grads)
         if kind == "B":
             del self._held[m]
+        else:
+            self._held[m] = Held(_NO_ENTRY, [], held.tape, held.deferred)
         return payload
 
     def backward_weight(self, m: int) -> None:
@@ -213,3 +214,6 @@ class StageRunner:
         held = self._held.pop(m)
         if held.tape is not None and held.deferred:
             held.tape.backward_weight()
+
+
+_NO_ENTRY = Entry([])

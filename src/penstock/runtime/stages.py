@@ -30,7 +30,7 @@ def stages_of(
         PartitionError: more stages than layers, or a list of another length than the schedule's stages.
     """
     if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
-        names, layers = zip(*model.named_children(), strict=True)
+        names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
         if costs is not None and len(costs) != len(layers):
             raise PartitionError(f"{len(costs)} costs given for {len(layers)} layers")
         ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)

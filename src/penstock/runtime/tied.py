@@ -1,11 +1,11 @@
 """Tied parameters: one parameter in several stages, like a GPT's embedding and head.
 
-A plain loop adds, microbatch by microbatch, the sum of what every use contributes. Here each stage's
-contribution is caught before it reaches `.grad`, sent to the lowest stage's rank (the owner), summed there
-per microbatch, deepest stage first as autograd does, and only then added. So the sum is the same to the bit.
+A plain loop adds, microbatch by microbatch, the sum of what every use contributes, the deepest use first.
+Here that sum travels with the backward: each stage's is caught before it reaches `.grad` and sent to the next
+stage up that shares the parameter, whose backward starts from it; the topmost (the owner) adds the whole to
+the gradient. So it is the same to the bit.
 
-    rank 3, I5 of stage 3 -> contribution to microbatch 5 --+
-    rank 0, I5 of stage 0 -> contribution to microbatch 5 --+--> owner's gradient += sum
+    rank 3, I5 of stage 3 -> sum so far of microbatch 5 -> rank 0, I5 of stage 0 -> owner's gradient
 
 A tied parameter's gradient is never deferred to W: its hook makes the split backward leave it in I.
 """
@@ -62,12 +62,19 @@ class TiedGradients:
     def __init__(self, ties: Sequence[Tie], local: Mapping[tuple[int, int], Parameter]) -> None:
         self._ties = ties
         self._local = dict(local)
+        self._from_below: dict[int, list[int]] = {}
+        for slot, tie in enumerate(ties, start=1):
+            for stage in tie.stages[:-1]:
+                self._from_below.setdefault(stage, []).append(slot)
+        self._owned = {slot: tie.owner for slot, tie in enumerate(ties, start=1)}
         self._caught: dict[int, Tensor | None] = {}
         self._sums: dict[int, Tensor | None] = {}
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._catch) for p in {id(p): p for p in local.values()}.values()
-        ]
         self._catching = False
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._catch)
+            for p in {id(p): p for p in local.values()}.values()
+            if p.requires_grad
+        ]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -75,53 +82,57 @@ class TiedGradients:
 
     def _catch(self, parameter: Tensor) -> None:
         if self._catching:
-            self._caught[id(parameter)] = parameter.grad
+            before, now = self._caught.get(id(parameter)), parameter.grad
+            # A reentrant checkpoint adds in a backward of its own.
+            self._caught[id(parameter)] = now if before is None or now is None else before + now
             parameter.grad = None
 
     def begin(self) -> None:
         """Starts a step: gradients from earlier steps are kept aside, to be added to."""
         self._catching = True
         self._caught.clear()
-        self._sums = {}
-        for (slot, stage), parameter in self._local.items():
-            if stage == self._ties[slot - 1].owner:
-                self._sums[slot] = parameter.grad
+        self._sums = {
+            slot: parameter.grad
+            for (slot, stage), parameter in self._local.items()
+            if stage == self._owned[slot]
+        }
         for parameter in self._local.values():
             parameter.grad = None
 
-    def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Payload | None, list[Payload]]:
-        """Tells the chain's message from the tied contributions: the latter come after, by slot."""
-        expected = sum(len(t.names) - 1 for t in self._ties if t.owner == op.stage)
-        main = len(received) - expected
-        return (received[0] if main else None), list(received[main:])
+    def sort(
+        self, op: Op, received: Sequence[Payload]
+    ) -> tuple[Payload | None, list[tuple[Tensor, Tensor]]]:
+        """Tells the chain's message from the tied sums, which come after it, by slot: (parameter, its sum)."""
+        slots = self._from_below.get(op.stage, ())
+        main = len(received) - len(slots)
+        sums: list[tuple[Tensor, Tensor]] = []
+        for slot, payload in zip(slots, received[main:], strict=True):
+            parameter, gradient = self._local[slot, op.stage], payload.leaves[0]
+            if gradient is not None and parameter.requires_grad:
+                sums.append((parameter, gradient.to(parameter.device)))
+        return (received[0] if main else None), sums
 
-    def collect(self, op: Op, ties: Sequence[Payload]) -> None:
-        """After a backward: sums this microbatch's contributions where this stage is the owner."""
-        if not self._ties:
-            return
-        contributions = iter(ties)
-        for slot, tie in enumerate(self._ties, start=1):
-            if tie.owner != op.stage:
+    def collect(self, op: Op) -> None:
+        """After a backward: adds this microbatch's whole sums where this stage is the owner."""
+        for slot, owner in self._owned.items():
+            if owner != op.stage:
                 continue
-            parts = [next(contributions).leaves[0] for _ in range(len(tie.names) - 1)]
-            parts.append(self._caught.pop(id(self._local[slot, op.stage]), None))
-            total: Tensor | None = None
-            for part in parts:
-                if part is not None:
-                    part = part.to(self._local[slot, op.stage].device)
-                    total = part if total is None else total + part
+            total = self._caught.pop(id(self._local[slot, op.stage]), None)
             if total is not None:
                 so_far = self._sums.get(slot)
                 self._sums[slot] = total if so_far is None else so_far.add_(total)
 
     def give(self, edge: Edge) -> Payload:
-        """This stage's contribution, for the owner."""
+        """The sum so far, for the next stage up."""
         parameter = self._local[edge.slot, edge.producer.stage]
         return Payload.gradients([self._caught.pop(id(parameter), None)])
 
-    def sums(self) -> dict[int, Tensor | None]:
-        """Slot -> gradient, for the ties this rank owns. Ends the step's catching."""
+    def end(self) -> None:
+        """Ends the step's catching, however it went."""
         self._catching = False
+
+    def sums(self) -> dict[int, Tensor | None]:
+        """Slot -> gradient, for the ties this rank owns."""
         return self._sums
 
     def parameter(self, slot: int) -> Parameter | None:

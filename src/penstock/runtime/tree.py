@@ -21,7 +21,7 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Skeleton]:
-    """The tensors in `value`, in order, and its skeleton.
+    """The tensors in `value`, in order, each once, and its skeleton.
 
     Raises RuntimeFailure for a type that can't travel between stages.
     """
@@ -33,6 +33,9 @@ def flatten(value: Any) -> tuple[list[Tensor], Skeleton]:
 
 def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
     if isinstance(value, Tensor):
+        for place, leaf in enumerate(leaves):
+            if leaf is value:
+                return place
         leaves.append(value)
         return len(leaves) - 1
     if isinstance(value, tuple):
@@ -66,11 +69,6 @@ def map_tensors(value: Any, function: Any) -> Any:
     """`value` with `function` applied to every tensor in it."""
     leaves, skeleton = flatten(value)
     return unflatten([function(leaf) for leaf in leaves], skeleton)
-
-
-def can_need_grad(tensor: Tensor) -> bool:
-    """Whether the tensor's type can carry a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}

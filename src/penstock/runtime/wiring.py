@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.dispatch import Graph, lower
 from penstock.runtime.message import Edge
@@ -44,9 +45,9 @@ def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
 def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wiring:
     """The wiring of a schedule.
 
-    `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends its
-    part of the gradient to the backward of the lowest, which runs after it anyway: the edge adds no wait
-    that the chain of stages does not have.
+    `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends the sum
+    of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
+    the chain of stages does not have.
     """
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
     edges = [
@@ -57,10 +58,12 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     ]
     training = any(op.kind != "F" for op in number)
     if training:
-        for slot, (lowest, *others) in enumerate(tied_stages, start=1):
-            for m in range(schedule.num_microbatches):
-                target = backward_op(number, lowest, m)
-                edges += [Edge(backward_op(number, stage, m), target, slot) for stage in reversed(others)]
+        for slot, stages in enumerate(tied_stages, start=1):
+            for upper, lower_one in pairwise(stages):
+                edges += [
+                    Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
+                    for m in range(schedule.num_microbatches)
+                ]
     incoming: dict[Op, list[Edge]] = {op: [] for op in number}
     outgoing: dict[Op, list[Edge]] = {op: [] for op in number}
     for edge in edges:

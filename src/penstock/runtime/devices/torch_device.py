@@ -22,16 +22,15 @@ class TorchDevice:
 
     def run(self, op: Op, received: Sequence[Payload]) -> None:
         runner = self._runners[op.stage]
-        has_main = op.stage > 0 if op.kind == "F" else op.kind in "BI" and len(received) > 0
         if op.kind == "F":
-            self._outcome = runner.forward(op.microbatch, received[0] if has_main else None)
+            self._outcome = runner.forward(op.microbatch, received[0] if received else None)
         elif op.kind == "W":
             runner.backward_weight(op.microbatch)
             self._outcome = None
         else:
-            main, ties = self._tied.sort(op, received)
-            self._outcome = runner.backward(op.kind, op.microbatch, main)
-            self._tied.collect(op, ties)
+            main, sums = self._tied.sort(op, received)
+            self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
+            self._tied.collect(op)
         self._op = op
 
     def give(self, edge: Edge) -> Payload:

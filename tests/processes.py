@@ -1,0 +1,122 @@
+"""Runs a function in several gloo processes, one a rank, and tells how each ended.
+
+    outcomes = run_ranks(4, cases.train, "zb-v")
+    assert [o.value for o in outcomes] == ...
+
+Processes are forked from a server that has torch loaded, so starting four takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        code: its exit code; None where it had to be killed at the deadline.
+        value: what the function returned; None where it raised.
+        text: all it printed, and its error.
+        seconds: how long it ran.
+    """
+
+    rank: int
+    code: int | None
+    value: Any
+    text: str
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+
+_context: list[ForkServerContext] = []
+
+
+def _server() -> ForkServerContext:
+    if not _context:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime"])
+        _context.append(context)
+    return _context[0]
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
+    """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed."""
+    context = _server()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        children = [
+            context.Process(target=_child, args=(folder, rank, num_ranks, function, args)) for rank in range(num_ranks)
+        ]
+        for child in children:
+            child.start()
+        try:
+            ended = _await(children, start, deadline)
+        finally:
+            for child in children:
+                if child.is_alive():
+                    child.kill()
+                child.join()
+        return [_outcome(Path(folder), rank, seconds, child.exitcode) for rank, (child, seconds) in enumerate(ended)]
+
+
+def _await(children: list[Any], start: float, deadline: float) -> list[tuple[Any, float | None]]:
+    ended: dict[int, float] = {}
+    while len(ended) < len(children) and time.monotonic() - start < deadline:
+        for place, child in enumerate(children):
+            if place not in ended and not child.is_alive():
+                ended[place] = time.monotonic() - start
+        time.sleep(0.02)
+    return [(child, ended.get(place)) for place, child in enumerate(children)]
+
+
+def _outcome(folder: Path, rank: int, seconds: float | None, code: int | None) -> Outcome:
+    value, text = folder / f"{rank}.value", folder / f"{rank}.text"
+    return Outcome(
+        rank,
+        None if seconds is None else code,
+        pickle.loads(value.read_bytes()) if value.exists() else None,
+        text.read_text() if text.exists() else "",
+        float("inf") if seconds is None else seconds,
+    )
+
+
+def _child(folder: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with open(f"{folder}/{rank}.text", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        value = function(rank, *args)
+        Path(f"{folder}/{rank}.value").write_bytes(pickle.dumps(value))
+        dist.destroy_process_group()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
