@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -11,25 +13,24 @@ from torch import Tensor
 class Accumulator:
     """Sums what one microbatch gives a parameter, and adds that sum to `.grad` once.
 
-    `uses` counts the gradients still to come for each parameter, by id. Autograd, too, adds the uses of a
-    parameter to each other first, in the dtype they come in, and the sum to `.grad` afterwards.
+    `uses` counts the gradients that will come for each parameter, by id; they come last use first. Autograd,
+    too, adds the uses of a parameter to each other first, in the order of I and in the dtype they come in, and
+    the sum to `.grad` afterwards.
     """
 
-    def __init__(self, uses: MutableMapping[int, int]) -> None:
+    def __init__(self, uses: Mapping[int, int]) -> None:
         self._uses = uses
-        self._sums: dict[int, Tensor] = {}
+        self._parts: dict[int, list[Tensor]] = {}
 
     def add(self, p: Tensor, grad: Tensor) -> None:
         """Take one gradient of `p`; with the last of them, `.grad` changes."""
-        key = id(p)
-        left = self._uses[key] - 1
-        if left or key in self._sums:
-            before = self._sums.pop(key, None)
-            if before is not None:
-                grad = before + grad
-            if left:
-                self._uses[key], self._sums[key] = left, grad
+        if self._uses[id(p)] > 1:
+            parts = self._parts.setdefault(id(p), [])
+            parts.append(grad)
+            if len(parts) < self._uses[id(p)]:
                 return
+            del self._parts[id(p)]
+            grad = reduce(add, reversed(parts))
         if grad.dtype != p.dtype:
             grad = grad.to(p.dtype)
         total = p.grad

@@ -19,7 +19,9 @@ from penstock.runtime.split.rule import Rule
 if TYPE_CHECKING:
     from penstock.runtime.split.tape import Tape
 
-# A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost more than it moves.
+# A weight gradient of fewer multiply-adds is computed in I: waiting for W would cost about what it moves.
+# Measured on one core of an AMD EPYC: a deferred linear takes 8 us more in F, and 6 us more in I and W together;
+# 2**20 multiply-adds of a float32 weight gradient take 23 us.
 MERGE_WORK = 1 << 20
 
 _ABSENT = object()

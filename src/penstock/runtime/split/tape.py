@@ -182,11 +182,10 @@ class Tape:
         if not self._held:
             return
         held, self._held = self._held, []
-        held.reverse()
         with torch.no_grad():
             accumulator = Accumulator(self._uses)
             while held:
-                h = held.pop()
+                h = held.pop()  # what I kept last is still in cache, and its memory is given back in order
                 if h.versions != (h.g._version, h.x._version):
                     raise SplitError(
                         "an input or output gradient of a stage was modified in place between I and W, "
