@@ -197,3 +197,12 @@ def test_a_schedule_that_is_none_is_refused(op: str, message: str) -> None:
     with pytest.raises(ps.ScheduleError) as caught:
         ps.simulate(ps.Schedule.of("x", ps.Placement(((0,),)), rows, 1))
     assert str(caught.value).startswith(message)
+
+
+def test_ops_that_take_no_time_are_listed_in_the_order_they_ran() -> None:
+    """I of the last microbatches overtakes W in a dynamic run, though all start at the same moment."""
+    schedule = ps.parse(
+        "schedule x: 1 rank, 1 stage, 2 microbatches\npipeline 0: stages on ranks 0\nrank 0 | F0 I0 W0 F1 I1 W1"
+    )
+    timeline = ps.simulate(schedule, ps.Costs.uniform(1, 0, 0, 0), dispatch="dynamic", max_held=2)
+    assert [str(t.op) for t in timeline.ops] == ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]

@@ -46,18 +46,20 @@ def run(
     arrival_time: Array,
     free_time: Array,
     peak: Array,
+    turn: Array,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
     In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), `depth`
     messages a link may hold under way before its sender blocks (0: no bound).
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
-    go on (later than its end where a full link blocked it); `peak` activations per rank.
+    go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
+    how many ops started before it (ops that take no time start together, but one after the other).
     Working space: `unsent[rank]` is the next edge of a blocked rank; `missing` and the rest are the
     core's state.
     """
     num_ops, num_ranks = len(duration), len(first) - 1
-    ended = 0
+    started = ended = 0
     time = 0.0
     last_on = [-1] * num_ranks
     # A heap of (time, code): a code below num_ops is that op's end, any other an edge's arrival.
@@ -78,6 +80,8 @@ def run(
                 continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
             peak[rank] = max(peak[rank], held[rank])
+            turn[op] = started
+            started += 1
             start_time[op] = time
             end_time[op] = time + duration[op]
             last_on[rank] = op

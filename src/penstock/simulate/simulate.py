@@ -175,6 +175,7 @@ def _run(
         "state": [0] * graph.num_ranks,
         "in_transit": [0] * graph.num_ranks**2,
         "unsent": [0] * graph.num_ranks,
+        "turn": [0] * num_ops,
         "warmup_left": list(warmup) if warmup is not None else [0] * graph.num_ranks,
     }
     floats: dict[str, list[float]] = {
@@ -214,6 +215,7 @@ def _run(
 def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str, Any]) -> Timeline:
     starts, ends = list(map(float, arrays["start_time"])), list(map(float, arrays["end_time"]))
     free, arrivals = list(map(float, arrays["free_time"])), list(map(float, arrays["arrival_time"]))
+    turns = list(map(int, arrays["turn"]))
     latest: list[tuple[float, int]] = [(-1.0, -1)] * graph.num_ops
     messages = []
     for source in range(graph.num_ops):
@@ -234,7 +236,7 @@ def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str
     ops: list[TimedOp] = []
     for rank in range(graph.num_ranks):
         previous = 0.0
-        for o in sorted(range(graph.first[rank], graph.first[rank + 1]), key=lambda o: (starts[o], ends[o], o)):
+        for o in sorted(range(graph.first[rank], graph.first[rank + 1]), key=turns.__getitem__):
             waited = starts[o] - previous
             cause: Op | None = None
             if waited > 0 and latest[o][1] >= 0 and latest[o][0] > previous:
