@@ -9,14 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from penstock.runtime.launch import launch
+
 pytestmark = pytest.mark.multiproc
 
-NUM_RANKS = 4
+NUM_RANKS = 3
 SOON = 10.0
 
 HEAD = """
@@ -50,39 +54,43 @@ assert pass_on(rank) == (rank - 1) % num_ranks
 """
 
 PARENT = """
-import sys, time
+import sys
 from penstock.runtime.launch import launch
-code = launch([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3]), port=int(sys.argv[4]) or None)
-sys.exit(code)
+
+sys.exit(launch([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3])))
 """
 
 
 @dataclass
 class Run:
-    """A parent process and the folder in which its ranks leave their numbers."""
+    """A launch under way, and the folder in which its ranks leave their numbers."""
 
-    process: subprocess.Popen[str]
     folder: Path
     num_ranks: int
+    ended: Callable[[], bool]
+    outcome: Callable[[], tuple[int, str, str]]
 
     def ready(self) -> None:
         """Returns when all ranks have talked to each other."""
+        self.appear("ready-*")
+
+    def appear(self, pattern: str) -> None:
         end = time.monotonic() + 60
-        while len(list(self.folder.glob("ready-*"))) < self.num_ranks:
+        while len(list(self.folder.glob(pattern))) < self.num_ranks:
             assert time.monotonic() < end, "the ranks did not start"
-            assert self.process.poll() is None, self.process.communicate()
+            assert not self.ended(), self.outcome()
             time.sleep(0.02)
 
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in sorted(self.folder.glob("pid-*"))]
 
-    def finish(self, timeout: float = 60.0) -> tuple[int, str, str, float]:
+    def finish(self) -> tuple[int, str, str, float]:
         """Exit code, stdout, stderr, and the seconds since this call."""
         start = time.monotonic()
-        out, err = self.process.communicate(timeout=timeout)
+        code, out, err = self.outcome()
         seconds = time.monotonic() - start
         assert alive(self.pids()) == []
-        return self.process.returncode, out, err, seconds
+        return code, out, err, seconds
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -97,29 +105,53 @@ def alive(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def start(tmp_path: Path):
-    runs: list[Run] = []
+def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Run]]:
+    """Launches from a thread of this process."""
+    with ThreadPoolExecutor(1) as pool:
 
-    def start(body: str, num_ranks: int = NUM_RANKS, port: int = 0, env: dict[str, str] | None = None) -> Run:
+        def start(body: str, num_ranks: int = NUM_RANKS, port: int | None = None) -> Run:
+            script = tmp_path / "ranks.py"
+            script.write_text(HEAD + body)
+            running = pool.submit(launch, [sys.executable, str(script), str(tmp_path)], num_ranks, port=port)
+
+            def outcome() -> tuple[int, str, str]:
+                code = running.result(60)
+                return code, *capfd.readouterr()
+
+            return Run(tmp_path, num_ranks, running.done, outcome)
+
+        yield start
+
+
+@pytest.fixture
+def start_parent(tmp_path: Path) -> Iterator[Callable[[str], tuple[Run, subprocess.Popen[str]]]]:
+    """Launches from a process that can be sent signals."""
+    processes = []
+
+    def start(body: str) -> tuple[Run, subprocess.Popen[str]]:
         script, parent = tmp_path / "ranks.py", tmp_path / "parent.py"
         script.write_text(HEAD + body)
         parent.write_text(PARENT)
         process = subprocess.Popen(
-            [sys.executable, str(parent), str(script), str(tmp_path), str(num_ranks), str(port)],
+            [sys.executable, str(parent), str(script), str(tmp_path), str(NUM_RANKS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(env or {})},
             start_new_session=True,
         )
-        runs.append(Run(process, tmp_path, num_ranks))
-        return runs[-1]
+        processes.append(process)
+
+        def outcome() -> tuple[int, str, str]:
+            out, err = process.communicate(timeout=60)
+            return process.returncode, out, err
+
+        return Run(tmp_path, NUM_RANKS, lambda: process.poll() is not None, outcome), process
 
     yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.communicate()
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def once(err: str, words: str) -> None:
@@ -152,14 +184,15 @@ def test_an_exception(start) -> None:
     code, out, err, seconds = run.finish()
     once(err, "rank 2 failed at step 17 in F3 of stage 2: ValueError: the input is too wide")
     assert "in forward" in err
-    assert "ranks 0, 1, 3 ended because of it" in err
+    assert "ranks 0, 1 ended because of it" in err
     assert (code, out) == (1, "")
     assert seconds < SOON
     print(f"ended after {seconds:.2f} s")
 
 
-def test_the_whole_traceback_on_request(start) -> None:
-    run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", env={"PENSTOCK_TRACEBACK": "1"}, num_ranks=2)
+def test_the_whole_traceback_on_request(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+    run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", num_ranks=2)
     code, _, err, _ = run.finish()
     assert code == 1
     assert err.count("Traceback (most recent call last)") == 1
@@ -194,13 +227,14 @@ def test_ranks_that_do_not_notice_are_stopped(start) -> None:
         "    time.sleep(100)\n"
         "child = os.fork()\n"
         "if child: (folder / 'pid-child').write_text(str(child)); os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "time.sleep(100)\n"
+        "time.sleep(100)\n",
+        num_ranks=4,
     )
     run.ready()
     code, _, err, seconds = run.finish()
     once(err, "rank 0 failed: RuntimeError: enough")
     assert "ranks 1, 2, 3 did not end and had to be stopped" in err
-    assert (code, len(run.pids())) == (1, NUM_RANKS + 1)
+    assert (code, len(run.pids())) == (1, 5)
     assert seconds < SOON
     print(f"ended after {seconds:.2f} s")
 
@@ -216,12 +250,12 @@ def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
     assert code == 1
 
 
-def test_a_killed_parent_takes_its_ranks_along(start) -> None:
-    run = start("time.sleep(100)")
+def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
+    run, parent = start_parent("time.sleep(100)")
     run.ready()
     pids = run.pids()
     assert len(alive(pids)) == NUM_RANKS
-    run.process.kill()
+    parent.kill()
     begin = time.monotonic()
     while alive(pids):
         assert time.monotonic() - begin < SOON
@@ -229,8 +263,8 @@ def test_a_killed_parent_takes_its_ranks_along(start) -> None:
     print(f"ended after {time.monotonic() - begin:.2f} s")
 
 
-def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start) -> None:
-    run = start(
+def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
+    run, parent = start_parent(
         "try:\n"
         "    while True: time.sleep(0.05)\n"
         "except KeyboardInterrupt:\n"
@@ -238,36 +272,37 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start) -> None:
         "    print('saved', pass_on(rank) == (rank - 1) % num_ranks, flush=True)\n"
     )
     run.ready()
-    run.process.send_signal(signal.SIGINT)
+    parent.send_signal(signal.SIGINT)
     code, out, err, _ = run.finish()
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
 
 
-def test_ctrl_c_that_ranks_die_of(start) -> None:
-    run = start("time.sleep(100)")
+def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
+    run, parent = start_parent("time.sleep(100)")
     run.ready()
-    run.process.send_signal(signal.SIGINT)
+    parent.send_signal(signal.SIGINT)
     code, _, err, _ = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
-def test_a_second_ctrl_c_does_not_wait(start) -> None:
-    run = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)")
+def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
+    run, parent = start_parent(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)"
+    )
     run.ready()
-    while len(list(run.folder.glob("deaf-*"))) < NUM_RANKS:
-        time.sleep(0.02)
-    run.process.send_signal(signal.SIGINT)
+    run.appear("deaf-*")
+    parent.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    run.process.send_signal(signal.SIGINT)
+    parent.send_signal(signal.SIGINT)
     code, _, err, seconds = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
     assert seconds < SOON
 
 
-def test_sigterm_to_the_parent_ends_all(start) -> None:
-    run = start("time.sleep(100)")
+def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
+    run, parent = start_parent("time.sleep(100)")
     run.ready()
-    run.process.terminate()
+    parent.terminate()
     code, _, err, _ = run.finish()
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
@@ -293,8 +328,6 @@ def test_a_chosen_port(start) -> None:
 
 
 def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
-    from penstock.runtime.launch import launch
-
     assert launch(["/no/such/program"], 2) == 2
     assert capsys.readouterr().err == (
         "penstock: /no/such/program cannot be started: No such file or directory; give a program's path\n"

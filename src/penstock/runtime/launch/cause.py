@@ -15,6 +15,8 @@ HEAD_START = 0.5  # seconds by which a kill is older than the moment the parent 
 HINTS = {
     signal.SIGKILL: "; out of memory is the usual cause (the kernel's log, dmesg, tells): use smaller microbatches",
     signal.SIGTERM: " from outside",
+    signal.SIGABRT: "; what native code wrote above tells why",
+    signal.SIGSEGV: " in native code",
     signal.SIGBUS: "; a full /dev/shm or a truncated mapped file is the usual cause",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -71,24 +72,43 @@ class StoreDesk:
 
 
 class Reporter:
-    """`sys.excepthook` of a rank."""
+    """`sys.excepthook` of a rank; a process that the rank forks keeps Python's own.
+
+    A failed rank leaves as soon as the exit handlers registered after this have run: the interpreter's teardown
+    takes longer, and the other ranks learn of the failure only when it is over.
+    """
 
     def __init__(self, rank: int, desk: Desk) -> None:
         self.rank, self.desk = rank, desk
         self.failed = False
+        self._process = os.getpid()
+        atexit.register(self._leave)
 
     def note(self, error: BaseException) -> None:
         """Reports an exception that may still be caught."""
         self.desk.take(Report.of(error, self.rank, final=False))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            sys.__excepthook__(kind, error, trace)
+            return
         self.failed = True
         self.desk.take(Report.of(error, self.rank, final=True))
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
+        _flush()
         timer = threading.Timer(LINGER, os._exit, [1])
         timer.daemon = True
         timer.start()
+
+    def _leave(self) -> None:
+        if self.failed and os.getpid() == self._process:
+            _flush()
+            os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def report_failure(error: BaseException, context: str | None = None) -> None:
