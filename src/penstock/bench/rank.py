@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
+from penstock.bench.machine import machine
 from penstock.bench.sides import SIZES, Side, Task, builders
-from penstock.bench.split import machine
 
 WARM_UPS = 3
 Metrics = dict[str, float]

@@ -76,6 +76,8 @@ def run(
             if memory:
                 row["memory"] = {side: _memory(job, side) for side in ("ours", "torch")}
             rows.append(row)
+            ratios = ", ".join(f"{metric} {ratio:.2f}" for metric, ratio in row["ratios"].items())
+            print(f"{size} {schedule}: ours / torch's {ratios}", file=sys.stderr, flush=True)
     return {"machine": machine, "rows": rows}
 
 

@@ -1,0 +1,32 @@
+"""What a benchmark's numbers were measured on; nothing that names the machine or its owner."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """Processor, how many, torch's threads, and versions."""
+    return {
+        "processor": _processor(),
+        "num_processors": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
