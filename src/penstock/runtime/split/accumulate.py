@@ -9,6 +9,8 @@ from operator import add
 import torch
 from torch import Tensor
 
+from penstock.runtime.split.workspace import Workspace
+
 
 class Accumulator:
     """Sums what one microbatch gives a parameter, and adds that sum to `.grad` once.
@@ -21,6 +23,11 @@ class Accumulator:
     def __init__(self, uses: Mapping[int, int]) -> None:
         self._uses = uses
         self._parts: dict[int, list[Tensor]] = {}
+        self._workspace = Workspace()
+
+    def workspace(self, p: Tensor) -> Workspace | None:
+        """Where a gradient of `p` may be computed, unless it will be kept."""
+        return self._workspace if p.grad is not None and self._uses.get(id(p)) == 1 else None
 
     def add(self, p: Tensor, grad: Tensor) -> None:
         """Take one gradient of `p`; with the last of them, `.grad` changes."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.split.rule import Rule
+from penstock.runtime.split.workspace import Workspace
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -51,7 +52,13 @@ class ConvRule(Rule):
         return gx if x.dim() == self._batched_dim else gx.squeeze(0)
 
     def weight_grads(
-        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+        self,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool],
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         _, gw, gb = self._backward(g, x, weight, bias, [False, *needs])
         return (gw if needs[0] else None), (gb if needs[1] else None)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.split.rule import Rule
+from penstock.runtime.split.workspace import Workspace
 
 # Filling, scattering and adding one entry of the table's gradient takes about as long as this many
 # multiply-adds of a matmul (memory traffic against arithmetic).
@@ -38,7 +39,13 @@ class EmbeddingRule(Rule):
         raise TypeError("the indices of an embedding have no gradient")
 
     def weight_grads(
-        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+        self,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool],
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         gw: Tensor = torch.ops.aten.embedding_dense_backward(g, x, weight.shape[0], self._padding, self._by_frequency)
         return gw, None

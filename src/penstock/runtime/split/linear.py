@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.split.rule import Rule
+from penstock.runtime.split.workspace import Workspace
 
 
 class LinearRule(Rule):
@@ -51,13 +52,20 @@ class LinearRule(Rule):
         return _left_grad(_rows(g), _rows(x), weight).reshape(x.shape)
 
     def weight_grads(
-        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+        self,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool],
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         rows, g_rows = _rows(x), _rows(g)
         gw: Tensor | None = None
         if needs[0]:
             if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
-                gw = g_rows.t().mm(rows)
+                room = None if workspace is None else workspace.like(weight)
+                gw = torch.mm(g_rows.t(), rows, out=room)
             else:
                 gw = rows.t().mm(g_rows).t()
         gb: Tensor | None = None

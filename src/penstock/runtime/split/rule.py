@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from penstock.runtime.split.workspace import Workspace
+
 
 class Rule(ABC):
     """The arithmetic of one module, cut where its backward can be split.
@@ -44,6 +46,15 @@ class Rule(ABC):
 
     @abstractmethod
     def weight_grads(
-        self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+        self,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool],
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, each only if `needs` says so."""
+        """The gradients of weight and bias, each only if `needs` says so; the first in `workspace` if it may.
+
+        A workspace is given only outside autograd.
+        """

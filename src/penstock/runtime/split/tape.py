@@ -192,7 +192,8 @@ class Tape:
                         f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
                         "copy, or run W first"
                     )
-                gw, gb = h.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs)
+                workspace = accumulator.workspace(h.weight)
+                gw, gb = h.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
                 if gw is not None:
                     accumulator.add(h.weight, gw)
                 if gb is not None and h.bias is not None:
