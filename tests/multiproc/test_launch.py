@@ -213,7 +213,7 @@ def test_a_killed_rank(start, victim: int) -> None:
 def test_a_rank_that_just_exits(start) -> None:
     run = start("if rank == 1: os._exit(3)\nwait_for((rank + 1) % num_ranks)")
     code, _, err, _ = run.finish()
-    once(err, "rank 1 ended with exit code 3 and no exception")
+    once(err, "rank 1 ended with exit code 3 and reported no exception")
     assert code == 3
 
 
@@ -307,6 +307,23 @@ def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
 
+def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import no_such_module_at_all")
+    assert launch([sys.executable, str(script)], 3) == 1
+    err = capfd.readouterr().err
+    assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
+    assert "ended with exit code 1 and reported no exception" in err
+    script.write_text("import sys; print('by the way', file=sys.stderr)")
+    assert launch([sys.executable, str(script)], 2) == 0
+    assert capfd.readouterr().err == "by the way\n" * 2
+
+
+def test_stderr_is_the_parents(start) -> None:
+    code, out, err, _ = start("if rank: print('now', file=sys.stderr); os.write(2, b'raw\\n')", num_ranks=2).finish()
+    assert (code, out, err) == (0, "", "now\nraw\n")
+
+
 def test_a_port_in_use(start) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
@@ -338,4 +355,4 @@ def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert "port 70000" in capsys.readouterr().err
     assert launch(["true"], 3) == 0
     assert launch(["false"], 1) == 1
-    assert "rank 0 ended with exit code 1 and no exception" in capsys.readouterr().err
+    assert "rank 0 ended with exit code 1 and reported no exception" in capsys.readouterr().err

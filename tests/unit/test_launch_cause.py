@@ -71,7 +71,7 @@ def test_a_silent_exit() -> None:
     ends = [end(0, 1, 5.1, report(0, Kind.LOST, 5)), end(1, 3, 4.9)]
     root = root_cause(ends)
     assert root is ends[1]
-    assert explain(root, ends).startswith("penstock: rank 1 ended with exit code 3 and no exception")
+    assert explain(root, ends).startswith("penstock: rank 1 ended with exit code 3 and reported no exception")
     assert exit_code(root) == 3
 
 

@@ -30,6 +30,7 @@ class End:
     time: float
     asked: bool
     report: Report | None
+    held: str = ""  # what it wrote to stderr before it could report
 
     @property
     def failed(self) -> bool:
@@ -63,6 +64,7 @@ def explain(root: End, ends: Sequence[End]) -> str:
     lines = [f"penstock: {_cause(root)}"]
     if root.said and root.said.kind is not Kind.INTERRUPT:
         lines += details(root.said)
+    lines += root.held.splitlines()
     others = [end for end in ends if end is not root and end.failed]
     stuck = [end.rank for end in others if end.asked and not end.said]
     followed = [end.rank for end in others if end.rank not in stuck]
@@ -89,7 +91,7 @@ def _cause(end: End) -> str:
     if end.asked:
         return f"rank {end.rank} did not end and had to be stopped"
     if end.code > 0:
-        return f"rank {end.rank} ended with exit code {end.code} and no exception"
+        return f"rank {end.rank} ended with exit code {end.code} and reported no exception"
     try:
         number = signal.Signals(-end.code)
         name = number.name

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch import lifeline
 from penstock.runtime.launch.handover import Handover
+from penstock.runtime.launch.held import let_through
 from penstock.runtime.launch.lost import Loss, loss_of
 from penstock.runtime.launch.reporter import FolderDesk, Reporter, StoreDesk
 
@@ -22,13 +23,15 @@ __all__ = ["init_process", "watch"]
 def watch() -> None:
     """The lifeline and the failure report, without torch.distributed; `init_process` does it too.
 
-    Call it first in a program that has much to do before `init_process`. Does nothing where no launcher of ours
+    Call it first in a program that has much to do before `init_process`: until then what a rank writes to stderr is
+    held, and shown at the end of the first rank to fail only. Does nothing where no launcher of ours
     is the parent, and nothing the second time.
     """
     handover = Handover.of(os.environ)
     if handover and not isinstance(sys.excepthook, Reporter):
         sys.excepthook = Reporter(_number("RANK"), FolderDesk(handover.reports))
         lifeline.hold(handover.lifeline, handover.reports)
+        let_through(handover.reports, _number("RANK"), handover.stderr)
 
 
 def init_process(timeout: float) -> tuple[int, int]:

@@ -13,10 +13,12 @@ VARIABLE = "PENSTOCK_LAUNCH"
 
 @dataclass(frozen=True)
 class Handover:
-    """The folder for reports, the lifeline's reading end, and on rank 0 the listening socket of the store."""
+    """The folder for reports, and descriptors: the lifeline's reading end, the real stderr, on rank 0 the store's
+    listening socket."""
 
     reports: str
     lifeline: int
+    stderr: int
     store: int | None
 
     def variables(self) -> dict[str, str]:

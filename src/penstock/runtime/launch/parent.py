@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import exit_code, explain, root_cause
 from penstock.runtime.launch.handover import Handover
+from penstock.runtime.launch.held import held_path
 from penstock.runtime.launch.port import HOST, listen
 from penstock.runtime.launch.rank_process import RankProcess
 from penstock.runtime.launch.report import Kind, Report
@@ -86,6 +87,7 @@ class Family:
         """Starts all ranks. Raises `RuntimeFailure` or `OSError`; some may have started then."""
         with listen(port) as listener:
             reading, self._lifeline = os.pipe()
+            stderr = os.dup(2)
             common = {
                 **_thread_share(environment, num_ranks),
                 "MASTER_ADDR": HOST,
@@ -97,12 +99,15 @@ class Family:
             try:
                 for rank in range(num_ranks):
                     store = listener.fileno() if rank == 0 else None
-                    handover = Handover(self._reports, reading, store)
+                    handover = Handover(self._reports, reading, stderr, store)
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **handover.variables()}
-                    passed = [reading] if store is None else [reading, store]
-                    self._ranks.append(RankProcess(rank, command, {**environment, **common, **own}, passed))
+                    passed = [number for number in (reading, stderr, store) if number is not None]
+                    with held_path(self._reports, rank).open("wb") as held:
+                        each = RankProcess(rank, command, {**environment, **common, **own}, passed, held)
+                    self._ranks.append(each)
             finally:
                 os.close(reading)
+                os.close(stderr)
 
     def watch(self) -> None:
         """Returns when all ranks have ended, which they do soon after one fails."""
@@ -126,6 +131,7 @@ class Family:
         self._ranks = []
         root = root_cause(ends)
         if root is None:
+            print(*(end.held for end in ends), sep="", end="", file=sys.stderr, flush=True)
             return 0
         if self._calls.terminated:
             print(f"penstock: stopped by {self._calls.terminated.name}", file=sys.stderr, flush=True)

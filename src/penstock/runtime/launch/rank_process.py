@@ -8,9 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import End
+from penstock.runtime.launch.held import held_text
 from penstock.runtime.launch.report import Report
 
 __all__ = ["RankProcess"]
@@ -24,14 +26,24 @@ class RankProcess:
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        stderr: BinaryIO,
     ) -> None:
         self.rank = rank
         self.asked = False
         self.ended_at: float | None = None
         try:
             self._process = subprocess.Popen(
-                command, env=dict(environment), pass_fds=descriptors, start_new_session=True, stdin=subprocess.DEVNULL
+                command,
+                env=dict(environment),
+                pass_fds=descriptors,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
             )
         except OSError as error:
             raise RuntimeFailure(f"{command[0]} cannot be started: {error.strerror}; give a program's path") from None
@@ -67,7 +79,8 @@ class RankProcess:
         if with_family:
             self._to_group(signal.SIGKILL)
         code = self._process.wait()
-        return End(self.rank, code, self.ended_at or time.time(), self.asked, Report.load(reports, self.rank))
+        report, held = Report.load(reports, self.rank), held_text(reports, self.rank)
+        return End(self.rank, code, self.ended_at or time.time(), self.asked, report, held)
 
     def _seen_dead(self) -> bool:
         if not hasattr(os, "waitid"):
