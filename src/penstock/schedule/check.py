@@ -8,26 +8,24 @@
     deadlock    the ranks, run together with bounded channels, all reach their last op
     memory      no rank holds more activations than the limit
 
-The last but one is decided by running the order without time or tensors. Receiving and sending are
-blocking and deterministic, so the ranks reach the same end whatever their speed: one run is a proof.
-
-By default a channel holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so
-sends alone never block and a deadlock is a circle of ops that wait for one another. Warm-up counts with
-much slack between two ranks need this: the upper rank is far ahead of the lower one's use of its messages.
+The last but one is decided by running the order without time or tensors (`untimed`). By default a channel
+holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never
+block and a deadlock is a circle of ops that wait for one another. Warm-up counts with much slack between
+two ranks need this: the upper rank is far ahead of the lower one's use of its messages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import cell_texts
+from penstock.schedule.untimed import UntimedRun, peak_in_flight, run_untimed
+
+__all__ = ["check", "peak_in_flight", "run_untimed"]
 
 _SHOWN_EACH_SIDE = 6
 
@@ -156,87 +154,6 @@ def _check_local_order(schedule: Schedule) -> None:
                     raise _error(schedule, "order", rank, step, op, message, peer=_name(needed))
 
 
-@dataclass(frozen=True)
-class UntimedRun:
-    """Where a run without time ended: `steps[rank]` ops done, and what each unfinished rank waits for.
-
-    `blocked[rank]` is (op, peer rank, full): the op the rank waits for, or, where `full`, the op whose
-    message found its channel to the peer full.
-    """
-
-    steps: tuple[int, ...]
-    blocked: dict[int, tuple[Op, int, bool]]
-
-
-def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
-    """Runs the frozen order with channels of bounded depth until no rank can go on (None: see `check`)."""
-    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
-    needs = {op: predecessors(op, schedule.num_stages, rank_of_op) for op in rank_of_op}
-    receivers: dict[Op, list[Op]] = {}
-    for op, needed in needs.items():
-        for producer in needed:
-            if carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
-                receivers.setdefault(producer, []).append(op)
-    steps = [0] * schedule.num_ranks
-    unsent: list[deque[Op]] = [deque() for _ in schedule.order]
-    held: dict[tuple[int, int, bool], int] = {}
-    arrived: set[tuple[Op, Op]] = set()
-    done: set[Op] = set()
-    blocked: dict[int, tuple[Op, int, bool]] = {}
-
-    def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
-        return rank_of_op[producer], rank_of_op[consumer], producer.kind == FORWARD
-
-    def advance(rank: int) -> set[int]:
-        """Runs one rank as far as it goes; returns the ranks this may have woken."""
-        woken: set[int] = set()
-        row = schedule.order[rank]
-        while True:
-            while unsent[rank]:
-                consumer = unsent[rank][0]
-                producer = row[steps[rank] - 1]
-                key = channel(producer, consumer)
-                if channel_depth is not None and held.get(key, 0) >= channel_depth:
-                    blocked[rank] = producer, key[1], True
-                    return woken
-                held[key] = held.get(key, 0) + 1
-                arrived.add((producer, consumer))
-                unsent[rank].popleft()
-                woken.add(key[1])
-            if steps[rank] == len(row):
-                blocked.pop(rank, None)
-                return woken
-            op = row[steps[rank]]
-            for producer in needs[op]:
-                remote = rank_of_op.get(producer, rank) != rank
-                if producer not in done if not remote else (producer, op) not in arrived:
-                    blocked[rank] = producer, rank_of_op.get(producer, rank), False
-                    return woken
-            for producer in needs[op]:
-                if (producer, op) in arrived:
-                    key = channel(producer, op)
-                    held[key] -= 1
-                    woken.add(key[0])
-            done.add(op)
-            steps[rank] += 1
-            unsent[rank].extend(receivers.get(op, ()))
-
-    pending = deque(range(schedule.num_ranks))
-    while pending:
-        for rank in sorted(advance(pending.popleft())):
-            if rank not in pending:
-                pending.append(rank)
-    return UntimedRun(tuple(steps), blocked)
-
-
-def needed_channel_depth(schedule: Schedule) -> int:
-    """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
-    if not run_untimed(schedule, 1).blocked:
-        return 1
-    depths = range(2, max(peak_in_flight(schedule)) + 1)
-    return depths[bisect_left(depths, True, key=lambda depth: not run_untimed(schedule, depth).blocked)]
-
-
 def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | None) -> ScheduleError:
     """Follows who waits for whom from the first blocked rank to the cycle, and tells the cycle."""
     path, rank = [], min(run.blocked)
@@ -272,18 +189,6 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
 
 def _step_of(row: Sequence[Op], op: Op) -> int | str:
     return row.index(op) if op in row else "(nowhere)"
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most stage activations each rank holds at once when they live from F to B or W."""
-    peaks = []
-    for row in schedule.order:
-        held = peak = 0
-        for op in row:
-            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:

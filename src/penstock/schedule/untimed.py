@@ -1,0 +1,139 @@
+"""Running a schedule's order without time or tensors: where it ends, and what it needs on the way.
+
+Receiving and sending are blocking and deterministic, so the ranks reach the same end whatever their speed:
+one run is a proof.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.op import FORWARD, INPUT, Op
+from penstock.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class UntimedRun:
+    """Where a run without time ended: `steps[rank]` ops done, and what each unfinished rank waits for.
+
+    `blocked[rank]` is (op, peer rank, full): the op the rank waits for, or, where `full`, the op whose
+    message found its channel to the peer full.
+    """
+
+    steps: tuple[int, ...]
+    blocked: dict[int, tuple[Op, int, bool]]
+
+
+def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
+    """Runs the frozen order until no rank can go on, over channels of bounded depth or, where the depth is
+    None, over channels that hold all that is in flight and so never fill up."""
+    return _run_unbounded(schedule) if channel_depth is None else _run_bounded(schedule, channel_depth)
+
+
+def _run_unbounded(schedule: Schedule) -> UntimedRun:
+    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    num_stages = schedule.num_stages
+    steps = [0] * schedule.num_ranks
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        rank = ready.pop()
+        blocked.pop(rank, None)
+        row = schedule.order[rank]
+        while steps[rank] < len(row):
+            op = row[steps[rank]]
+            missing = [needed for needed in predecessors(op, num_stages, rank_of_op) if needed not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                blocked[rank] = missing[0], rank_of_op.get(missing[0], rank), False
+                break
+            done.add(op)
+            steps[rank] += 1
+            if op in waiting:
+                ready += waiting.pop(op)
+    return UntimedRun(tuple(steps), blocked)
+
+
+def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
+    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    needs = {op: predecessors(op, schedule.num_stages, rank_of_op) for op in rank_of_op}
+    receivers: dict[Op, list[Op]] = {}
+    for op, needed in needs.items():
+        for producer in needed:
+            if carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+                receivers.setdefault(producer, []).append(op)
+    steps = [0] * schedule.num_ranks
+    unsent: list[deque[Op]] = [deque() for _ in schedule.order]
+    held: dict[tuple[int, int, bool], int] = {}
+    arrived: set[tuple[Op, Op]] = set()
+    done: set[Op] = set()
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+
+    def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
+        return rank_of_op[producer], rank_of_op[consumer], producer.kind == FORWARD
+
+    def advance(rank: int) -> set[int]:
+        """Runs one rank as far as it goes; returns the ranks this may have woken."""
+        woken: set[int] = set()
+        row = schedule.order[rank]
+        while True:
+            while unsent[rank]:
+                consumer = unsent[rank][0]
+                producer = row[steps[rank] - 1]
+                key = channel(producer, consumer)
+                if held.get(key, 0) >= channel_depth:
+                    blocked[rank] = producer, key[1], True
+                    return woken
+                held[key] = held.get(key, 0) + 1
+                arrived.add((producer, consumer))
+                unsent[rank].popleft()
+                woken.add(key[1])
+            if steps[rank] == len(row):
+                blocked.pop(rank, None)
+                return woken
+            op = row[steps[rank]]
+            for producer in needs[op]:
+                remote = rank_of_op.get(producer, rank) != rank
+                if producer not in done if not remote else (producer, op) not in arrived:
+                    blocked[rank] = producer, rank_of_op.get(producer, rank), False
+                    return woken
+            for producer in needs[op]:
+                if (producer, op) in arrived:
+                    key = channel(producer, op)
+                    held[key] -= 1
+                    woken.add(key[0])
+            done.add(op)
+            steps[rank] += 1
+            unsent[rank].extend(receivers.get(op, ()))
+
+    pending = deque(range(schedule.num_ranks))
+    while pending:
+        for rank in sorted(advance(pending.popleft())):
+            if rank not in pending:
+                pending.append(rank)
+    return UntimedRun(tuple(steps), blocked)
+
+
+def needed_channel_depth(schedule: Schedule) -> int:
+    """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
+    if not run_untimed(schedule, 1).blocked:
+        return 1
+    depths = range(2, max(peak_in_flight(schedule)) + 1)
+    return depths[bisect_left(depths, True, key=lambda depth: not run_untimed(schedule, depth).blocked)]
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Most stage activations each rank holds at once when they live from F to B or W."""
+    peaks = []
+    for row in schedule.order:
+        held = peak = 0
+        for op in row:
+            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
