@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from penstock.schedule import Op, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOp:
+class TimedOp(NamedTuple):
     """One op that ran.
 
     Attributes:
@@ -30,8 +30,7 @@ class TimedOp:
     blocked: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A message between ranks: from the end of `source` to its arrival for `target` (ms)."""
 
     source: Op
