@@ -282,9 +282,11 @@ def test_planning_starts_without_torch_and_numba(line: str) -> None:
 
 
 def test_the_program_ends_quietly_when_its_reader_does() -> None:
-    command = f"{sys.executable} -m penstock show gpipe --ranks 16 --microbatches 400 | head -c 10"
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert (ran.stdout[:8], ran.stderr) == ("schedule", "")
+    command = f"{sys.executable} -m penstock show gpipe --ranks 16 --microbatches 400 --json | head -c 10"
+    ran = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.stdout, ran.stderr, ran.returncode) == ('{"name": "', "", 0)
 
 
 def test_the_terminal_may_lack_letters() -> None:

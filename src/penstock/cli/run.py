@@ -37,9 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("penstock: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, like `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _reader_left()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # the parser makes this of a closed pipe
+            return _reader_left()
+        raise
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help, or hands it over to print
             return _no_arguments(error, as_json)
@@ -52,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             failure = Failure(INVALID, f"a bug in penstock: {name}\nwith {TRACEBACK}=1 it says where", rule="bug")
         return _report(failure, as_json)
+
+
+def _reader_left() -> int:
+    """The reader of our output, like `head`, has seen enough: nothing is wrong, and nothing more to write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _no_arguments(error: Exception, as_json: bool) -> int:

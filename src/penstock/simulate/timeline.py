@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from penstock.schedule import Op, Schedule
 
 
-class TimedOp(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TimedOp:
     """One op that ran.
 
     Attributes:
@@ -30,7 +30,8 @@ class TimedOp(NamedTuple):
     blocked: float = 0.0
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Message:
     """A message between ranks: from the end of `source` to its arrival for `target` (ms)."""
 
     source: Op
