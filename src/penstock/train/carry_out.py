@@ -1,65 +1,152 @@
-"""Carries out an order on this rank, or starts one process a rank that does."""
+"""Carries out an order: checks everything, starts one process a rank, and hands back the report."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from penstock.data import Corpus
 from penstock.runtime.launch import init_process, launch, watch
-from penstock.train.folder import RunFolder
-from penstock.train.handover import Order
-from penstock.train.inputs import gather_inputs
+from penstock.train.folder import RunFolder, check_place
+from penstock.train.going_on import check_resume
+from penstock.train.handover import Order, hand_over, take_over
+from penstock.train.inputs import Inputs, check_tokens, gather_inputs
 from penstock.train.rank import RankRun
+from penstock.train.report import Report
+from penstock.train.settings import num_cores
 
 INTERRUPTED = 130
 
 
-def start_ranks(order: Order, port: int | None) -> int:
-    """Checks everything, then runs one process a rank; returns the exit code.
+class RunFailed(Exception):
+    """Ranks that ended without a report; the message names the one that failed first."""
+
+    rule = "run"
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def carry_out(order: Order, port: int | None) -> int:
+    """Runs the order on this machine and prints the report; returns the exit code.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
+        RunFailed: a rank failed.
     """
-    gather_inputs(order.settings)
-    if order.settings.in_process:
-        return run_rank(order, first=True)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        path = Path(folder) / "order.json"
-        order.write(path)
-        command = [sys.executable, "-m", "penstock.train", "--order", str(path)]
-        return launch(command, order.settings.ranks, port=port)
+    inputs = _check(order)
+    folder = RunFolder(Path(order.folder))
+    goes_on = check_resume(inputs, folder) if order.resume else None
+    with folder.made():
+        if not order.as_json:
+            print(_announcement(inputs, folder, goes_on), file=sys.stderr, flush=True)
+        if order.settings.in_process:
+            torch.set_num_threads(order.settings.num_threads)
+            report = _run(order, inputs, first=True).report
+            code, said = 0, ""
+        else:
+            code, said = _launch(order, inputs.corpus, port)
+            report = Report.read(folder.report)
+        if report is None:
+            raise RunFailed("\n".join(filter(None, [said, _way_on(folder)])), code or 1)
+        if said:
+            print(f"penstock: {said}", file=sys.stderr, flush=True)
+        _show(report, folder, order.as_json)
+        return code or (INTERRUPTED if report.interrupted else 0)
 
 
-def run_ordered(path: Path) -> int:
-    """What a rank started by `start_ranks` does."""
+def run_ordered(handover: Path) -> int:
+    """What a rank started by `carry_out` does."""
     watch()
-    return join_and_run(Order.read(path))
-
-
-def join_and_run(order: Order) -> int:
-    """Joins the other ranks, then runs."""
+    order, corpus = take_over(handover)
+    inputs = gather_inputs(order.settings, corpus)
+    torch.set_num_threads(order.settings.num_threads)
     rank, _ = init_process(order.settings.timeout)
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return run_rank(order, first=rank == 0)
+    if rank == 0:
+        shutil.rmtree(handover, ignore_errors=True)  # all have taken over, or they would not have joined
+    _run(order, inputs, first=rank == 0)
+    return 0
 
 
-def run_rank(order: Order, first: bool) -> int:
-    """Trains as one rank (or as all of them, in one process) and prints the report on the first."""
-    run = RankRun(gather_inputs(order.settings), RunFolder(Path(order.folder)), first, order.as_json)
+def run_joined(order: Order) -> int:
+    """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
+    inputs = _check(order)
+    folder = RunFolder(Path(order.folder))
+    if order.resume:
+        check_resume(inputs, folder)
+    torch.set_num_threads(order.settings.num_threads)
+    rank, _ = init_process(order.settings.timeout)
+    run = _run(order, inputs, first=rank == 0)
+    if run.report is not None:
+        _show(run.report, run.folder, order.as_json)
+    return INTERRUPTED if run.interrupted else 0
+
+
+def _check(order: Order) -> Inputs:
+    if order.export is not None:
+        check_place(Path(order.export), "--export")
+    inputs = gather_inputs(order.settings)
+    check_tokens(inputs.corpus)
+    return inputs
+
+
+def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
+    run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export)
     if order.resume:
         run.resume()
-    report = run.run()
-    if order.export is not None:
-        run.export(order.export)
-    if report is None:
-        return 0
-    print(json.dumps(report.to_json()) if order.as_json else "\n" + report.to_text(), flush=True)
-    if not order.as_json and (text := run.folder.file("sample.txt").read_text(encoding="utf-8").strip()):
-        print(f"\n{text}", flush=True)
-    return INTERRUPTED if report.interrupted else 0
+    run.run()
+    return run
+
+
+def _launch(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
+    """One process a rank; the exit code, and what the launcher said of a failure."""
+    RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
+        hand_over(Path(handover), order, corpus)
+        command = [sys.executable, "-m", "penstock.train", "--order", handover]
+        env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
+        with contextlib.redirect_stderr(said):
+            code = launch(command, order.settings.ranks, port=port, env=env)
+    return code, said.getvalue().strip().removeprefix("penstock: ")
+
+
+def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str:
+    settings, schedule = inputs.settings, inputs.schedule
+    where = "in one process" if settings.in_process else "one process each"
+    samples = settings.batch / settings.microbatches
+    lines = [
+        f"data    {inputs.corpus.description}",
+        f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches "
+        f"of {samples:g} samples, {settings.dispatch}",
+        f"folder  {folder.path}",
+    ]
+    if goes_on is not None:
+        lines.append(f"resume  {goes_on}")
+    if not settings.in_process and settings.ranks > num_cores() and settings.device == "cpu":
+        lines.append(f"note    {settings.ranks} ranks share {num_cores()} cores, which bubbles can't show")
+    return "\n".join(lines)
+
+
+def _way_on(folder: RunFolder) -> str:
+    """How to go on after a failure, where there is something to go on from."""
+    if not any(folder.checkpoints.glob("step-*")):
+        return ""
+    return f"its checkpoints are good: go on with penstock train --resume {folder.path}"
+
+
+def _show(report: Report, folder: RunFolder, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.to_json(), allow_nan=False), flush=True)
+        return
+    text = folder.file("sample.txt").read_text(encoding="utf-8").strip()
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    print("\n" + report.to_text() + (f"\n\n{shown}" if shown else ""), flush=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.formats import load
 from penstock.train.folder import RunFolder, free_folder
-from penstock.train.handover import Order
-from penstock.train.settings import Settings, SettingsError, read_settings
+from penstock.train.settings import Settings, SettingsError, is_schedule_file, read_settings
+
+if TYPE_CHECKING:
+    from penstock.train.handover import Order
 
 DEFAULTS = Settings()
 
@@ -57,6 +62,7 @@ def train(
     keep: Annotated[int | None, _option("Checkpoints kept.", "keep")] = None,
     device: Annotated[str | None, _option("cpu or cuda.", "device")] = None,
     timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
+    threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,
     sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
     in_process: Annotated[bool | None, _option("All ranks in one process, in turn.")] = None,
     out: Annotated[str | None, _option("Folder of the run; else a new one in runs/.")] = None,
@@ -76,26 +82,55 @@ def train(
 
 
 def order_of(given: dict[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool) -> Order:
-    """The order for the options given; a resumed run's own settings stand behind them. Raises SettingsError."""
+    """The order for the options given; a resumed run's own settings stand behind them.
+
+    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
+    """
+    from penstock.train.handover import Order
+
     given = dict(given)
     if "warmup" in given:
         given["warmup"] = _counts(given["warmup"])
     if "optimizer_options" in given:
         given["optimizer_options"] = _object(given["optimizer_options"])
+    for name in ("data", "tokenizer"):  # a run may be resumed from another folder
+        if name in given:
+            given[name] = os.path.abspath(given[name])
+    if "schedule" in given:
+        given |= _schedule_file(given)
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "").isdigit():
+        given.setdefault("ranks", int(os.environ["WORLD_SIZE"]))
     if resume is None:
-        settings = Settings.from_mapping(given, "options")
+        settings, folder = Settings.from_mapping(given), None
         name = f"{settings.preset}-{Path(settings.schedule).stem}-{settings.ranks}"
         folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
         if folder.checkpoints.exists():
             raise SettingsError(
                 f"{folder.path} holds a run; go on with --resume {folder.path}, or give another --out"
             )
-        return Order(settings, str(folder.path), False, export, as_json)
-    if out is not None and Path(out) != Path(resume):
-        raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
-    saved = read_settings(RunFolder(Path(resume)).settings)
-    settings = Settings.from_mapping({**saved, **given}, resume)
-    return Order(settings, resume, True, export, as_json)
+    else:
+        if out is not None and os.path.abspath(out) != os.path.abspath(resume):
+            raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
+        folder = RunFolder(Path(resume))
+        saved = Settings.from_mapping(read_settings(folder.settings), f"{folder.settings}: ")
+        settings = Settings.from_mapping({**dataclasses.asdict(saved), **_cleared(given), **given})
+    settings = dataclasses.replace(settings, threads=settings.num_threads)
+    return Order(settings, str(folder.path), resume is not None, export, as_json)
+
+
+def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
+    """A schedule file says itself for how many ranks and microbatches it is; nothing for a name."""
+    if not is_schedule_file(given["schedule"]):
+        return {}
+    path = os.path.abspath(given["schedule"])
+    schedule = load(path)
+    counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    return {"schedule": path} | {name: count for name, count in counts.items() if name not in given}
+
+
+def _cleared(given: dict[str, Any]) -> dict[str, Any]:
+    """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
+    return {"stages": None, "warmup": None} if "schedule" in given or "ranks" in given else {}
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -121,13 +156,25 @@ def _carry_out(order: Order, port: int | None) -> int:
     from penstock.train import carry_out
 
     if "RANK" in os.environ:
-        return carry_out.join_and_run(order)
-    return carry_out.start_ranks(order, port)
+        return carry_out.run_joined(order)
+    return carry_out.carry_out(order, port)
 
 
 def run_command(argv: list[str]) -> int:
-    """The same options for a rank under torchrun."""
+    """The same options for a rank under torchrun. What is wrong is told once on each host."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(train)
-    code = app(argv, prog_name="penstock.train", standalone_mode=False)
+    try:
+        code = app(argv, prog_name="penstock.train", standalone_mode=False)
+    except Exception as error:
+        known = type(error).__module__.startswith("penstock.")
+        if isinstance(error, typer.BadParameter.__mro__[1]):
+            message = f"{error.format_message()}\nsee python -m penstock.train --help"  # type: ignore[attr-defined]
+        elif known and "penstock.runtime" not in type(error).__module__:
+            message = str(error)
+        else:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"penstock: {message}", file=sys.stderr, flush=True)
+        return 2
     return code if isinstance(code, int) else 0

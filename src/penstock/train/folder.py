@@ -10,8 +10,13 @@ runs/tiny-1f1b-4/
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from penstock.train.settings import SettingsError
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,19 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Makes the folder; one that is still empty in the end goes again. Raises SettingsError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{self.path} can't be made a folder: {error.strerror}; give another --out") from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
 
 def free_folder(parent: Path, name: str) -> RunFolder:
     """A folder that is not there yet: `parent/name`, or with -2, -3, ... behind it."""
@@ -47,3 +65,20 @@ def free_folder(parent: Path, name: str) -> RunFolder:
         number += 1
         candidate = parent / f"{name}-{number}"
     return RunFolder(candidate)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file beside and renames it: a kill leaves the old one or the new one."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def check_place(path: Path, what: str) -> None:
+    """Raises SettingsError unless a file can be written at `path`."""
+    if path.is_dir():
+        raise SettingsError(f"{what} {path} is a folder; give a file")
+    if not path.parent.is_dir():
+        raise SettingsError(f"{what} {path}: there is no folder {path.parent}; make it first, or give another file")
+    if not os.access(path.parent, os.W_OK):
+        raise SettingsError(f"{what} {path}: the folder {path.parent} can't be written to; give another file")

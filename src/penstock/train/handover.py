@@ -1,4 +1,9 @@
-"""What the parent of a run hands to its ranks: one JSON file, so that all start from the same values."""
+"""What the parent of a run hands to its ranks: a folder with the order and the tokens, read and checked once.
+
+order.json      the settings and what to do with them
+corpus.json     what the corpus is; not there for a .bin/.idx pair, which every rank maps by itself
+train.npy  validation.npy
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from penstock.data import Corpus
 from penstock.train.settings import Settings
+
+ROWS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -26,10 +36,27 @@ class Order:
     export: str | None = None
     as_json: bool = False
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
-    @classmethod
-    def read(cls, path: Path) -> Order:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**value, "settings": Settings.from_mapping(value["settings"], str(path))})
+def hand_over(folder: Path, order: Order, corpus: Corpus) -> None:
+    """Writes what `take_over` reads."""
+    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
+    if any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
+        return
+    plain = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(corpus) if f.name not in ROWS}
+    (folder / "corpus.json").write_text(json.dumps(plain), encoding="utf-8")
+    for name in ROWS:
+        np.save(folder / f"{name}.npy", getattr(corpus, name), allow_pickle=False)
+
+
+def take_over(folder: Path) -> tuple[Order, Corpus | None]:
+    """The order and the corpus, mapped; None for one that a rank opens by itself.
+
+    The folder may be removed once every rank has taken over: what is mapped stays readable.
+    """
+    value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    order = Order(**{**value, "settings": Settings.from_mapping(value["settings"])})
+    if not (folder / "corpus.json").exists():
+        return order, None
+    plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    rows = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROWS}
+    return order, Corpus(**plain, **rows)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import json
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from penstock.data import Batches, ByteTokenizer, Corpus, Tokenizer, load_tokenizer, open_corpus, validation_batches
+from penstock.data import (
+    Batches,
+    ByteTokenizer,
+    Corpus,
+    Tokenizer,
+    entropies,
+    load_tokenizer,
+    open_corpus,
+    validation_batches,
+)
 from penstock.models import CrossEntropy, GPTConfig, tied_parameters
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.model import model_config, stage_builders
 from penstock.train.settings import Settings, SettingsError
+
+ENTROPY_TOKENS = 1 << 26
+"""Tokens of either side from which the report's entropies are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,36 +42,60 @@ class Inputs:
     config: GPTConfig
 
 
-def gather_inputs(settings: Settings) -> Inputs:
-    """Reads and checks everything a run needs before anything starts.
+def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
+    """Reads and checks everything a run needs before anything starts; `corpus`, if given, is not read again.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError: in one or two lines.
     """
     schedule = settings.build_schedule()
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
-    corpus = open_corpus(settings.data, tokenizer)
+    device_of(settings)
+    optimizer_class(settings)
+    model_config(settings, tokenizer.vocab_size)
+    corpus = corpus or open_corpus(settings.data, tokenizer)
     config = model_config(settings, corpus.vocab_size)
     stage_builders(config, schedule.num_stages, settings.seed, settings.recompute)
     Batches(corpus.train, settings.batch, config.context, settings.seed, corpus.vocab_size)[0]
     validation_batches(corpus.validation, settings.batch, config.context, 1, corpus.vocab_size)
-    optimizer_class(settings)
     return Inputs(settings, schedule, tokenizer, corpus, config)
 
 
+def check_tokens(corpus: Corpus) -> None:
+    """Raises DataError where the data has a token outside the vocabulary, in what the entropies will count."""
+    for tokens in (corpus.train, corpus.validation):
+        if np.iinfo(tokens.dtype).max >= corpus.vocab_size:
+            entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
+
+
 def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer by name with its options. Raises SettingsError."""
+    """The optimizer by name with its options. Raises SettingsError where it can't train a GPT with them."""
     found = getattr(torch.optim, settings.optimizer, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise SettingsError(f"torch.optim has no optimizer {settings.optimizer!r}; AdamW and SGD are two it has")
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        names = [name for name, value in vars(torch.optim).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(settings.optimizer, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "AdamW and SGD are two it has"
+        raise SettingsError(f"torch.optim has no optimizer {settings.optimizer!r}; {hint}")
     defaults = {"betas": (0.9, 0.95), "weight_decay": 0.1} if settings.optimizer == "AdamW" else {}
     options = {**defaults, **settings.optimizer_options}
     build: Callable[..., torch.optim.Optimizer] = functools.partial(found, lr=settings.lr, **options)  # type: ignore[call-arg]
-    try:
-        build([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"{settings.optimizer} refuses its options {options}: {error}") from None
+    if (settings.optimizer, settings.optimizer_options) != (Settings.optimizer, {}):  # a trial takes a second
+        _try(build, f"{settings.optimizer} with {json.dumps(settings.optimizer_options)}")
     return build
+
+
+def _try(build: Callable[..., torch.optim.Optimizer], what: str) -> None:
+    """Makes an optimizer over a weight and a bias and runs it once. Raises SettingsError for what it refuses."""
+    parameters = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        build(parameters).step()
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingsError(
+            f"{what} can't train this model: {reason}; see torch.optim, or use AdamW or SGD"
+        ) from None
 
 
 def build_pipeline(inputs: Inputs) -> Pipeline:
@@ -68,7 +107,7 @@ def build_pipeline(inputs: Inputs) -> Pipeline:
         loss_fn=CrossEntropy(),
         optimizer=optimizer_class(settings),
         dispatch=settings.dispatch,
-        device=_device(settings),
+        device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
         clip_norm=settings.clip or None,
         tied=tied_parameters(config),
@@ -77,9 +116,10 @@ def build_pipeline(inputs: Inputs) -> Pipeline:
     )
 
 
-def _device(settings: Settings) -> torch.device:
+def device_of(settings: Settings) -> torch.device:
+    """Where the stages run. Raises SettingsError where there is no such device."""
     if settings.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise SettingsError(f"device {settings.device!r} asked for, but torch finds no GPU; use --device cpu")
+        raise SettingsError("device 'cuda' was asked for and torch finds no GPU; use --device cpu")
     return torch.device("cuda", torch.cuda.current_device())

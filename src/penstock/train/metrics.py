@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from penstock.train.folder import write_whole
+
 
 class Metrics:
     """Appends lines to metrics.jsonl. On a resumed run, lines from the step on are dropped first."""
@@ -14,9 +16,9 @@ class Metrics:
     def __init__(self, path: Path, first_step: int, tensorboard: Path | None = None) -> None:
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < first_step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_whole(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
-        self._board = _board(tensorboard) if tensorboard is not None else None
+        self._board = _board(tensorboard, first_step) if tensorboard is not None else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -44,10 +46,10 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def _board(folder: Path) -> Any:
+def _board(folder: Path, first_step: int) -> Any:
     """TensorBoard's writer, or None where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first_step)

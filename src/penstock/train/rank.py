@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -13,16 +15,18 @@ from penstock.data import Batches, entropies, to_tensors, validation_batches
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.models import sample
+from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.measured import measured_costs
 from penstock.runtime.saving import export_model
 from penstock.simulate import Timeline
-from penstock.train.folder import RunFolder
-from penstock.train.inputs import Inputs, build_pipeline
+from penstock.train.folder import RunFolder, write_whole
+from penstock.train.going_on import newest_checkpoint
+from penstock.train.inputs import ENTROPY_TOKENS, Inputs, build_pipeline
 from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.report import Report, timing_report
-from penstock.train.settings import Settings, SettingsError
+from penstock.train.settings import Settings
 from penstock.train.stop import StopRequest
 
 VALIDATION_BATCHES = 4
@@ -33,69 +37,81 @@ PROFILED_STEPS = 5
 class RankRun:
     """A run as one rank sees it."""
 
-    def __init__(self, inputs: Inputs, folder: RunFolder, first: bool, quiet: bool) -> None:
-        self.inputs, self.folder, self.first, self.quiet = inputs, folder, first, quiet
+    def __init__(
+        self, inputs: Inputs, folder: RunFolder, first: bool, quiet: bool, export: str | None = None
+    ) -> None:
+        self.inputs, self.first, self.quiet, self.export = inputs, first, quiet, export
         settings, corpus, config = inputs.settings, inputs.corpus, inputs.config
         self.pipe = build_pipeline(inputs)
+        # Ranks under torchrun each chose a free folder; the first one's it is.
+        self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
         vocab_size = corpus.vocab_size
         self.batches = Batches(corpus.train, settings.batch, config.context, settings.seed, vocab_size)
         self.validation = validation_batches(
             corpus.validation, settings.batch, config.context, VALIDATION_BATCHES, vocab_size
         )
         self.stop = StopRequest()
+        self.interrupted = False
+        self.report: Report | None = None
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint. Raises CheckpointError, SettingsError for other data."""
-        meta = self.pipe.load(self.folder.checkpoints)
-        if meta.get("data") != self.inputs.corpus.digest:
-            raise SettingsError(
-                f"{self.folder.path} was trained on other data ({meta.get('data')}, now "
-                f"{self.inputs.corpus.digest}); give the data it was started with"
-            )
+        """Goes on from the newest checkpoint, if one was ever written. Raises CheckpointError."""
+        newest = newest_checkpoint(self.folder)
+        if newest is None:
+            return
+        try:
+            self.pipe.load(newest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; to go on from the one before, move {newest} away") from error
 
-    def run(self) -> Report | None:
-        """Trains to the last step, or until a signal; returns the report on rank 0."""
+    def run(self) -> None:
+        """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
         settings = self.inputs.settings
         start = self.pipe.num_steps
         if self.first:
             self._write_plan()
-        self.stop.install()
         profile: list[Timeline] = []
-        loss, seconds, interrupted = float("nan"), 0.0, False
+        loss: float | None = None
+        validation: float | None = None
+        seconds = 0.0
         tokens = settings.batch * self.inputs.config.context
         metrics = Metrics(self.folder.metrics, start, self.folder.file("tensorboard")) if self.first else None
-        try:
-            with ProgressView(start, settings.steps, self.quiet or not self.first) as view:
-                for step in range(start, settings.steps):
-                    rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
-                    self._set_rate(rate)
-                    began = time.perf_counter()
-                    result = self.pipe.step(*to_tensors(self.batches[step]))
-                    elapsed = time.perf_counter() - began
-                    seconds += elapsed
-                    loss = float(result.loss)
-                    asked, bubble = self._agree()
-                    values = {"loss": loss, "tokens_per_second": tokens / elapsed, "bubble": bubble, "lr": rate}
-                    if result.grad_norm is not None:
-                        values["grad_norm"] = float(result.grad_norm)
-                    last = step + 1 == settings.steps
-                    if step + PROFILED_STEPS >= settings.steps or asked:
-                        profile.append(self.pipe.timeline())
-                    if last or asked or _due(step + 1, settings.evaluate_every):
-                        values["validation_loss"] = self.evaluate()
-                    if metrics is not None:
-                        metrics.write(step, values)
-                        view.step(step + 1, loss, tokens / elapsed, bubble)
-                    if last or asked or _due(step + 1, settings.save_every):
-                        self.save()
-                    if asked:
-                        interrupted = not last
-                        break
-        finally:
-            self.stop.remove()
-            if metrics is not None:
-                metrics.__exit__(None, None, None)
-        return self._report(profile, loss, tokens * (self.pipe.num_steps - start), seconds, interrupted)
+        with (
+            self.stop,
+            metrics or contextlib.nullcontext(),
+            ProgressView(start, settings.steps, self.quiet or not self.first) as view,
+        ):
+            for step in range(start, settings.steps):
+                rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
+                self._set_rate(rate)
+                began = time.perf_counter()
+                result = self.pipe.step(*to_tensors(self.batches[step]))
+                elapsed = time.perf_counter() - began
+                seconds += elapsed
+                loss = float(result.loss)
+                asked, bubble = self._agree()
+                values = {"loss": loss, "tokens_per_second": tokens / elapsed, "bubble": bubble, "lr": rate}
+                if result.grad_norm is not None:
+                    values["grad_norm"] = float(result.grad_norm)
+                last = step + 1 == settings.steps
+                if step + PROFILED_STEPS >= settings.steps or asked:
+                    profile.append(self.pipe.timeline())
+                if asked and not last:
+                    self.interrupted = True
+                    view.say(f"stopping after step {step + 1}: saving a checkpoint")
+                if last or asked or _due(step + 1, settings.evaluate_every):
+                    validation = values["validation_loss"] = self.evaluate()
+                if metrics is not None:
+                    metrics.write(step, values)
+                    view.step(step + 1, loss, tokens / elapsed, bubble)
+                if last or asked or _due(step + 1, settings.save_every):
+                    self.save()
+                if asked:
+                    break
+        if self.export is not None and self.first:
+            export_model(Path(self.export), self.folder.checkpoints)
+        trained = tokens * (self.pipe.num_steps - start)
+        self.report = self._report(profile, loss, validation, trained / seconds if seconds else None, seconds)
 
     def _agree(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the step."""
@@ -119,7 +135,7 @@ class RankRun:
 
     def _write_plan(self) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        self.folder.settings.write_text(self.inputs.settings.to_json() + "\n", encoding="utf-8")
+        write_whole(self.folder.settings, self.inputs.settings.to_json() + "\n")
         save_schedule(self.inputs.schedule, self.folder.file("schedule.txt"))
         save_picture(self.inputs.schedule, self.folder.file("schedule.svg"))
 
@@ -128,10 +144,10 @@ class RankRun:
         settings, tokenizer = self.inputs.settings, self.inputs.tokenizer
         if settings.sample == 0:
             return ""
-        start = 0 if tokenizer.end_of_document is None else tokenizer.end_of_document
+        end = tokenizer.end_of_document
         drawn = sample(
             lambda tokens: torch.cat(self.pipe.predict(tokens)),
-            torch.tensor([[start]]),
+            torch.tensor([[end or 0]]),
             settings.sample,
             self.inputs.config.context,
             temperature=0.8,
@@ -139,20 +155,25 @@ class RankRun:
             seed=settings.seed,
         )
         written = drawn[0, 1:].tolist()
-        if start in written:
-            written = written[: written.index(start)]
+        if end in written:
+            written = written[: written.index(end)]
         return tokenizer.decode(written)
 
     def _report(
-        self, profile: list[Timeline], loss: float, tokens: int, seconds: float, interrupted: bool
+        self,
+        profile: list[Timeline],
+        loss: float | None,
+        validation: float | None,
+        tokens_per_second: float | None,
+        seconds: float,
     ) -> Report | None:
         inputs, folder, steps = self.inputs, self.folder, self.pipe.num_steps
-        if not profile:
-            # Nothing was left to train. The report needs a timeline all the same.
+        if validation is None:
+            # Nothing was left to train. The report needs a loss and a timeline all the same.
+            validation = self.evaluate()
             self.pipe.step(*to_tensors(self.batches[steps]), update=False)
             profile.append(self.pipe.timeline())
             self.pipe.zero_grad()
-        validation = self.evaluate()
         text = self._sample()
         memory = [peak for part in self.pipe.gather(_peak_memory(inputs.settings)) for peak in part]
         sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
@@ -164,38 +185,37 @@ class RankRun:
         save_picture([simulated, middle], folder.file("timeline.html"))
         save_picture([simulated, middle], folder.file("timeline.json"))
         folder.file("sample.txt").write_text(text + "\n", encoding="utf-8")
-        bars = entropies(inputs.corpus.train, inputs.corpus.validation, inputs.corpus.vocab_size)
+        bars = entropies(
+            inputs.corpus.train, inputs.corpus.validation, inputs.corpus.vocab_size, max_tokens=ENTROPY_TOKENS
+        )
         report = Report(
             schedule=inputs.schedule.name,
             dispatch=inputs.settings.dispatch,
             num_ranks=inputs.schedule.num_ranks,
             num_parameters=int(num_parameters),
             steps=steps,
-            interrupted=interrupted,
+            interrupted=self.interrupted,
             train_loss=loss,
             loss=validation,
             unigram=bars.unigram,
             bigram=bars.bigram,
             beats_bigram=bars.beaten_by(validation),
-            tokens_per_second=tokens / seconds if seconds else 0.0,
+            tokens_per_second=tokens_per_second,
             seconds=seconds,
             timing=timing,
             peak_memory=memory,
             notices=self.pipe.notices,
             files={
-                "pictures": f"{folder.file('schedule.svg')}  {folder.file('timeline.html')}",
+                "schedule": str(folder.file("schedule.svg")),
+                "timeline": str(folder.file("timeline.html")),
                 "metrics": str(folder.metrics),
                 "checkpoints": str(folder.checkpoints),
                 "sample": str(folder.file("sample.txt")),
+                **({} if self.export is None else {"model": self.export}),
             },
         )
-        folder.report.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         return report
-
-    def export(self, path: str) -> None:
-        """Writes the newest checkpoint's model as one safetensors file (rank 0)."""
-        if self.first:
-            export_model(Path(path), self.folder.checkpoints)
 
 
 def _due(step: int, every: int) -> bool:
@@ -206,4 +226,4 @@ def _peak_memory(settings: Settings) -> list[int]:
     """Most bytes this process held: on the device where there is one, else its resident set."""
     if settings.device != "cpu":
         return [torch.cuda.max_memory_allocated()]
-    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)]

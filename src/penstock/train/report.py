@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs
 from penstock.simulate import Timeline, simulate
+
+WIDTH = 100
+"""Columns that notes are wrapped to."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Report:
     """What a run came to.
 
     Attributes:
+        train_loss, tokens_per_second: None where no step was left to train.
         loss, unigram, bigram: nats a token on the validation text: the model's, and those of counting.
         beats_bigram: whether the model is better than counting pairs.
         peak_memory: most bytes of each rank's process (or device), by rank.
@@ -35,12 +42,12 @@ class Report:
     num_parameters: int
     steps: int
     interrupted: bool
-    train_loss: float
+    train_loss: float | None
     loss: float
     unigram: float
     bigram: float
     beats_bigram: bool
-    tokens_per_second: float
+    tokens_per_second: float | None
     seconds: float
     timing: TimingReport
     peak_memory: list[int]
@@ -50,29 +57,40 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def read(cls, path: Path) -> Report | None:
+        """The report in a run's folder, None where there is none."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return cls(**{**value, "timing": TimingReport(**value["timing"])})
+
     def to_text(self) -> str:
-        verdict = "below the bigram" if self.beats_bigram else "not below the bigram"
         timing = self.timing
+        bar = "below" if self.beats_bigram else "not below"
+        ended = "interrupted after " if self.interrupted else ""
+        speed = "no step was left to train"
+        if self.tokens_per_second is not None:
+            speed = f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:.0f} s of steps"
         rows = [
-            ("schedule", f"{self.schedule}, {self.dispatch}, {self.num_ranks} ranks"),
-            ("model", f"{self.num_parameters:,} parameters, {self.steps} steps"),
+            ("run", f"{ended}{self.steps} steps of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
+            ("model", f"{self.num_parameters:,} parameters"),
+            ("loss", f"{self.loss:.3f} nats a token on the validation text"),
+            ("", f"{bar} {self.bigram:.3f}, what counting pairs of tokens gives (single ones {self.unigram:.3f})"),
+            ("speed", speed),
+            ("one step", f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),
             (
-                "validation loss",
-                f"{self.loss:.3f} nats a token, {verdict} ({self.bigram:.3f}; unigram {self.unigram:.3f})",
+                "bubbles",
+                f"{timing.measured_bubble_ratio:.1%} measured, {timing.simulated_bubble_ratio:.1%} simulated",
             ),
-            ("speed", f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:.0f} s"),
-            (
-                "a step",
-                f"measured {timing.measured_makespan:.1f} ms, simulated {timing.simulated_makespan:.1f} ms",
-            ),
-            (
-                "bubble ratio",
-                f"measured {timing.measured_bubble_ratio:.1%}, simulated {timing.simulated_bubble_ratio:.1%}",
-            ),
-            ("peak memory", "  ".join(f"rank {r} {b / 2**20:,.0f} MiB" for r, b in enumerate(self.peak_memory))),
-            *(("note", notice) for notice in self.notices),
-            *self.files.items(),
+            ("memory", ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory) + " MiB at most, by rank"),
         ]
+        for notice in self.notices:
+            rows += [("note" if i == 0 else "", line) for i, line in enumerate(textwrap.wrap(notice, WIDTH))]
+        rows += self.files.items()
+        if self.interrupted:
+            rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,7 @@ from typing import Any
 
 from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
-from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule import Schedule, ScheduleError, check
 
 
 class SettingsError(ValueError):
@@ -36,6 +40,8 @@ class Settings:
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
         dispatch: "frozen" or "dynamic". device: "cpu" or "cuda". timeout: seconds any wait may last.
+        threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits
+            of a sum can depend on them.
         sample: tokens of text written at the end.
         in_process: all ranks in one process, in turn.
     """
@@ -71,60 +77,85 @@ class Settings:
     keep: int = 2
     device: str = "cpu"
     timeout: float = 60.0
+    threads: int | None = None
     sample: int = 160
     in_process: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "microbatches", "steps", "batch", "keep"):
-            if getattr(self, name) < 1:
+        for name, kind in typing.get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), kind)
+        for name in ("ranks", "microbatches", "steps", "batch", "keep", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; give at least 1")
         for name in ("lr_warmup", "evaluate_every", "save_every", "sample", "clip"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}; give at least 0")
-        if not self.lr > 0 or not self.timeout > 0:
-            raise SettingsError(f"lr {self.lr} and timeout {self.timeout} must be above 0")
+        for name in ("lr", "timeout"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} is {getattr(self, name):g}; give a number above 0")
         for name, choices in (
             ("lr_decay", ("cosine", "constant")),
             ("precision", ("float32", "bfloat16")),
             ("dispatch", ("frozen", "dynamic")),
+            ("device", ("cpu", "cuda")),
         ):
             if getattr(self, name) not in choices:
-                raise SettingsError(f"{name} {getattr(self, name)!r}: choose {' or '.join(choices)}")
+                raise SettingsError(f"no {name} {getattr(self, name)!r}; choose {' or '.join(choices)}")
         if self.batch < self.microbatches:
             raise SettingsError(
-                f"a batch of {self.batch} samples can't be cut into {self.microbatches} microbatches; "
-                f"give batch {self.microbatches} or more, or fewer microbatches"
+                f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches; "
+                f"give a batch of at least {self.microbatches}, or fewer microbatches"
             )
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of each rank: as asked for, or its share of the cores; in one process as in many."""
+        if self.threads is not None:
+            return self.threads
+        if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+            return max(1, int(os.environ["OMP_NUM_THREADS"]))
+        return max(1, num_cores() // self.ranks)
 
     def build_schedule(self) -> Schedule:
         """The schedule, checked. Raises ScheduleError."""
-        if self.schedule in SCHEDULES or not Path(self.schedule).suffix:
+        if not is_schedule_file(self.schedule):
             return build(self.schedule, self.ranks, self.microbatches, num_stages=self.stages, warmup=self.warmup)
         schedule = load_schedule(self.schedule)
         if (schedule.num_ranks, schedule.num_microbatches) != (self.ranks, self.microbatches):
             raise ScheduleError(
-                f"{self.schedule} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; "
-                f"the run has {self.ranks} and {self.microbatches}",
+                f"{self.schedule} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches, "
+                f"the run has {self.ranks} and {self.microbatches}; leave out --ranks and --microbatches",
                 rule="options",
             )
+        check(schedule)
         return schedule
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str) -> Settings:
-        """Reads saved settings. Raises SettingsError for unknown names and wrong types."""
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Settings:
+        """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise SettingsError(f"{where}: unknown setting {unknown[0]!r}; it was written by another version")
+            raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
         values = dict(values)
-        if values.get("warmup") is not None:
+        if isinstance(values.get("warmup"), list):
             values["warmup"] = tuple(values["warmup"])
         try:
             return cls(**values)
-        except TypeError as error:
-            raise SettingsError(f"{where}: {error}") from None
+        except SettingsError as error:
+            raise SettingsError(f"{where}{error}") from None
+
+
+def is_schedule_file(schedule: str) -> bool:
+    """Whether it means a file: it looks like a path, or is one and no library schedule has that name."""
+    return schedule not in SCHEDULES and ("/" in schedule or bool(Path(schedule).suffix) or Path(schedule).exists())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -134,7 +165,32 @@ def read_settings(path: Path) -> dict[str, Any]:
     except OSError:
         raise SettingsError(f"{path.parent} is no run: it has no {path.name}; give the folder of a run") from None
     except ValueError:
-        raise SettingsError(f"{path} is not JSON; the run's settings are damaged") from None
+        values = None
     if not isinstance(values, dict):
-        raise SettingsError(f"{path} holds no settings")
+        raise SettingsError(
+            f"{path} is damaged: it is no JSON object; copy it from a run with the same settings, or start anew"
+        )
     return values
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raises SettingsError unless `value` is of the field's type; a float field takes whole numbers too."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    plain = [typing.get_origin(k) or k for k in kinds]
+    if isinstance(value, bool):
+        fits = bool in plain
+    elif isinstance(value, int):
+        fits = int in plain or float in plain
+    elif isinstance(value, tuple):
+        fits = tuple in plain and all(type(v) is int for v in value)
+    else:
+        fits = any(isinstance(value, k) for k in plain)
+    if not fits:
+        words = [_WORDS[k] for k in plain if k in _WORDS]
+        rest = "whole numbers" if tuple in plain else "an object"
+        raise SettingsError(f"{name} is {value!r}; give {words[0] if words else rest}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name} is {value}; give a finite number")
