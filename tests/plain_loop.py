@@ -90,7 +90,9 @@ def plain_evaluate(
     scales = weights(inputs, targets, num_microbatches, loss_fn)
     total = torch.zeros(())
     with torch.no_grad():
-        for x, target, scale in zip(cut(inputs, num_microbatches), cut(targets, num_microbatches), scales, strict=True):
+        for x, target, scale in zip(
+            cut(inputs, num_microbatches), cut(targets, num_microbatches), scales, strict=True
+        ):
             total = total + loss_fn(call(model, x, None), target) * scale
     for module, training in modes:
         module.training = training

@@ -62,7 +62,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         children = [
-            context.Process(target=_child, args=(folder, rank, num_ranks, function, args)) for rank in range(num_ranks)
+            context.Process(target=_child, args=(folder, rank, num_ranks, function, args))
+            for rank in range(num_ranks)
         ]
         for child in children:
             child.start()

@@ -88,6 +88,11 @@ class Dispatcher:
     def successors(self, op: int) -> list[int]:
         return self.graph.edge_to[self.graph.edge_first[op] : self.graph.edge_first[op + 1]]
 
+    def first_awaited(self) -> int | None:
+        """The first op in frozen order that is not started: what a frozen rank waits for."""
+        op = self._next_frozen[self.rank]
+        return op if op < self.graph.first[self.rank + 1] else None
+
     def awaited(self) -> list[int]:
         """Ops not started, in frozen order: the first is what a frozen rank waits for."""
         last = self.graph.first[self.rank + 1]

@@ -41,4 +41,4 @@ class Payload:
 
     @classmethod
     def gradients(cls, leaves: list[Tensor | None]) -> Payload:
-        return cls(leaves, None, [False] * len(leaves))
+        return cls(leaves, 0, [False] * len(leaves))

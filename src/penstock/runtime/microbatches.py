@@ -11,6 +11,7 @@ weighs as many samples as it has.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,17 @@ class Microbatches:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def digest(self) -> int:
+        """A number that tells this batch from others with as good as certainty, read off a few of its elements."""
+        few = [_few(leaf) for value in (*self.inputs, *self.targets) for leaf in flatten(value)[0]]
+        return zlib.crc32(repr(few).encode())
+
+
+def _few(leaf: Tensor) -> Any:
+    """Some elements of a tensor: its first and its last ones."""
+    flat = leaf.detach().reshape(-1) if leaf.is_contiguous() else leaf.detach()[-1:].reshape(-1)
+    return flat[:2].tolist(), flat[-2:].tolist()
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:

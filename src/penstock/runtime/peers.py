@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.transports.failure import explain
+
 
 class Peers(Protocol):
-    """Ranks in this process, and what is shared with the others."""
+    """Ranks in this process, and what is shared with the others.
+
+    Where there are others, each wait ends after the timeout. Raises DeadlineExceeded, PeerLost.
+    """
 
     num_ranks: int
     here: tuple[int, ...]
@@ -50,15 +57,20 @@ class LocalPeers:
 
 
 class GroupPeers:
-    """One process a rank."""
+    """One process a rank.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        timeout: seconds that any wait may last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.group = group
         self.num_ranks = dist.get_world_size(group)
         self.here: tuple[int, ...] = (dist.get_rank(group),)
+        self._timeout = timeout
 
     def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.group)
+        self._wait(lambda: dist.all_reduce(values, group=self.group, async_op=True), None, "a sum over all ranks")
         return values
 
     def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
@@ -66,25 +78,43 @@ class GroupPeers:
         if rank == source:
             for target in targets:
                 if target != source:
-                    present = torch.tensor([0 if tensor is None else 1])
-                    dist.send(present, group=self.group, group_dst=target)
+                    self._send(torch.tensor([0 if tensor is None else 1]), target)
                     if tensor is not None:
-                        dist.send(tensor.cpu().contiguous(), group=self.group, group_dst=target)
+                        self._send(tensor.cpu().contiguous(), target)
             return tensor
         if rank not in targets or like is None:
             return None
         present = torch.zeros(1, dtype=torch.int64)
-        dist.recv(present, group=self.group, group_src=source)
+        self._receive(present, source)
         if not present.item():
             return None
         buffer = torch.empty(like.shape, dtype=like.dtype)
-        dist.recv(buffer, group=self.group, group_src=source)
-        return buffer.to(like.device)
+        self._receive(buffer, source)
+        return torch.empty_like(like).copy_(buffer)
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.num_ranks, dtype=torch.int64)
+        sizes[self.here[0]] = data.numel()
+        longest = int(self.sum(sizes).max())
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        mine = torch.nn.functional.pad(data, (0, longest - data.numel()))
+        self._wait(lambda: dist.all_gather(parts, mine, group=self.group, async_op=True), None, "what all ranks tell")
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def barrier(self) -> None:
-        dist.barrier(group=self.group)
+        self.sum(torch.zeros(1))
+
+    def _send(self, tensor: Tensor, target: int) -> None:
+        self._wait(
+            lambda: dist.isend(tensor, group=self.group, group_dst=target), target, "a tied parameter to be taken"
+        )
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        self._wait(lambda: dist.irecv(tensor, group=self.group, group_src=source), source, "a tied parameter")
+
+    def _wait(self, start: Callable[[], Any], peer: int | None, what: str) -> None:
+        try:
+            start().wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise explain(error, self.here[0], peer, what, self._timeout) from None

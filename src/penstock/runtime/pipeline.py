@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.cost import Costs
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
 from penstock.runtime.clip import global_norm, scale_gradients
@@ -24,9 +23,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import measured_timeline
-from penstock.runtime.message import Edge
-from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries, num_entries
+from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.plan import StepPlan, plan_step
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
@@ -37,15 +36,11 @@ from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.tree import flatten, unflatten
-from penstock.runtime.wiring import Wiring, wire
+from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
-from penstock.schedule.check import peak_in_flight, run_untimed
 from penstock.simulate import Timeline
-from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
-
-EVALUATION_WINDOW = 4
-"""Messages of a channel under way in evaluation, where no answers say what was taken."""
+from penstock.simulate.simulate import as_dispatch
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Pipeline:
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
-        self._peers = _peers(mesh, schedule.num_ranks)
+        self._peers = _peers(mesh, schedule.num_ranks, timeout)
         if schedule.placement.num_pipelines > 1:
             raise RuntimeFailure(
                 f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
@@ -149,12 +144,12 @@ class Pipeline:
             for index, stage in stages.items()
         }
         self._stages = stages
-        self._wirings: dict[tuple[bool, int], Wiring] = {}
+        self._plans: dict[tuple[bool, int], StepPlan] = {}
         self._timeout = timeout
         self._transport: GroupTransport | None = None
+        self._tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
         if isinstance(self._peers, GroupPeers):
-            tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
-            self._transport = GroupTransport(self._peers.group, tags, timeout)
+            self._transport = GroupTransport(self._peers.group, self._tags, timeout)
         self._own = self._owned_parameters()
         self._names = self._all_names()
         self.optimizer = _optimizer(optimizer, self.parameters())
@@ -319,47 +314,44 @@ class Pipeline:
             for module, training in modes:
                 module.training = training
 
-    def _wiring(self, training: bool, num_microbatches: int) -> Wiring:
-        key = training, num_microbatches
-        if key not in self._wirings:
-            schedule = self.schedule if training else self.schedule.forward_only(num_microbatches)
-            self._wirings[key] = wire(schedule, [tie.stages for tie in self._ties])
-        return self._wirings[key]
+    def _plan(self, settings: StepSettings) -> StepPlan:
+        key = settings.training, len(settings.microbatches)
+        if key not in self._plans:
+            schedule = self.schedule if settings.training else self.schedule.forward_only(key[1])
+            ties = [tie.stages for tie in self._ties]
+            self._plans[key] = plan_step(schedule, ties, settings.training, self.rank, self._tags)
+        return self._plans[key]
 
     def _run(self, settings: StepSettings) -> None:
-        wiring = self._wiring(settings.training, len(settings.microbatches))
-        for runner in self._runners.values():
-            runner.begin(settings)
-        change = memory_changes(wiring.graph, Costs.uniform(self.schedule.num_stages))
-        caps = frozen_peaks(wiring.graph, change)
+        plan = self._plan(settings)
         board = Switchboard(self.schedule.num_ranks, None)
         workers = []
         for rank in self._peers.here:
             transport: Transport = self._transport or LocalTransport(board, rank)
-            dispatcher = Dispatcher(wiring.graph, rank, self.dispatch, change, caps[rank])
+            dispatcher = Dispatcher(plan.wiring.graph, rank, self.dispatch, plan.memory_change, plan.caps[rank])
             runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
-            workers.append(Worker(wiring, rank, dispatcher, TorchDevice(runners, self._tied), transport))
-        if self._transport is None:
-            run_local(workers)
-        else:
-            expected = [(edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(self.rank)]
-            threaded = self.dispatch is Dispatch.DYNAMIC
-            self._transport.begin(expected, self._signatures(settings), threaded, self._windows(wiring, settings))
-            run_rank(workers[0], self._transport)
-            self._transport.end()
-        self._last = wiring, workers
+            workers.append(Worker(plan.wiring, rank, dispatcher, TorchDevice(runners, self._tied), transport))
+        try:
+            for runner in self._runners.values():
+                runner.begin(settings)
+            if self._transport is None:
+                run_local(workers)
+            else:
+                signatures = self._signatures(settings)
+                threaded = self.dispatch is Dispatch.DYNAMIC
+                digest = zlib.crc32(" ".join(signatures).encode())
+                self._transport.begin(plan.expected, signatures, digest, threaded, plan.window)
+                run_rank(workers[0], self._transport)
+                self._transport.end()
+        finally:
+            for runner in self._runners.values():
+                runner.end()
+        self._last = plan.wiring, workers
 
-    def _signatures(self, settings: StepSettings) -> Callable[[Edge], str]:
-        texts = [f"{settings.purpose.value} {signature}" for signature in settings.microbatches.signatures]
-        return lambda edge: texts[edge.consumer.microbatch]
-
-    def _windows(self, wiring: Wiring, settings: StepSettings) -> dict[int, int]:
-        if not settings.training:
-            stuck = run_untimed(wiring.schedule, EVALUATION_WINDOW).blocked
-            return {} if stuck else {0: EVALUATION_WINDOW}
-        # A tied stage is at most as far ahead of the owner's backward as the owner has forwards in flight.
-        bound = 2 * max(peak_in_flight(self.schedule)) + 1
-        return {slot: math.ceil(bound) for slot in range(1, len(self._ties) + 1)}
+    def _signatures(self, settings: StepSettings) -> list[str]:
+        shapes = settings.microbatches.signatures
+        texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
+        return [texts[shape] for shape in shapes]
 
     def _share_tied(self) -> None:
         """Gives the sum of every tied gradient to all ranks that hold the parameter."""
@@ -449,7 +441,7 @@ class Pipeline:
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _peers(mesh: Any, num_ranks: int) -> Peers:
+def _peers(mesh: Any, num_ranks: int, timeout: float) -> Peers:
     """The ranks to run over: the mesh's, torch.distributed's where it is set up, or all in this process."""
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     if group is None:
@@ -462,7 +454,7 @@ def _peers(mesh: Any, num_ranks: int) -> Peers:
             f"the schedule is for {num_ranks} ranks and the process group has {size}; build it with "
             f"num_ranks={size} or start {num_ranks} processes"
         )
-    return GroupPeers(group)
+    return GroupPeers(group, timeout)
 
 
 def _device(stages: Mapping[int, Stage], device: torch.device | str | None) -> torch.device:

@@ -24,6 +24,7 @@ from penstock.runtime.split import Tape
 from penstock.runtime.stage import Stage
 from penstock.runtime.tree import flatten, unflatten
 
+
 @dataclass
 class Held:
     """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
@@ -105,6 +106,11 @@ class StageRunner:
         self._held.clear()
         self.losses.clear()
         self.results.clear()
+
+    def end(self) -> None:
+        """Ends a step, however it went: lets go of the batch and of what was held."""
+        self._settings = None
+        self._held.clear()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
         """Runs F and returns what the next stage gets; nothing, from the last."""

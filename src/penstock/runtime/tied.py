@@ -92,16 +92,12 @@ class TiedGradients:
         self._catching = True
         self._caught.clear()
         self._sums = {
-            slot: parameter.grad
-            for (slot, stage), parameter in self._local.items()
-            if stage == self._owned[slot]
+            slot: parameter.grad for (slot, stage), parameter in self._local.items() if stage == self._owned[slot]
         }
         for parameter in self._local.values():
             parameter.grad = None
 
-    def sort(
-        self, op: Op, received: Sequence[Payload]
-    ) -> tuple[Payload | None, list[tuple[Tensor, Tensor]]]:
+    def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Payload | None, list[tuple[Tensor, Tensor]]]:
         """Tells the chain's message from the tied sums, which come after it, by slot: (parameter, its sum)."""
         slots = self._from_below.get(op.stage, ())
         main = len(received) - len(slots)

@@ -7,6 +7,8 @@ A header travels only when the receiver can't know the spec: the first time a ch
 of some shape. After that the payload alone is sent, into a buffer posted ahead. The preamble repeats
 which message it is, so that a mix-up is an error and never a wrong number, and tells the other side how
 many of its messages have come in, so that it can let go of its copies.
+
+Tensors keep their memory layout: a matmul may round differently on a transposed or sliced operand.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ from penstock.runtime.tree import DTYPES
 
 ALIGN = 64
 HEADER_BYTES = 2048
-LeafSpec = tuple[tuple[int, ...], torch.dtype, bool] | None
+Shape = tuple[int, ...]
+LeafSpec = tuple[Shape, Shape, torch.dtype, bool] | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Spec:
     """Shapes, types and arrangement of a payload.
 
     Attributes:
-        leaves: (shape, type, whether its gradient is wanted) of each tensor; None for an absent gradient.
+        leaves: (shape, strides, type, whether its gradient is wanted) of each tensor; None for an absent gradient.
         skeleton: see `tree.flatten`, as JSON.
     """
 
@@ -42,86 +45,153 @@ class Spec:
 
     @classmethod
     def of(cls, payload: Payload) -> Spec:
-        leaves = tuple(
-            None if leaf is None else (tuple(leaf.shape), leaf.dtype, needed)
-            for leaf, needed in zip(payload.leaves, payload.needs_grad, strict=True)
-        )
         skeleton = payload.skeleton
-        return cls(leaves, "0" if isinstance(skeleton, int) else json.dumps(skeleton))
+        text = str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
+        return cls(tuple(map(_leaf_spec, payload.leaves, payload.needs_grad)), text)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each leaf starts, and at the end the size of the whole."""
-        places = [ALIGN]
+    def places(self) -> tuple[Place | None, ...]:
+        """Where each leaf lies."""
+        places: list[Place | None] = []
+        start = ALIGN
         for leaf in self.leaves:
-            size = 0
-            if leaf is not None:
-                shape, dtype, _ = leaf
-                size = dtype.itemsize
-                for extent in shape:
-                    size *= extent
-            places.append(places[-1] + -(-size // ALIGN) * ALIGN)
+            place = None if leaf is None else Place.of(start, *leaf[:3])
+            places.append(place)
+            if place is not None:
+                start += -(-place.num_bytes // ALIGN) * ALIGN
         return tuple(places)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        return self.offsets[-1]
+        ends = [place.start + place.num_bytes for place in self.places if place is not None]
+        return -(-max(ends, default=ALIGN) // ALIGN) * ALIGN
+
+    @cached_property
+    def needs_grad(self) -> list[bool]:
+        return [leaf is not None and leaf[3] for leaf in self.leaves]
 
     def to_json(self) -> str:
         leaves = [
-            None if leaf is None else [leaf[0], str(leaf[1]).removeprefix("torch."), leaf[2]] for leaf in self.leaves
+            None if leaf is None else [*leaf[:2], str(leaf[2]).removeprefix("torch."), leaf[3]]
+            for leaf in self.leaves
         ]
         return json.dumps([leaves, self.skeleton])
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
         leaves, skeleton = json.loads(text)
-        specs = tuple(None if leaf is None else (tuple(leaf[0]), DTYPES[leaf[1]], bool(leaf[2])) for leaf in leaves)
+        specs = tuple(
+            None if leaf is None else (tuple(leaf[0]), tuple(leaf[1]), DTYPES[leaf[2]], bool(leaf[3]))
+            for leaf in leaves
+        )
         return cls(specs, skeleton)
 
 
+def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
+    if leaf is None:
+        return None
+    if leaf.layout is not torch.strided:
+        raise RuntimeFailure(f"a tensor of layout {leaf.layout} can't pass between ranks; use to_dense()")
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, needed
+
+
 @dataclass(frozen=True)
-class Preamble:
-    """The first bytes of a payload: which message it is."""
+class Place:
+    """Where a leaf lies in the buffer.
+
+    Attributes:
+        shape, strides: how its bytes are read; what the leaf repeats (by a stride of 0) is there once.
+        rebuilt: the strides of a leaf that has gaps in memory, which don't travel; else None.
+        repeated: the leaf's own shape where it repeats something; else None.
+    """
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    rebuilt: Shape | None
+    repeated: Shape | None
+
+    @classmethod
+    def of(cls, start: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> Place:
+        once = tuple(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
+        num = 1
+        for extent in once:
+            num *= extent
+        size = num * dtype.itemsize
+        repeated = shape if once != shape else None
+        if num == 0 or _is_dense(once, strides):
+            return cls(start, size, dtype, once, strides, None, repeated)
+        plain = tuple(torch.empty(once, device="meta").stride())
+        return cls(start, size, dtype, once, plain, strides, repeated)
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The leaf's bytes in the buffer."""
+        flat = buffer.narrow(0, self.start, self.num_bytes).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+    def once(self, leaf: Tensor) -> Tensor:
+        """What of the leaf travels."""
+        return leaf if self.repeated is None else leaf.as_strided(self.shape, leaf.stride())
+
+    def leaf(self, view: Tensor) -> Tensor:
+        """The leaf as it was, from its bytes."""
+        if self.rebuilt is not None:
+            view = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype).copy_(view)
+        return view if self.repeated is None else view.expand(self.repeated)
+
+
+def _is_dense(shape: Shape, strides: Shape) -> bool:
+    """Whether the elements fill their memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, extent in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+class Packet:
+    """A flat buffer for payloads of one spec, and views of its parts."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self._preamble = self.buffer.numpy()[:ALIGN].view("int64")
+        self._views = [None if place is None else place.view(self.buffer) for place in spec.places]
+
+    def pack(self, payload: Payload, preamble: Preamble) -> None:
+        """Copies a payload of the packet's spec in."""
+        self._preamble[:4] = preamble
+        for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
+            if leaf is not None and view is not None and place is not None:
+                view.copy_(place.once(leaf))
+
+    def announce(self, preamble: Preamble) -> None:
+        """Writes the preamble alone."""
+        self._preamble[:4] = preamble
+
+    def preamble(self) -> Preamble:
+        return Preamble(*self._preamble[:4].tolist())
+
+    def unpack(self) -> Payload:
+        """The payload, whose tensors are views of the buffer."""
+        spec = self.spec
+        leaves = [
+            None if view is None or place is None else place.leaf(view)
+            for view, place in zip(self._views, spec.places, strict=True)
+        ]
+        return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
+
+
+class Preamble(NamedTuple):
+    """The first bytes of a payload: which message it is, and how many of the other side's have come in."""
 
     tag: int
     step: int
     received: int
-    changed: bool = False
-
-    def write(self, buffer: Tensor) -> None:
-        buffer[:ALIGN].view(torch.int64)[:4] = torch.tensor([self.tag, self.step, self.received, self.changed])
-
-    @classmethod
-    def read(cls, buffer: Tensor) -> Preamble:
-        tag, step, received, changed = buffer[:ALIGN].view(torch.int64)[:4].tolist()
-        return cls(tag, step, received, bool(changed))
-
-
-def pack(payload: Payload, spec: Spec, preamble: Preamble, buffer: Tensor) -> None:
-    """Copies a payload into a buffer of `spec.num_bytes` bytes."""
-    preamble.write(buffer)
-    for place, leaf_spec, leaf in zip(spec.offsets, spec.leaves, payload.leaves, strict=False):
-        if leaf is not None and leaf_spec is not None and leaf.numel():
-            _view(buffer, place, leaf_spec).copy_(leaf)
-
-
-def unpack(buffer: Tensor, spec: Spec) -> Payload:
-    """The payload whose tensors are views of `buffer`."""
-    leaves = [
-        None if leaf is None else _view(buffer, place, leaf)
-        for place, leaf in zip(spec.offsets, spec.leaves, strict=False)
-    ]
-    needs = [leaf is not None and leaf[2] for leaf in spec.leaves]
-    return Payload(leaves, json.loads(spec.skeleton), needs)
-
-
-def _view(buffer: Tensor, place: int, leaf: tuple[tuple[int, ...], torch.dtype, bool]) -> Tensor:
-    shape, dtype, _ = leaf
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return buffer[place : place + size].view(dtype).view(shape)
+    changed: int = 0
 
 
 def pack_header(key: Any, spec: Spec) -> list[Tensor]:

@@ -100,17 +100,19 @@ class Worker:
 
     def awaited(self) -> list[Edge]:
         """Messages from other ranks that the first op not yet run needs (those that came in included)."""
-        ops = self._wiring.graph.ops
-        for op in self.dispatcher.awaited()[:1]:
-            return [e for e in self._wiring.incoming[ops[op]] if self._wiring.rank_of(e.producer) != self.rank]
-        return []
+        number = self.dispatcher.first_awaited()
+        if number is None:
+            return []
+        wiring = self._wiring
+        return [e for e in wiring.incoming[wiring.graph.ops[number]] if wiring.rank_of(e.producer) != self.rank]
 
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""
         if self._unsent:
             edge, target = self._unsent[0]
             return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
-        for number in self.dispatcher.awaited()[:1]:
+        number = self.dispatcher.first_awaited()
+        if number is not None:
             op = self._wiring.graph.ops[number]
             sources = [f"{e} from rank {self._wiring.rank_of(e.producer)}" for e in self._wiring.incoming[op]]
             return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"

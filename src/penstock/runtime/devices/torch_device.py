@@ -36,6 +36,7 @@ class TorchDevice:
     def give(self, edge: Edge) -> Payload:
         if edge.slot:
             return self._tied.give(edge)
-        if self._outcome is None or edge.producer != self._op:
+        outcome, self._outcome = self._outcome, None
+        if outcome is None or edge.producer != self._op:
             raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")
-        return self._outcome
+        return outcome

@@ -16,5 +16,5 @@ def run_rank(worker: Worker, transport: GroupTransport) -> None:
         worker.run_ready()
         if worker.finished:
             return
-        for edge in transport.wait(worker.awaited(), worker.stuck_on()):
+        for edge in transport.wait(worker.awaited(), worker.stuck_on):
             worker.arrive(edge)

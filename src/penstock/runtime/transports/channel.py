@@ -8,17 +8,14 @@ buffer posted before it is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from penstock.runtime.message import Edge
-from penstock.runtime.wire_format import Spec
+from penstock.runtime.wire_format import Packet, Spec
 
-SignatureOf = Callable[[Edge], str]
-"""The signature of the microbatch an edge belongs to: equal signatures promise equal specs."""
+TAG_LIMIT = 2**31 - 1
 
 
 class ChannelKey(NamedTuple):
@@ -39,17 +36,44 @@ class ChannelKey(NamedTuple):
 
 
 class Tags:
-    """Numbers for messages, the same on every rank: each channel has one for headers, one a microbatch."""
+    """Numbers for messages, the same on every rank: each channel has one for headers, one a microbatch.
+
+    What is left of gloo's range holds a digest of the batch's shapes. Messages about different shapes then
+    never meet (gloo ends the process where a message does not fit), and a deadline tells.
+    """
 
     def __init__(self, num_stages: int, num_slots: int, num_microbatches: int) -> None:
-        self._stages, self._slots, self._microbatches = num_stages, num_slots + 1, num_microbatches
+        self._stages, self._microbatches = num_stages, num_microbatches
+        self._span = (2 + num_slots) * num_stages * (num_microbatches + 1)
+        self._variants = max(1, TAG_LIMIT // self._span)
+
+    def shift(self, digest: int) -> int:
+        """What to add to the tags of a step whose shapes have this digest."""
+        return digest % self._variants * self._span
 
     def header(self, key: ChannelKey) -> int:
-        channel = (key.producer * self._stages + key.consumer) * self._slots + key.slot
-        return (channel * 2 + key.forward) * (self._microbatches + 1)
+        # Stages of the chain send to a neighbour, tied ones to one stage in each slot: the producer says it all.
+        kind = key.slot + 1 if key.slot else int(key.forward)
+        return (kind * self._stages + key.producer) * (self._microbatches + 1)
 
     def message(self, edge: Edge) -> int:
         return self.header(ChannelKey.of(edge)) + 1 + edge.consumer.microbatch
+
+
+class Expected(NamedTuple):
+    """What a channel brings a rank in one step, in order, with tags."""
+
+    key: ChannelKey
+    peer: int
+    messages: tuple[tuple[Edge, int], ...]
+
+
+def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[Expected]:
+    """Sorts (edge, its sender's rank), given in the order in which a rank needs them, by channel."""
+    found: dict[tuple[ChannelKey, int], list[tuple[Edge, int]]] = {}
+    for edge, peer in edges:
+        found.setdefault((ChannelKey.of(edge), peer), []).append((edge, tags.message(edge)))
+    return [Expected(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
 
 
 @dataclass
@@ -57,9 +81,9 @@ class Posted:
     """A receive under way."""
 
     edge: Edge
+    tag: int
     work: Any
-    buffer: Tensor
-    spec: Spec
+    packet: Packet
 
 
 @dataclass
@@ -69,7 +93,7 @@ class Incoming:
     Attributes:
         peer: the rank that sends.
         known: signature -> spec, kept from step to step.
-        waiting: this step's edges with no buffer posted yet; posted: those with one.
+        waiting: this step's messages with no buffer posted yet; posted: those with one.
         headers_due: how many headers this step still brings.
         received: payloads taken in this step.
     """
@@ -77,10 +101,26 @@ class Incoming:
     key: ChannelKey
     peer: int
     known: dict[str, Spec] = field(default_factory=dict)
-    waiting: deque[Edge] = field(default_factory=deque)
+    waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
     posted: deque[Posted] = field(default_factory=deque)
     headers_due: int = 0
     received: int = 0
+
+
+@dataclass
+class Told:
+    """A spec that the other side has been told, and packets of it that are free again."""
+
+    spec: Spec
+    spare: list[Packet] = field(default_factory=list)
+
+
+class Sent(NamedTuple):
+    """A message not known to have been taken: all its sends, and the packet to use again."""
+
+    works: list[Any]
+    packet: Packet
+    told: Told
 
 
 @dataclass
@@ -89,13 +129,13 @@ class Outgoing:
 
     Attributes:
         peer: the rank that receives.
-        known: signature -> spec that the other side has been told.
-        under_way: this step's messages not known to have been taken: their sends and their buffers.
+        told: by signature.
+        under_way: this step's messages not known to have been taken.
         taken: how many have been.
     """
 
     key: ChannelKey
     peer: int
-    known: dict[str, Spec] = field(default_factory=dict)
-    under_way: deque[list[tuple[Any, Tensor]]] = field(default_factory=deque)
+    told: dict[str, Told] = field(default_factory=dict)
+    under_way: deque[Sent] = field(default_factory=deque)
     taken: int = 0

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
 
 
-@contextmanager
-def explained(rank: int, peer: int, what: str, timeout: float) -> Iterator[None]:
-    """Turns a failed wait into an error that says who waited for what from whom.
-
-    Raises:
-        DeadlineExceeded: nothing came within `timeout` seconds.
-        PeerLost: the connection to `peer` is gone.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if any(word in str(error).lower() for word in _TIMEOUT_WORDS):
-            raise DeadlineExceeded(
-                f"rank {rank} waited {timeout:g} s for {what} from rank {peer}; if that rank is just slow, "
-                f"give a longer timeout"
-            ) from None
-        raise PeerLost(f"rank {rank} lost its connection to rank {peer} while it waited for {what}") from None
+def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: float) -> RuntimeFailure:
+    """The error of a failed wait that says who waited for what from whom; `peer` is None for all the others."""
+    source = "the other ranks" if peer is None else f"rank {peer}"
+    if any(word in str(error).lower() for word in _TIMEOUT_WORDS):
+        return DeadlineExceeded(
+            f"rank {rank} waited {timeout:g} s for {what} from {source}; if that is just slow, give a longer "
+            f"timeout; if not, it stands still or was given other batches or calls"
+        )
+    return PeerLost(f"rank {rank} lost its connection to {source} while it waited for {what}")

@@ -5,14 +5,14 @@ tensors are free at once. Receives are posted ahead, a few in each channel. The 
 let go when the channel of its answers says that it was taken (each preamble carries that count), or at
 the latest when the step ends.
 
-How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the message its next op
+How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the messages its next op
 needs. A dynamic one must know which have come: one thread a channel waits and reports.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,16 +23,24 @@ from torch import Tensor
 
 from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.channel import ChannelKey, Incoming, Outgoing, Posted, SignatureOf, Tags
-from penstock.runtime.transports.failure import explained
+from penstock.runtime.transports.channel import (
+    ChannelKey,
+    Expected,
+    Incoming,
+    Outgoing,
+    Posted,
+    Sent,
+    Tags,
+    Told,
+)
+from penstock.runtime.transports.failure import explain
 from penstock.runtime.wire_format import (
     HEADER_BYTES,
+    Packet,
     Preamble,
     Spec,
     header_rest,
-    pack,
     pack_header,
-    unpack,
     unpack_header,
 )
 
@@ -51,49 +59,51 @@ class GroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
         self._group, self._tags, self._timeout = group, tags, timeout
+        self._limit = timedelta(seconds=timeout)
         self._rank = dist.get_rank(group)
         self._threaded = False
-        self._window: dict[int, int] = {}
+        self._window: Mapping[int, int] = {}
         self._step = 0
-        self._signature_of: SignatureOf = lambda edge: ""
+        self._tag_shift = 0
+        self._signatures: Sequence[str] = ()
         self._incoming: dict[ChannelKey, Incoming] = {}
         self._outgoing: dict[ChannelKey, Outgoing] = {}
+        self._routes: dict[Edge, tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
         self._events: SimpleQueue[tuple[Incoming, Posted] | BaseException] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._spare: dict[int, list[Tensor]] = {}
 
     def begin(
         self,
-        expected: Sequence[tuple[Edge, int]],
-        signature_of: SignatureOf,
+        expected: Sequence[Expected],
+        signatures: Sequence[str],
+        digest: int,
         threaded: bool,
-        window: dict[int, int],
+        window: Mapping[int, int],
     ) -> None:
         """Starts a step and posts its first receives.
 
         Args:
-            expected: (edge, its sender's rank) in the order in which this rank's frozen order needs them.
+            expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
+            signatures: of each microbatch; equal signatures promise equal specs.
+            digest: of the step's shapes; ranks that differ in it don't talk to each other.
             threaded: whether arrivals are reported as they come (dynamic) or waited for (frozen).
             window: slot -> most messages of a channel under way before `send` waits for the oldest, for
                 channels that bring no answers. A slot that is not there has no bound.
         """
         self._step += 1
-        self._signature_of, self._threaded, self._window = signature_of, threaded, window
-        used: dict[ChannelKey, set[str]] = {}
-        for edge, source in expected:
-            key = ChannelKey.of(edge)
+        self._tag_shift = self._tags.shift(digest)
+        self._signatures, self._threaded, self._window = signatures, threaded, window
+        for key, peer, messages in expected:
             channel = self._incoming.get(key)
             if channel is None:
-                channel = self._incoming[key] = Incoming(key, source)
-            channel.waiting.append(edge)
-            used.setdefault(key, set()).add(signature_of(edge))
-        for key, signatures in used.items():
-            channel = self._incoming[key]
-            channel.headers_due = sum(signature not in channel.known for signature in signatures)
+                channel = self._incoming[key] = Incoming(key, peer)
+            channel.waiting.extend(messages)
+            used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
+            channel.headers_due = sum(signature not in channel.known for signature in used)
             channel.received = 0
             if threaded:
-                thread = threading.Thread(target=self._receive_all, args=(channel, len(channel.waiting)), daemon=True)
+                thread = threading.Thread(target=self._receive_all, args=(channel, len(messages)), daemon=True)
                 self._threads.append(thread)
                 thread.start()
             else:
@@ -104,62 +114,74 @@ class GroupTransport:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        used = set(self._signatures)
         for channel in self._outgoing.values():
             self._release(channel, channel.taken + len(channel.under_way))
             channel.taken = 0
+            for signature, told in channel.told.items():
+                if signature not in used:
+                    told.spare.clear()
 
     # Sending.
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        route = self._routes.get(edge)
+        if route is None:
+            route = self._routes[edge] = self._route(edge, target)
+        channel, tag = route
+        window = self._window.get(edge.slot)
+        if window is not None and len(channel.under_way) >= window:
+            self._release(channel, channel.taken + 1)
+        signature, spec = self._signatures[edge.consumer.microbatch], Spec.of(payload)
+        works: list[Any] = []
+        told = channel.told.get(signature)
+        if told is None:
+            told = channel.told[signature] = Told(spec)
+            for part in pack_header(signature, spec):
+                works.append(self._isend(part, target, self._tags.header(channel.key)))
+        preamble = Preamble(tag, self._step, self._num_received(channel.key.reverse()))
+        packet = told.spare.pop() if told.spare else Packet(told.spec)
+        if spec != told.spec:
+            # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
+            packet.announce(preamble._replace(changed=1))
+            for part in [packet.buffer, *pack_header(signature, spec)]:
+                works.append(self._isend(part, target, tag))
+            packet, told = Packet(spec), Told(spec)
+        packet.pack(payload, preamble)
+        works.append(self._isend(packet.buffer, target, tag))
+        channel.under_way.append(Sent(works, packet, told))
+        return True
+
+    def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
         key = ChannelKey.of(edge)
         channel = self._outgoing.get(key)
         if channel is None:
             channel = self._outgoing[key] = Outgoing(key, target)
-        window = self._window.get(edge.slot)
-        if window is not None and len(channel.under_way) >= window:
-            self._release(channel, channel.taken + 1)
-        signature, spec = self._signature_of(edge), Spec.of(payload)
-        tag = self._tags.message(edge)
-        answers = self._incoming.get(key.reverse())
-        received = answers.received if answers is not None else 0
-        sends: list[tuple[Any, Tensor]] = []
-        expected = channel.known.get(signature)
-        if expected is None:
-            channel.known[signature] = expected = spec
-            for part in pack_header(signature, spec):
-                sends.append(self._isend(part, target, self._tags.header(key)))
-        if spec != expected:
-            # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            notice = self._buffer(expected.num_bytes)
-            Preamble(tag, self._step, received, changed=True).write(notice)
-            for part in [notice, *pack_header(signature, spec)]:
-                sends.append(self._isend(part, target, tag))
-        buffer = self._buffer(spec.num_bytes)
-        pack(payload, spec, Preamble(tag, self._step, received), buffer)
-        sends.append(self._isend(buffer, target, tag))
-        channel.under_way.append(sends)
-        return True
+        return channel, self._tags.message(edge)
 
-    def _isend(self, buffer: Tensor, target: int, tag: int) -> tuple[Any, Tensor]:
-        with explained(self._rank, target, "a send to start", self._timeout):
-            return dist.isend(buffer, group=self._group, group_dst=target, tag=tag), buffer
+    def _num_received(self, key: ChannelKey) -> int:
+        answers = self._incoming.get(key)
+        return 0 if answers is None else answers.received
 
-    def _buffer(self, num_bytes: int) -> Tensor:
-        spare = self._spare.get(num_bytes)
-        return spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8)
+    def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
+        try:
+            return self._group.send([buffer], target, tag + self._tag_shift)
+        except RuntimeError as error:
+            raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
 
     def _release(self, channel: Outgoing, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
         while channel.taken < taken and channel.under_way:
-            for work, buffer in channel.under_way.popleft():
+            works, packet, told = channel.under_way.popleft()
+            for work in works:
                 self._wait(work, channel.peer, "its messages to be taken")
-                self._spare.setdefault(buffer.numel(), []).append(buffer)
+            told.spare.append(packet)
             channel.taken += 1
 
     # Receiving.
 
     def arrivals(self) -> list[Edge]:
-        edges = []
+        edges: list[Edge] = []
         while self._threaded:
             try:
                 edges.append(self._report(self._events.get_nowait()))
@@ -167,7 +189,7 @@ class GroupTransport:
                 break
         return edges
 
-    def wait(self, awaited: Sequence[Edge], who: str) -> list[Edge]:
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
 
         Raises:
@@ -177,21 +199,28 @@ class GroupTransport:
             try:
                 return [self._report(self._events.get(timeout=self._timeout))]
             except Empty:
-                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who}") from None
+                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
         for edge in awaited:
             if edge in self._ready:
                 continue
             channel = self._incoming[ChannelKey.of(edge)]
-            self._post(channel, wait_for_headers=True)
-            posted = channel.posted.popleft()
-            self._wait(posted.work, channel.peer, str(posted.edge))
-            self._post(channel, wait_for_headers=False)
+            posted = self._next(channel)
             self._accept(channel, posted)
             return [posted.edge]
-        raise RuntimeFailure(f"{who}, and no message is due that it could wait for")
+        raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
 
     def take(self, edge: Edge) -> Payload:
         return self._ready.pop(edge)
+
+    def _next(self, channel: Incoming) -> Posted:
+        """Waits for the next message of a channel, and posts a receive for one after it."""
+        if not channel.posted:
+            self._post(channel, wait_for_headers=True)
+        posted = channel.posted.popleft()
+        self._wait(posted.work, channel.peer, posted.edge)
+        if channel.waiting:
+            self._post(channel, wait_for_headers=False)
+        return posted
 
     def _report(self, event: tuple[Incoming, Posted] | BaseException) -> Edge:
         if isinstance(event, BaseException):
@@ -201,37 +230,36 @@ class GroupTransport:
 
     def _accept(self, channel: Incoming, posted: Posted) -> None:
         """Checks a message that came in and makes it ready to be taken."""
-        preamble, spec, buffer = Preamble.read(posted.buffer), posted.spec, posted.buffer
-        expected = self._tags.message(posted.edge), self._step
-        if (preamble.tag, preamble.step) != expected:
+        packet = posted.packet
+        tag, step, received, changed = packet.preamble()
+        if tag != posted.tag or step != self._step:
             raise RuntimeFailure(
-                f"rank {self._rank} expected {posted.edge} (message {expected}) from rank {channel.peer} and got "
-                f"message {(preamble.tag, preamble.step)}; the ranks run different schedules or steps"
+                f"rank {self._rank} expected {posted.edge} (message {posted.tag} of step {self._step}) from rank "
+                f"{channel.peer} and got message {tag} of step {step}; the ranks run different schedules or steps"
             )
-        if preamble.changed:
-            _, spec = self._read_header(expected[0], channel.peer, posted.edge)
-            buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-            self._wait(self._irecv(buffer, channel.peer, expected[0]), channel.peer, str(posted.edge))
+        if changed:
+            _, spec = self._read_header(tag, channel.peer, posted.edge)
+            packet = Packet(spec)
+            self._wait(self._irecv(packet.buffer, channel.peer, tag), channel.peer, posted.edge)
         channel.received += 1
-        self._ready[posted.edge] = unpack(buffer, spec)
+        self._ready[posted.edge] = packet.unpack()
         answered = self._outgoing.get(channel.key.reverse())
         if answered is not None:
-            self._release(answered, preamble.received)
+            self._release(answered, received)
 
     def _post(self, channel: Incoming, wait_for_headers: bool) -> None:
         """Posts receives up to AHEAD. An edge whose spec is not known waits for its header, or is left."""
         while channel.waiting and len(channel.posted) < AHEAD:
-            edge = channel.waiting[0]
-            signature = self._signature_of(edge)
-            while signature not in channel.known:
+            edge, tag = channel.waiting[0]
+            spec = channel.known.get(self._signatures[edge.consumer.microbatch])
+            if spec is None:
                 if not wait_for_headers or channel.posted:
                     return
                 self._learn(channel, edge)
+                continue
             channel.waiting.popleft()
-            spec = channel.known[signature]
-            buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-            work = self._irecv(buffer, channel.peer, self._tags.message(edge))
-            channel.posted.append(Posted(edge, work, buffer, spec))
+            packet = Packet(spec)
+            channel.posted.append(Posted(edge, tag, self._irecv(packet.buffer, channel.peer, tag), packet))
 
     def _learn(self, channel: Incoming, edge: Edge) -> None:
         """Takes in the next header of a channel."""
@@ -243,29 +271,29 @@ class GroupTransport:
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._wait(self._irecv(first, peer, tag), peer, str(edge))
+        self._wait(self._irecv(first, peer, tag), peer, edge)
         rest = None
         if more := header_rest(first):
             rest = torch.empty(more, dtype=torch.uint8)
-            self._wait(self._irecv(rest, peer, tag), peer, str(edge))
+            self._wait(self._irecv(rest, peer, tag), peer, edge)
         return unpack_header(first, rest)
 
     def _irecv(self, buffer: Tensor, source: int, tag: int) -> Any:
-        with explained(self._rank, source, "a receive to start", self._timeout):
-            return dist.irecv(buffer, group=self._group, group_src=source, tag=tag)
+        try:
+            return self._group.recv([buffer], source, tag + self._tag_shift)
+        except RuntimeError as error:
+            raise explain(error, self._rank, source, "a message", self._timeout) from None
 
-    def _wait(self, work: Any, peer: int, what: str) -> None:
-        with explained(self._rank, peer, what, self._timeout):
-            work.wait(timedelta(seconds=self._timeout))
+    def _wait(self, work: Any, peer: int, what: Edge | str) -> None:
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            raise explain(error, self._rank, peer, str(what), self._timeout) from None
 
     def _receive_all(self, channel: Incoming, count: int) -> None:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
-                self._post(channel, wait_for_headers=True)
-                posted = channel.posted.popleft()
-                self._wait(posted.work, channel.peer, str(posted.edge))
-                self._post(channel, wait_for_headers=False)
-                self._events.put((channel, posted))
+                self._events.put((channel, self._next(channel)))
         except BaseException as error:
             self._events.put(error)

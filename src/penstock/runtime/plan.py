@@ -1,0 +1,50 @@
+"""What a step of some kind needs to know about its schedule, worked out once and kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.cost import Costs
+from penstock.runtime.transports.channel import Expected, Tags, expected_by_channel
+from penstock.runtime.wiring import Wiring, wire
+from penstock.schedule import Schedule
+from penstock.schedule.check import peak_in_flight, run_untimed
+from penstock.simulate.simulate import frozen_peaks, memory_changes
+
+EVALUATION_WINDOW = 4
+"""Messages of a channel under way in evaluation, where no answers say what was taken."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Attributes:
+    wiring: of the schedule, or of its forwards alone.
+    memory_change: per op; caps: per rank, what the frozen order holds at most.
+    expected: messages from other processes, for the rank here.
+    window: slot -> most messages of a channel under way, for channels that bring no answers.
+    """
+
+    wiring: Wiring
+    memory_change: Sequence[float]
+    caps: Sequence[float]
+    expected: Sequence[Expected]
+    window: Mapping[int, int]
+
+
+def plan_step(
+    schedule: Schedule, tied_stages: Sequence[Sequence[int]], training: bool, rank: int, tags: Tags
+) -> StepPlan:
+    """Plans a step as `rank` sees it. `schedule` holds forwards alone where it is not for training."""
+    wiring = wire(schedule, tied_stages)
+    change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
+    caps = frozen_peaks(wiring.graph, change)
+    expected = expected_by_channel(((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank)), tags)
+    if training:
+        # A tied stage is at most as far ahead of the next one up as that has forwards in flight.
+        bound = math.ceil(2 * max(peak_in_flight(schedule)) + 1)
+        window = dict.fromkeys(range(1, len(tied_stages) + 1), bound)
+    else:
+        window = {} if run_untimed(schedule, EVALUATION_WINDOW).blocked else {0: EVALUATION_WINDOW}
+    return StepPlan(wiring, change, caps, expected, window)
