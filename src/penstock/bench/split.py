@@ -4,7 +4,8 @@
 
 B is the plain backward of a stage of pre-norm transformer blocks, I + W the two halves of the same backward.
 torch's own are the functions its pipelining package calls for I and W. Each repeat runs the three after one
-another, in an order that rotates, and gives one ratio; the table shows the medians of the ratios.
+another, in an order that rotates, and gives one ratio of processor times, each the fastest of a few runs; the table
+shows the medians of the ratios. Processor time, because a busy machine shows less in it than in wall time.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def run(
     tokens: int = 64,
 ) -> list[Row]:
     """One row for each width and number of blocks: medians, and every repeat's times in ms."""
+    _settle_memory()
     return [measure(width, num_blocks, repeats, batch, tokens) for width in widths for num_blocks in blocks]
 
 
@@ -158,11 +160,20 @@ def _peer() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def _inner(way: Callable[[], Timing]) -> int:
-    """So many runs a repeat that it takes about 40 ms; the fastest of them counts."""
+    """So many runs a repeat that it takes about 40 ms, at least three; the fastest of them counts."""
     way()
     start = time.process_time()
     way()
-    return max(1, min(50, int(0.04 / (time.process_time() - start))))
+    return max(3, min(50, int(0.04 / (time.process_time() - start))))
+
+
+def _settle_memory() -> None:
+    """Let glibc keep the memory it is given back, as it does once a program has freed one large tensor.
+
+    Before that, each run returns its memory to the system and faults it in again, and the times of all three
+    backwards tell more about that than about their work.
+    """
+    torch.empty(7 << 20)  # 28 MiB, freed at once; glibc's limit grows up to 32
 
 
 def machine() -> dict[str, Any]:

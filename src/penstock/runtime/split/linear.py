@@ -63,7 +63,7 @@ class LinearRule(Rule):
         rows, g_rows = _rows(x), _rows(g)
         gw: Tensor | None = None
         if needs[0]:
-            if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
+            if weight.stride() == (weight.shape[1], 1):
                 room = None if workspace is None else workspace.like(weight)
                 gw = torch.mm(g_rows.t(), rows, out=room)
             else:

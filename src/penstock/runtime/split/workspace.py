@@ -15,11 +15,19 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
     def like(self, t: Tensor) -> Tensor:
         """A contiguous tensor of the shape of `t` and undefined content, good until the next call."""
-        key, size = (t.dtype, t.device), t.numel()
-        memory = self._memory.get(key)
+        key = (t.shape, t.dtype, t.device)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._grow(t.numel(), t)[: t.numel()].view(t.shape)
+        return view
+
+    def _grow(self, size: int, t: Tensor) -> Tensor:
+        memory = self._memory.get((t.dtype, t.device))
         if memory is None or memory.numel() < size:
-            memory = self._memory[key] = torch.empty(size, dtype=t.dtype, device=t.device)
-        return memory[:size].view(t.shape)
+            self._views.clear()
+            memory = self._memory[t.dtype, t.device] = torch.empty(size, dtype=t.dtype, device=t.device)
+        return memory
