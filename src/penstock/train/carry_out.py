@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 
 from penstock.data import Corpus
+from penstock.runtime import RuntimeFailure
 from penstock.runtime.launch import init_process, launch, watch
+from penstock.runtime.launch.port import listen
 from penstock.train.folder import RunFolder, check_place
 from penstock.train.going_on import check_resume
 from penstock.train.handover import Order, hand_over, take_over
 from penstock.train.inputs import Inputs, check_tokens, gather_inputs
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.settings import num_cores
+from penstock.train.settings import SettingsError, num_cores
 
 INTERRUPTED = 130
 
@@ -42,6 +44,7 @@ def carry_out(order: Order, port: int | None) -> int:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
         RunFailed: a rank failed.
     """
+    _check_port(port)
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
     goes_on = check_resume(inputs, folder) if order.resume else None
@@ -96,6 +99,13 @@ def _check(order: Order) -> Inputs:
     inputs = gather_inputs(order.settings)
     check_tokens(inputs.corpus)
     return inputs
+
+
+def _check_port(port: int | None) -> None:
+    try:
+        listen(port).close()
+    except RuntimeFailure as error:
+        raise SettingsError(str(error)) from None
 
 
 def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:

@@ -80,11 +80,11 @@ def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
     options = {**defaults, **settings.optimizer_options}
     build: Callable[..., torch.optim.Optimizer] = functools.partial(found, lr=settings.lr, **options)  # type: ignore[call-arg]
     if (settings.optimizer, settings.optimizer_options) != (Settings.optimizer, {}):  # a trial takes a second
-        _try(build, f"{settings.optimizer} with {json.dumps(settings.optimizer_options)}")
+        _try(build, settings)
     return build
 
 
-def _try(build: Callable[..., torch.optim.Optimizer], what: str) -> None:
+def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> None:
     """Makes an optimizer over a weight and a bias and runs it once. Raises SettingsError for what it refuses."""
     parameters = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
     for parameter in parameters:
@@ -93,8 +93,10 @@ def _try(build: Callable[..., torch.optim.Optimizer], what: str) -> None:
         build(parameters).step()
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        options = f" with {json.dumps(settings.optimizer_options)}" if settings.optimizer_options else ""
         raise SettingsError(
-            f"{what} can't train this model: {reason}; see torch.optim, or use AdamW or SGD"
+            f"optimizer {settings.optimizer}{options} can't be used: {reason}; "
+            "torch.optim documents the options, and AdamW and SGD work without any"
         ) from None
 
 

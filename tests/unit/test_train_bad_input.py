@@ -1,0 +1,265 @@
+"""What a person can get wrong about `penstock train`: told at once, in a line or two, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.cli import main
+
+pytestmark = pytest.mark.unit
+
+SMALL = (
+    "--preset nano --depth 4 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 --steps 2 "
+    "--evaluate-every 0 --sample 0"
+)
+
+BAD: dict[str, tuple[str, list[str]]] = {
+    "unknown schedule": ("--schedule zbv", ["no schedule named 'zbv'", "did you mean zb-v"]),
+    "missing schedule file": ("--schedule nowhere.json", ["nowhere.json", "No such file"]),
+    "microbatches for interleaved": ("--schedule interleaved-1f1b --stages 8 --microbatches 6", ["6", "4"]),
+    "stages not a multiple": ("--schedule interleaved-1f1b --stages 6", ["6", "4"]),
+    "stages of 1f1b": ("--stages 8", ["1f1b", "stages"]),
+    "warm-up counts": ("--schedule zb --warmup 7,5", ["2 counts", "one a rank", "4"]),
+    "warm-up words": ("--warmup many", ["--warmup many", "7,5,3,1"]),
+    "more stages than layers": ("--ranks 8 --depth 2", ["8 stages", "4 layers"]),
+    "schedule of wrong shape": ("--schedule wrong.json", ["wrong.json", "not a schedule"]),
+    "schedule that is not JSON": ("--schedule bad.json", ["bad.json", "JSON"]),
+    "schedule for other ranks": ("--schedule two.json --ranks 4", ["two.json", "2 ranks", "4", "leave out --ranks"]),
+    "schedule that is not valid": ("--schedule stuck.txt", ["rank 3", "B0"]),
+    "no ranks": ("--ranks 0", ["ranks is 0", "at least 1"]),
+    "batch below microbatches": ("--batch 2", ["batch of 2", "4 microbatches", "at least 4"]),
+    "heads": ("--heads 3", ["width 16", "3 heads", "multiple"]),
+    "dropout": ("--dropout 1", ["dropout 1", "below 1"]),
+    "preset": ("--preset tny", ["no preset named 'tny'", "did you mean tiny"]),
+    "optimizer": ("--optimizer Adamm", ["no optimizer 'Adamm'", "did you mean Adam"]),
+    "optimizer's options": ("--optimizer-options '{\"momentum\": 1}'", ["AdamW", "momentum"]),
+    "optimizer's values": ("--optimizer-options '{\"betas\": [2, 0.9]}'", ["AdamW", "beta"]),
+    "optimizer that needs a closure": ("--optimizer LBFGS", ["LBFGS", "closure"]),
+    "optimizer for sparse gradients": ("--optimizer SparseAdam", ["SparseAdam", "dense"]),
+    "options not JSON": ("--optimizer-options momentum=1", ["--optimizer-options", "not JSON"]),
+    "options not an object": ("--optimizer-options 3", ["--optimizer-options", "object"]),
+    "precision": ("--precision float16", ["no precision 'float16'", "float32 or bfloat16"]),
+    "device": ("--device gpu", ["no device 'gpu'", "cpu or cuda"]),
+    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen or dynamic"]),
+    "learning rate": ("--lr 0", ["lr is 0", "above 0"]),
+    "learning rate not a number": ("--lr nan", ["lr is nan", "finite"]),
+    "timeout": ("--timeout -1", ["timeout is -1", "above 0"]),
+    "missing data": ("--data nowhere.txt", ["nowhere.txt", "no such file or folder"]),
+    "empty data": ("--data empty.txt", ["empty.txt", "the file is empty"]),
+    "binary data": ("--data binary.txt", ["binary.txt", "not a text file"]),
+    "folder without text": ("--data empty-folder", ["empty-folder", "no text files"]),
+    "JSONL without text": ("--data bad.jsonl", ["bad.jsonl, line 2", "no text field"]),
+    "too little data": ("--data short.txt", ["tokens of data", "context 16"]),
+    "truncated .bin": ("--data cut.bin", ["cut.bin", "9001 bytes", "has 100"]),
+    "damaged .idx": ("--data damaged.idx", ["damaged.idx"]),
+    "half a pair": ("--data alone.bin", ["alone.idx"]),
+    "data of another tokenizer": ("--data wide.bin", ["token 300", "vocabulary of 256", "tokenizer"]),
+    "missing tokenizer": ("--tokenizer nowhere.json", ["nowhere.json", "no such tokenizer file"]),
+    "damaged tokenizer": ("--tokenizer bad.json", ["bad.json", "not a tokenizers JSON file"]),
+    "a file in the way": ("--out text.txt", ["text.txt", "--out"]),
+    "a file on the way": ("--out text.txt/run", ["text.txt/run", "--out"]),
+    "export into nowhere": ("--export nowhere/model.safetensors", ["there is no folder nowhere", "make it first"]),
+    "export onto a folder": ("--export empty-folder", ["empty-folder is a folder", "give a file"]),
+    "port": ("--port 70000", ["port 70000", "65535"]),
+    "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
+    "no folder": ("--resume nowhere", ["nowhere is no run"]),
+    "not a number": ("--steps many", ["'--steps'", "integer", "see penstock train --help"]),
+    "unknown option": ("--layers 3", ["--layers", "see penstock train --help"]),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good data and every kind of bad file."""
+    folder = tmp_path_factory.mktemp("bad")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("short")
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
+    (folder / "bad.jsonl").write_text('{"text": "yes"}\n{"body": "no"}\n')
+    (folder / "empty-folder").mkdir()
+    (folder / "wrong.json").write_text('{"num_ranks": 4}')
+    (folder / "bad.json").write_text("{")
+    ps.save(ps.build("1f1b", 2, 4), folder / "two.json")
+    (folder / "stuck.txt").write_text(str(ps.build("1f1b", 4, 4)).replace("F0 B0", "B0 F0"))
+    for name in ("cut", "damaged", "alone"):
+        assert main(["data", "prepare", str(text), str(folder / name), "--json"]) == 0
+    os.truncate(folder / "cut.bin", 100)
+    (folder / "damaged.idx").write_bytes(b"not an index" * 10)
+    (folder / "alone.idx").unlink()
+    _write_wide(folder / "wide")
+    return folder
+
+
+def _write_wide(prefix: Path) -> None:
+    """A pair with one token beyond the bytes, far from the first batch."""
+    import numpy as np
+
+    from penstock.data import IndexedWriter
+
+    with IndexedWriter(prefix, 1000) as writer:
+        row = np.zeros(5000, dtype=np.uint16)
+        row[4321] = 300
+        writer.add(row)
+
+
+@pytest.fixture
+def tell(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> Iterator[Callable[..., list[str]]]:
+    """Runs `penstock train` with mistakes, twice, and returns the lines it says. Nothing new may lie anywhere."""
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def call(line: str, code: int | tuple[int, ...] = (1, 2)) -> list[str]:
+        codes = (code,) if isinstance(code, int) else code
+        before = _files(place)
+        # Later options win, so that each case changes what it wants of the small run.
+        arguments = ["train", *shlex.split(line)]
+        got = main(arguments)
+        out, err = capfd.readouterr()
+        assert got in codes, err
+        assert out == ""
+        assert err.startswith("penstock: "), err
+        lines = err.removeprefix("penstock: ").splitlines()
+        got_json = main([*arguments, "--json"])
+        out, err_json = capfd.readouterr()
+        assert (got_json, err_json) == (got, "")
+        assert json.loads(out)["error"]["message"].splitlines() == lines
+        assert set(json.loads(out)) == {"error"}
+        assert _files(place) == before
+        assert "bug in penstock" not in err
+        return lines
+
+    return call
+
+
+def _files(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(p.relative_to(folder)), p.stat().st_mtime_ns) for p in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD.keys())
+def test_a_mistake_is_told(tell: Callable[..., list[str]], options: str, words: list[str]) -> None:
+    lines = tell(f"{SMALL} --data text.txt {options}")
+    assert len(lines) <= (12 if "stuck" in options else 2), lines
+    for word in words:
+        assert word in "\n".join(lines), lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu(tell: Callable[..., list[str]]) -> None:
+    assert tell(f"{SMALL} --data text.txt --device cuda") == [
+        "device 'cuda' was asked for and torch finds no GPU; use --device cpu"
+    ]
+
+
+def test_a_port_in_use(tell: Callable[..., list[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        lines = tell(f"{SMALL} --data text.txt --port {port} --out new-run")
+    assert lines == [f"port {port} is in use by another program: choose another, or leave it out for any free one"]
+
+
+@pytest.fixture(scope="module")
+def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished small run, outside the place that is watched."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    line = f"{SMALL} --ranks 2 --data {place}/text.txt --in-process --save-every 1 --out {folder} --json"
+    assert main(["train", *line.split()]) == 0
+    return folder
+
+
+RESUMED: dict[str, tuple[str, list[str]]] = {
+    "another width": ("--width 32", ["width 16", "not width 32", "start a new run"]),
+    "other heads": ("--heads 4", ["num_heads 2", "not num_heads 4"]),
+    "another depth": ("--depth 6 --context 8", ["context 16, depth 4", "context 8, depth 6"]),
+    "tied": ("--tied", ["tied False", "tied True"]),
+    "another seed": ("--seed 5", ["seed 0", "not 5"]),
+    "another optimizer": ("--optimizer SGD", ["optimizer 'AdamW'", "not 'SGD'"]),
+    "other data": ("--data other.txt", ["other data", "--data"]),
+    "another folder": ("--out elsewhere", ["goes on in its own folder", "leave out --out"]),
+    "fewer steps": ("--steps 1", ["at step 2", "--steps 2 or more"]),
+    "more stages than layers": ("--ranks 8", ["8 stages", "6 layers"]),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), RESUMED.values(), ids=RESUMED.keys())
+def test_a_resumed_run_is_the_same_run(
+    tell: Callable[..., list[str]], run: Path, place: Path, options: str, words: list[str]
+) -> None:
+    (place / "other.txt").write_text("Something else. " * 200)
+    before = _files(run)
+    lines = tell(f"--resume {run} {options}")
+    assert _files(run) == before
+    for word in words:
+        assert word in "\n".join(lines), lines
+
+
+def _damaged(run: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(run, tmp_path / "damaged"))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "is damaged: it is no JSON object"),
+        ("[1]", "is damaged: it is no JSON object"),
+        ('{"ranks": "four"}', "ranks is 'four'; give a whole number"),
+        ('{"ranks": true}', "ranks is True; give a whole number"),
+        ('{"width": 16.5}', "width is 16.5; give a whole number"),
+        ('{"lr": NaN}', "lr is nan; give a finite number"),
+        ('{"warmup": ["a"]}', "give whole numbers"),
+        ('{"optimizer_options": 3}', "give an object"),
+        ('{"colour": "red"}', "unknown setting 'colour'"),
+    ],
+)
+def test_damaged_settings(tell: Callable[..., list[str]], run: Path, tmp_path: Path, text: str, word: str) -> None:
+    copy = _damaged(run, tmp_path)
+    (copy / "settings.json").write_text(text)
+    (line,) = tell(f"--resume {copy}", 2)
+    assert str(copy / "settings.json") in line
+    assert word in line
+
+
+def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path: Path) -> None:
+    copy = _damaged(run, tmp_path)
+    newest, older = copy / "checkpoints/step-00000002", copy / "checkpoints/step-00000001"
+    (shard,) = newest.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    before = _files(copy / "checkpoints")
+    from penstock.runtime.checkpoint import CheckpointError
+    from penstock.train.carry_out import carry_out
+    from penstock.train.command import order_of
+
+    with pytest.raises(
+        CheckpointError, match=r"checksum differs.*to go on from the one before, move .*step-00000002"
+    ):
+        carry_out(order_of({}, None, str(copy), None, as_json=True), None)
+    assert _files(copy / "checkpoints") == before
+    # Truncated ones do not count; with none left there is nothing to go on from.
+    for folder in (newest, older):
+        os.truncate(next(folder.glob("*.safetensors")), 10)
+    (line,) = tell(f"--resume {copy}")
+    assert "no checkpoint is complete" in line
+
+
+def test_a_folder_that_holds_a_run(tell: Callable[..., list[str]], run: Path) -> None:
+    (line,) = tell(f"{SMALL} --data text.txt --out {run}", 2)
+    assert line == f"{run} holds a run; go on with --resume {run}, or give another --out"
