@@ -1,0 +1,215 @@
+"""README and docs as tests see them: the examples they show, the commands they name, the links they give.
+
+Blocks of one page run in order, in one folder and one namespace, so that a later one may use what an earlier one
+made. A block's language says what is done with it:
+
+    python              runs; a comment behind a print is what it must print
+    python torchrun=2   runs under torchrun, where `blocks` is asked for these
+    sh                  commands that must work; training and benchmarks are stopped before they start
+    console             `$ command` and its output; a line `...` stands for any lines
+    text, json, ...     shown only
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import shlex
+import tokenize
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.models import presets
+from penstock.train import command as train_command
+from penstock.train.folder import RunFolder
+from penstock.train.handover import Order
+from penstock.train.model import model_config, stage_builders
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it starts, its language, what follows the language, its text."""
+
+    page: Path
+    line: int
+    language: str
+    more: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        language, _, more = match["info"].strip().partition(" ")
+        found.append(Block(page, text[: match.start()].count("\n") + 2, language, more, match["text"]))
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command of a sh block, comments left out."""
+    joined = block.text.replace("\\\n", " ")
+    return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> int:
+    """Runs the blocks of a page inside `folder`; returns how many examples and commands ran."""
+    monkeypatch.chdir(folder)
+    for variable in ("FORCE_COLOR", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    stop_before_running(monkeypatch)
+    namespace: dict[str, Any] = {"__name__": "example"}
+    count = 0
+    for block in blocks(page):
+        if block.language == "python" and not block.more:
+            run_python(block, namespace)
+            count += 1
+        elif block.language == "console":
+            for line, expected in sessions(block):
+                printed = run_command(shlex.split(line), block, capsys)
+                assert matches(expected, printed), f"{block.where}: {line} printed\n{printed}"
+                count += 1
+        elif block.language == "sh":
+            for words in commands(block):
+                run_command(words, block, capsys)
+                count += 1
+        else:
+            assert block.language in ("text", "json", "python"), f"{block.where}: language {block.language!r}"
+    return count
+
+
+def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training reads and checks its settings and then only leaves its folder; benchmarks measure nothing."""
+    from penstock.bench import runtime, split
+
+    def only_check(order: Order, port: int | None) -> int:
+        settings, folder = order.settings, RunFolder(Path(order.folder))
+        schedule = settings.build_schedule()
+        assert settings.preset in presets
+        stage_builders(model_config(settings, 256), schedule.num_stages, settings.seed, settings.recompute)
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        folder.settings.write_text(settings.to_json(), encoding="utf-8")
+        return 0
+
+    monkeypatch.setattr(train_command, "_carry_out", only_check)
+    monkeypatch.setattr(split, "run", lambda *args, **kwargs: [])
+    monkeypatch.setattr(runtime, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
+
+
+def run_command(words: list[str], block: Block, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs one command and returns what it printed; fails where it names what is not there."""
+    program, *rest = words
+    shown = f"{block.where}: {shlex.join(words)}"
+    capsys.readouterr()
+    if program == "penstock":
+        code = main(rest)
+        printed = capsys.readouterr()
+        assert code == 0, f"{shown}\nexit code {code}\n{printed.err}{printed.out}"
+        return printed.out
+    if program == "torchrun":
+        own = rest.index("-m")
+        assert rest[own + 1] == "penstock.train", shown
+        assert train_command.run_command(rest[own + 2 :]) == 0, shown
+    elif program == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets), shown
+    elif program == "python" and rest[0] == "-m":
+        assert rest[1:3] == ["pip", "install"], shown
+        assert all((ROOT / after).exists() for flag, after in pairwise(rest) if flag == "-c"), shown
+    elif program == "python":
+        assert (ROOT / rest[0]).is_file(), shown
+    elif program == ".venv/bin/pytest":
+        known = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+        assert all(word in known if word.startswith("--") else (ROOT / word).exists() for word in rest), shown
+    else:
+        pytest.fail(f"{shown}\nno test knows how to check {program}")
+    return ""
+
+
+def run_python(block: Block, namespace: dict[str, Any]) -> None:
+    """Runs an example statement by statement and compares what it prints with the comments that say so."""
+    said = dict(print_comments(block.text))
+    for node in ast.parse(block.text).body:
+        expected = [said[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in said]
+        ast.increment_lineno(node, block.line - 1)
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(compile(ast.Module([node], []), block.where, "exec"), namespace)
+        if expected:
+            lines = iter(printed.getvalue().splitlines())
+            assert all(line in lines for line in expected), f"{block.where}: printed {printed.getvalue()!r}"
+
+
+def print_comments(text: str) -> Iterator[tuple[int, str]]:
+    """Line and comment of each print that says what it prints."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.line.lstrip().startswith("print("):
+            yield token.start[0], token.string.removeprefix("#").strip()
+
+
+def sessions(block: Block) -> list[tuple[str, list[str]]]:
+    """Each command of a console block with the lines below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def matches(expected: list[str], printed: str) -> bool:
+    """Whether the lines are those printed, `...` standing for any."""
+    pattern = "".join("(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in expected)
+    return re.fullmatch(pattern, printed) is not None
+
+
+def links(page: Path) -> list[str]:
+    """Targets of the page's links and pictures that are not on the web."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return [target for target in targets if not target.startswith(("http://", "https://"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may name."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to files or headings that are not there."""
+    broken = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def missing_paths(page: Path) -> list[str]:
+    """Files and folders named in backticks that are neither in the repository nor in the package."""
+    named = re.findall(r"`([\w./-]+(?:\.py|\.md|\.svg|/))`", prose(page))
+    bases = (ROOT, ROOT / "src" / "penstock", page.parent)
+    return [name for name in named if name != "runs/" and not any((base / name).exists() for base in bases)]

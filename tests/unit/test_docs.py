@@ -1,0 +1,93 @@
+"""The pages of docs/: every example runs, every command works, every link, path, option and name is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import penstock as ps
+from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, prose, run_page
+from penstock.cli.app import app
+
+OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
+NOT_LISTED = {"--help", "--update-golden", "--extra-index-url"}
+
+every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_examples_and_commands_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_page(page, tmp_path, monkeypatch, capsys) > 0
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("block", TORCHRUN, ids=lambda block: block.page.stem)
+def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(block.text, encoding="utf-8")
+    count = block.more.removeprefix("torchrun=")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"(rank \d+): (\d+\.\d{6})", done.stdout))
+    assert len(said) == int(count)
+    assert len(set(said.values())) == 1, "the loss is the same on every rank"
+
+
+@every_page
+def test_links_exist(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@every_page
+def test_named_files_exist(page: Path) -> None:
+    assert missing_paths(page) == []
+
+
+@every_page
+def test_named_options_exist(page: Path) -> None:
+    named = set(re.findall(r"`(--[a-z-]+)", prose(page)))
+    assert named - options(get_command(app)) - NOT_LISTED == set()
+
+
+@every_page
+def test_named_parts_of_the_interface_exist(page: Path) -> None:
+    named = set(re.findall(r"\bps\.([A-Za-z_]+)", page.read_text(encoding="utf-8")))
+    assert {name for name in named if not hasattr(ps, name)} == set()
+
+
+@every_page
+def test_no_place_is_named_that_only_one_machine_has(page: Path) -> None:
+    assert re.findall(r"(?<![\w.])/(?:work|home|tmp|root|mnt)\b", page.read_text(encoding="utf-8")) == []
+
+
+def test_every_layer_has_a_page() -> None:
+    package = ROOT / "src" / "penstock"
+    layers = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
+    headings = " ".join(page.read_text(encoding="utf-8").splitlines()[0] for page in PAGES)
+    assert {layer for layer in layers if f"{layer}/" not in headings} == {"cli"}
+
+
+def test_every_option_of_training_is_told() -> None:
+    told = set(re.findall(r"`(--[a-z-]+)", prose(ROOT / "docs" / "train.md")))
+    verb = get_command(app).commands["train"]  # type: ignore[attr-defined]
+    assert {option for option in options(verb) if not option.startswith("--no-")} <= told
+
+
+def options(command: Any) -> set[str]:
+    """The options of a verb and of the verbs below it."""
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(options(verb) for verb in getattr(command, "commands", {}).values()))
