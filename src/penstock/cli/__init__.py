@@ -9,7 +9,7 @@ is a file with a function registered on `app`, imported below.
 
 from __future__ import annotations
 
-from penstock.cli import check, convert, data, show, simulate, train  # noqa: F401  (each registers its verb)
+from penstock.cli import bench, check, convert, data, show, simulate, train  # noqa: F401  (each registers its verb)
 from penstock.cli.run import main
 
 __all__ = ["main"]

@@ -1,0 +1,88 @@
+"""`penstock bench`: what our parts cost beside their peers, measured in alternation in one run.
+
+penstock bench split --out split.json          penstock bench runtime --schedule zb-v --size tiny
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json
+from penstock.cli.output import print_json
+from penstock.formats.native import write_whole
+
+bench = typer.Typer(
+    help="Measure against a peer.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+app.add_typer(bench, name="bench")
+
+Raw = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write every raw number here as JSON.")]
+
+
+@bench.callback()
+def root() -> None:
+    """Measure against a peer."""
+
+
+@bench.command(short_help="(I + W) / B of the split backward, beside torch's.")
+def split(
+    width: Annotated[list[int] | None, typer.Option("--width", help="Widths, repeatable. [8, 128, 512]")] = None,
+    blocks: Annotated[list[int] | None, typer.Option("--blocks", help="Blocks a stage. [1, 4, 16]")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples.")] = 2,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens a sample.")] = 64,
+    out: Raw = None,
+    json: Json = False,
+) -> None:
+    """Time I and W beside the plain backward, for ours and for torch.distributed.pipelining's."""
+    import torch
+
+    from penstock.bench import split as measured
+    from penstock.bench.machine import machine
+
+    torch.set_num_threads(1)
+    rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens)
+    _give({"machine": machine(), "rows": rows}, measured.table(rows), out, json)
+
+
+@bench.command(short_help="Steps of ours and of torch.distributed.pipelining.")
+def runtime(
+    size: Annotated[list[str] | None, typer.Option("--size", help="tiny, small; repeatable.")] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", help="1f1b, interleaved-1f1b, zb-v; repeatable.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps a block.")] = None,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the alternation.")] = 12,
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in own launches.")] = True,
+    out: Raw = None,
+    json: Json = False,
+) -> None:
+    """Run the same transformer on four gloo processes in ours and in torch's runtime, in alternation."""
+    from penstock.bench import runtime as measured
+
+    sizes, schedules = size or list(measured.SIZES), schedule or list(measured.SCHEDULES)
+    for name, chosen, known in (("--size", sizes, measured.SIZES), ("--schedule", schedules, measured.SCHEDULES)):
+        if wrong := [value for value in chosen if value not in known]:
+            raise Misuse(f"{name} {wrong[0]}: choose among {', '.join(known)}")
+    result = measured.run(sizes, schedules, steps, blocks, dispatch, memory=memory)
+    _give(result, measured.table(result["rows"]), out, json)
+
+
+def _give(result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
+    """Prints the table or the numbers, and writes the numbers with the command that made them."""
+    if out is not None:
+        words = [word for word in sys.argv[1:] if word not in ("--out", out, "--json")]
+        command = " ".join(["penstock", *words])
+        write_whole(Path(out), json_module.dumps({"command": command, **result}, indent=1) + "\n")
+    if as_json:
+        print_json(result)
+    else:
+        print(table)
