@@ -17,16 +17,15 @@ from penstock.runtime.peers import Peers
 _ABSENT = -1.0
 
 
-def global_norm(names: Sequence[str], owned: Mapping[str, Parameter], peers: Peers) -> Tensor:
+def global_norm(dtypes: Mapping[str, torch.dtype], owned: Mapping[str, Parameter], peers: Peers) -> Tensor:
     """The norm of all gradients of the model.
 
     Args:
-        names: every parameter of the model, in its order, each once.
+        dtypes: of every parameter of the model, by name, in its order, each once.
         owned: those that this process answers for, each by one process.
     """
-    norms = torch.zeros(len(names), dtype=torch.float64)
-    dtype = next((p.dtype for p in owned.values()), torch.float32)
-    for place, name in enumerate(names):
+    norms = torch.zeros(len(dtypes), dtype=torch.float64)
+    for place, name in enumerate(dtypes):
         if name in owned:
             gradient = owned[name].grad
             if gradient is None:
@@ -35,8 +34,8 @@ def global_norm(names: Sequence[str], owned: Mapping[str, Parameter], peers: Pee
                 norm = torch.linalg.vector_norm(gradient.detach())
                 norms[place] = norm.double()
     norms = peers.sum(norms)
-    present = norms[norms >= 0].to(dtype)
-    return torch.linalg.vector_norm(present) if present.numel() else torch.zeros((), dtype=dtype)
+    present = [norm.to(dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm >= 0]
+    return torch.linalg.vector_norm(torch.stack(present)) if present else torch.tensor(0.0)
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
+from penstock.runtime.agreement import require_same
 from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
@@ -120,6 +122,7 @@ class Pipeline:
             raise RuntimeFailure(
                 f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
             )
+        require_same(self._peers.gather(self._facts(tied)), "every rank must make the same ps.Pipeline(...)")
         self._check()
         sources = stages_of(model, schedule.num_stages, costs)
         here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
@@ -151,11 +154,24 @@ class Pipeline:
         if isinstance(self._peers, GroupPeers):
             self._transport = GroupTransport(self._peers.group, self._tags, timeout)
         self._own = self._owned_parameters()
-        self._names = self._all_names()
+        self._dtypes = self._all_dtypes()
+        self._share_tied_values()
         self.optimizer = _optimizer(optimizer, self.parameters())
         self._last: tuple[Wiring, list[Worker]] | None = None
 
     # Setting up.
+
+    def _facts(self, tied: Sequence[Sequence[str]]) -> dict[str, object]:
+        """What all ranks must have in common."""
+        schedule = self.schedule
+        text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline))
+        return {
+            "schedule": hashlib.sha256(text.encode()).hexdigest(),
+            "dispatch": self.dispatch.value,
+            "seed": self._seed,
+            "clip_norm": self.clip_norm,
+            "tied": [list(group) for group in tied],
+        }
 
     def _check(self) -> None:
         """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
@@ -203,12 +219,27 @@ class Pipeline:
             own.update((n, p) for n, p in stage.named_parameters() if n not in twins)
         return own
 
-    def _all_names(self) -> list[str]:
-        by_stage: dict[int, list[str]] = {}
-        mine = {i: [n for n, _ in s.named_parameters() if n in self._own] for i, s in self._stages.items()}
+    def _all_dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> type of every parameter of the model, in its order."""
+        by_stage: dict[int, dict[str, torch.dtype]] = {}
+        mine = {i: {n: p.dtype for n, p in s.named_parameters() if n in self._own} for i, s in self._stages.items()}
         for part in self._peers.gather(mine):
             by_stage.update(part)
-        return [name for stage in sorted(by_stage) for name in by_stage[stage]]
+        return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}
+
+    def _share_tied_values(self) -> None:
+        """Starts all copies of a tied parameter from its owner's value."""
+        for slot, tie in enumerate(self._ties, start=1):
+            parameter = self._tied.parameter(slot)
+            value = self._share(tie, None if parameter is None else parameter.detach(), parameter)
+            if parameter is not None and value is not None:
+                with torch.no_grad():
+                    self._tied.fill(slot, value)
+
+    def _share(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """What the owner of a tied parameter has, for all ranks that hold it."""
+        ranks = [self.schedule.rank_of(stage, 0) for stage in tie.stages]
+        return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))
 
     @property
     def rank(self) -> int:
@@ -245,25 +276,26 @@ class Pipeline:
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn)
+        digest = batch.digest()
         self._num_steps += 1
         self._tied.begin()
         try:
             with restored(self._device):
                 self._run(StepSettings(batch, Purpose.TRAIN, mix(self._seed, self._num_steps), self._split))
             self._share_tied()
+            result = self._result(batch, digest)
         except BaseException:
             self.zero_grad()
             raise
         finally:
             self._tied.end()
-        result = self._result(len(batch))
         return StepResult(result.loss, result.losses, self.update()) if update else result
 
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on."""
         norm = None
         if self.clip_norm is not None:
-            norm = global_norm(self._names, self._own, self._peers)
+            norm = global_norm(self._dtypes, self._own, self._peers)
             scale_gradients(self.parameters(), self.clip_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -282,12 +314,12 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
-        batch = self._run_forward(inputs, targets, Purpose.EVALUATE)
-        return self._result(len(batch))
+        batch, digest = self._run_forward(inputs, targets, Purpose.EVALUATE)
+        return self._result(batch, digest)
 
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
-        batch = self._run_forward(inputs, None, Purpose.PREDICT)
+        batch, _ = self._run_forward(inputs, None, Purpose.PREDICT)
         last = self.schedule.num_stages - 1
         runner = self._runners.get(last)
         mine = {} if runner is None else {m: _on_host(value) for m, value in runner.results.items()}
@@ -296,12 +328,13 @@ class Pipeline:
             outputs.update(part)
         return [outputs[m] for m in range(len(batch))]
 
-    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> tuple[Microbatches, int]:
         num = min(self.schedule.num_microbatches, num_entries(inputs))
-        batch = cut_batch(inputs, targets, num, self._loss_fn)
+        batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
+        digest = batch.digest()
         with self._evaluating(), restored(self._device):
             self._run(StepSettings(batch, purpose))
-        return batch
+        return batch, digest
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -357,26 +390,27 @@ class Pipeline:
         """Gives the sum of every tied gradient to all ranks that hold the parameter."""
         sums = self._tied.sums()
         for slot, tie in enumerate(self._ties, start=1):
-            ranks = [self.schedule.rank_of(stage, 0) for stage in tie.stages]
-            gradient = self._peers.share(sums.get(slot), self._tied.parameter(slot), ranks[0], sorted({*ranks}))
-            self._tied.put(slot, gradient)
+            self._tied.put(slot, self._share(tie, sums.get(slot), self._tied.parameter(slot)))
 
-    def _result(self, num_microbatches: int) -> StepResult:
+    def _result(self, batch: Microbatches, digest: int) -> StepResult:
         """The losses, from whichever process ran them. Doubles carry any loss type without rounding."""
-        shared = torch.zeros(num_microbatches + 1, dtype=torch.float64)
+        num_microbatches, ranks = len(batch), self._peers.here
+        shared = torch.zeros(num_microbatches + 1 + self._peers.num_ranks, dtype=torch.float64)
         runner = self._runners.get(self.schedule.num_stages - 1)
         if runner is not None:
             for m, loss in runner.losses.items():
                 shared[m] = loss
-                shared[-1] = _LOSS_TYPES.index(loss.dtype)
+                shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+        for rank in ranks:
+            shared[num_microbatches + 1 + rank] = digest
         shared = self._peers.sum(shared)
-        losses = shared[:-1].to(_LOSS_TYPES[int(shared[-1])])
+        digests = shared[num_microbatches + 1 :].tolist()
+        require_same([{"batch": d} for d in digests], "every rank must give the same inputs and targets")
+        losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
         total = losses[0].clone()
         for m in range(1, num_microbatches):
             total += losses[m]
         return StepResult(total, losses)
-
-    # Saving.
 
     def save(self, directory: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.

@@ -136,7 +136,9 @@ class StageRunner:
     def _input(self, m: int, received: Payload | None) -> tuple[Any, Entry]:
         """What the stage is called with, and where those of it that want a gradient enter."""
         if received is None:
-            return self._on_device(self.settings.microbatches.inputs[m]), Entry([])
+            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.inputs[m]))
+            # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
+            return unflatten([leaf if leaf.requires_grad else leaf.data for leaf in leaves], skeleton), Entry([])
         leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
         entry = Entry([leaves[place] for place in wanted])

@@ -140,3 +140,9 @@ class TiedGradients:
         for (own_slot, _), parameter in self._local.items():
             if own_slot == slot:
                 parameter.grad = gradient
+
+    def fill(self, slot: int, value: Tensor) -> None:
+        """Sets the value of this rank's parameters of a tie."""
+        for (own_slot, _), parameter in self._local.items():
+            if own_slot == slot and parameter.data_ptr() != value.data_ptr():
+                parameter.copy_(value)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Payload
-from penstock.runtime.tree import DTYPES
+from penstock.runtime.tree import DTYPES, Skeleton
 
 ALIGN = 64
 HEADER_BYTES = 2048
@@ -45,9 +45,19 @@ class Spec:
 
     @classmethod
     def of(cls, payload: Payload) -> Spec:
-        skeleton = payload.skeleton
-        text = str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
-        return cls(tuple(map(_leaf_spec, payload.leaves, payload.needs_grad)), text)
+        return cls(tuple(map(_leaf_spec, payload.leaves, payload.needs_grad)), _as_json(payload.skeleton))
+
+    def fits(self, payload: Payload) -> bool:
+        """Whether this is the payload's spec."""
+        if len(payload.leaves) != len(self.leaves):
+            return False
+        for leaf, spec, needed in zip(payload.leaves, self.leaves, payload.needs_grad, strict=True):
+            if leaf is None or spec is None:
+                if leaf is not spec:
+                    return False
+            elif leaf.shape != spec[0] or leaf.stride() != spec[1] or leaf.dtype != spec[2] or needed != spec[3]:
+                return False
+        return _as_json(payload.skeleton) == self.skeleton
 
     @cached_property
     def places(self) -> tuple[Place | None, ...]:
@@ -85,6 +95,10 @@ class Spec:
             for leaf in leaves
         )
         return cls(specs, skeleton)
+
+
+def _as_json(skeleton: Skeleton) -> str:
+    return str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
 
 
 def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
@@ -136,10 +150,12 @@ class Place:
         return leaf if self.repeated is None else leaf.as_strided(self.shape, leaf.stride())
 
     def leaf(self, view: Tensor) -> Tensor:
-        """The leaf as it was, from its bytes."""
-        if self.rebuilt is not None:
-            view = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype).copy_(view)
-        return view if self.repeated is None else view.expand(self.repeated)
+        """The leaf as it was, a copy of its bytes."""
+        if self.rebuilt is None:
+            leaf = view.clone()
+        else:
+            leaf = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype).copy_(view)
+        return leaf if self.repeated is None else leaf.expand(self.repeated)
 
 
 def _is_dense(shape: Shape, strides: Shape) -> bool:
@@ -176,7 +192,7 @@ class Packet:
         return Preamble(*self._preamble[:4].tolist())
 
     def unpack(self) -> Payload:
-        """The payload, whose tensors are views of the buffer."""
+        """The payload, copied out: the packet is free again."""
         spec = self.spec
         leaves = [
             None if view is None or place is None else place.leaf(view)

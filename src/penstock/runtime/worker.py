@@ -127,7 +127,11 @@ class Worker:
         ]
         self.peak_held = max(self.peak_held, self.dispatcher.held)
         start = perf_counter_ns()
-        self._device.run(op, received)
+        try:
+            self._device.run(op, received)
+        except Exception as error:
+            error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
+            raise
         self.recorder.times.append((op, start, perf_counter_ns()))
         del received
         for edge in wiring.outgoing[op]:

@@ -84,6 +84,18 @@ class Posted:
     tag: int
     work: Any
     packet: Packet
+    known: Known
+
+
+@dataclass
+class Known:
+    """A spec that both ends know, and packets of it that are free."""
+
+    spec: Spec
+    spare: list[Packet] = field(default_factory=list)
+
+    def packet(self) -> Packet:
+        return self.spare.pop() if self.spare else Packet(self.spec)
 
 
 @dataclass
@@ -92,27 +104,21 @@ class Incoming:
 
     Attributes:
         peer: the rank that sends.
-        known: signature -> spec, kept from step to step.
+        known: by signature, kept from step to step.
         waiting: this step's messages with no buffer posted yet; posted: those with one.
         headers_due: how many headers this step still brings.
         received: payloads taken in this step.
+        answered: the channel whose messages these answer, where it is there.
     """
 
     key: ChannelKey
     peer: int
-    known: dict[str, Spec] = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)
     waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
     posted: deque[Posted] = field(default_factory=deque)
     headers_due: int = 0
     received: int = 0
-
-
-@dataclass
-class Told:
-    """A spec that the other side has been told, and packets of it that are free again."""
-
-    spec: Spec
-    spare: list[Packet] = field(default_factory=list)
+    answered: Outgoing | None = None
 
 
 class Sent(NamedTuple):
@@ -120,7 +126,7 @@ class Sent(NamedTuple):
 
     works: list[Any]
     packet: Packet
-    told: Told
+    known: Known
 
 
 @dataclass
@@ -129,13 +135,15 @@ class Outgoing:
 
     Attributes:
         peer: the rank that receives.
-        told: by signature.
+        known: by signature: what the other side has been told.
         under_way: this step's messages not known to have been taken.
         taken: how many have been.
+        answers: the channel that brings them.
     """
 
     key: ChannelKey
     peer: int
-    told: dict[str, Told] = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)
     under_way: deque[Sent] = field(default_factory=deque)
     taken: int = 0
+    answers: Incoming | None = None

@@ -27,11 +27,11 @@ from penstock.runtime.transports.channel import (
     ChannelKey,
     Expected,
     Incoming,
+    Known,
     Outgoing,
     Posted,
     Sent,
     Tags,
-    Told,
 )
 from penstock.runtime.transports.failure import explain
 from penstock.runtime.wire_format import (
@@ -98,6 +98,7 @@ class GroupTransport:
             channel = self._incoming.get(key)
             if channel is None:
                 channel = self._incoming[key] = Incoming(key, peer)
+                self._acquaint(key.reverse())
             channel.waiting.extend(messages)
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.known for signature in used)
@@ -118,9 +119,11 @@ class GroupTransport:
         for channel in self._outgoing.values():
             self._release(channel, channel.taken + len(channel.under_way))
             channel.taken = 0
-            for signature, told in channel.told.items():
+        ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+        for channel_end in ends:
+            for signature, known in channel_end.known.items():
                 if signature not in used:
-                    told.spare.clear()
+                    known.spare.clear()
 
     # Sending.
 
@@ -132,24 +135,25 @@ class GroupTransport:
         window = self._window.get(edge.slot)
         if window is not None and len(channel.under_way) >= window:
             self._release(channel, channel.taken + 1)
-        signature, spec = self._signatures[edge.consumer.microbatch], Spec.of(payload)
+        signature = self._signatures[edge.consumer.microbatch]
         works: list[Any] = []
-        told = channel.told.get(signature)
-        if told is None:
-            told = channel.told[signature] = Told(spec)
-            for part in pack_header(signature, spec):
+        known = channel.known.get(signature)
+        if known is None:
+            known = channel.known[signature] = Known(Spec.of(payload))
+            for part in pack_header(signature, known.spec):
                 works.append(self._isend(part, target, self._tags.header(channel.key)))
-        preamble = Preamble(tag, self._step, self._num_received(channel.key.reverse()))
-        packet = told.spare.pop() if told.spare else Packet(told.spec)
-        if spec != told.spec:
+        preamble = Preamble(tag, self._step, channel.answers.received if channel.answers is not None else 0)
+        packet = known.packet()
+        if not known.spec.fits(payload):
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
             packet.announce(preamble._replace(changed=1))
-            for part in [packet.buffer, *pack_header(signature, spec)]:
+            known = Known(Spec.of(payload))
+            for part in [packet.buffer, *pack_header(signature, known.spec)]:
                 works.append(self._isend(part, target, tag))
-            packet, told = Packet(spec), Told(spec)
+            packet = known.packet()
         packet.pack(payload, preamble)
         works.append(self._isend(packet.buffer, target, tag))
-        channel.under_way.append(Sent(works, packet, told))
+        channel.under_way.append(Sent(works, packet, known))
         return True
 
     def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
@@ -157,11 +161,14 @@ class GroupTransport:
         channel = self._outgoing.get(key)
         if channel is None:
             channel = self._outgoing[key] = Outgoing(key, target)
+            self._acquaint(key)
         return channel, self._tags.message(edge)
 
-    def _num_received(self, key: ChannelKey) -> int:
-        answers = self._incoming.get(key)
-        return 0 if answers is None else answers.received
+    def _acquaint(self, key: ChannelKey) -> None:
+        """Lets the channel `key` and that of its answers know each other, once both are there."""
+        outgoing, answers = self._outgoing.get(key), self._incoming.get(key.reverse())
+        if outgoing is not None and answers is not None:
+            outgoing.answers, answers.answered = answers, outgoing
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         try:
@@ -172,10 +179,10 @@ class GroupTransport:
     def _release(self, channel: Outgoing, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
         while channel.taken < taken and channel.under_way:
-            works, packet, told = channel.under_way.popleft()
+            works, packet, known = channel.under_way.popleft()
             for work in works:
                 self._wait(work, channel.peer, "its messages to be taken")
-            told.spare.append(packet)
+            known.spare.append(packet)
             channel.taken += 1
 
     # Receiving.
@@ -243,23 +250,24 @@ class GroupTransport:
             self._wait(self._irecv(packet.buffer, channel.peer, tag), channel.peer, posted.edge)
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
-        answered = self._outgoing.get(channel.key.reverse())
-        if answered is not None:
-            self._release(answered, received)
+        posted.known.spare.append(posted.packet)
+        if channel.answered is not None:
+            self._release(channel.answered, received)
 
     def _post(self, channel: Incoming, wait_for_headers: bool) -> None:
         """Posts receives up to AHEAD. An edge whose spec is not known waits for its header, or is left."""
         while channel.waiting and len(channel.posted) < AHEAD:
             edge, tag = channel.waiting[0]
-            spec = channel.known.get(self._signatures[edge.consumer.microbatch])
-            if spec is None:
+            known = channel.known.get(self._signatures[edge.consumer.microbatch])
+            if known is None:
                 if not wait_for_headers or channel.posted:
                     return
                 self._learn(channel, edge)
                 continue
             channel.waiting.popleft()
-            packet = Packet(spec)
-            channel.posted.append(Posted(edge, tag, self._irecv(packet.buffer, channel.peer, tag), packet))
+            packet = known.packet()
+            work = self._irecv(packet.buffer, channel.peer, tag)
+            channel.posted.append(Posted(edge, tag, work, packet, known))
 
     def _learn(self, channel: Incoming, edge: Edge) -> None:
         """Takes in the next header of a channel."""
@@ -267,7 +275,7 @@ class GroupTransport:
             raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
         signature, spec = self._read_header(self._tags.header(channel.key), channel.peer, edge)
         channel.headers_due -= 1
-        channel.known[signature] = spec
+        channel.known[signature] = Known(spec)
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)

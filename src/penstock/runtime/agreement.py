@@ -1,0 +1,19 @@
+"""Whether all ranks were asked the same: what differs would else end in a wait, or in wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime.errors import RuntimeFailure
+
+
+def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
+    """Compares what each rank told, by subject.
+
+    Raises:
+        RuntimeFailure: names the first subject and rank that differ from the first rank's.
+    """
+    for rank, mine in enumerate(told):
+        for subject, value in mine.items():
+            if value != told[0].get(subject):
+                raise RuntimeFailure(f"rank {rank} was given another {subject} than rank 0; {rule}")
