@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from penstock.bench.rank import Job
+from penstock.bench.rank import Job, difference
 from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, main
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
@@ -45,3 +47,34 @@ def test_a_launch_past_its_deadline_ends() -> None:
     job = Job("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"had not ended after 0\.5 s"):
         launch(replace(job, deadline=0.5))
+
+
+class Fake:
+    """A side that gives what it is told."""
+
+    def __init__(self, loss: float, gradient: float) -> None:
+        self.loss, self.gradient = loss, gradient
+
+    def run(self) -> Tensor:
+        return torch.tensor(self.loss)
+
+    def gradients(self) -> list[Tensor]:
+        return [torch.full((3,), self.gradient)]
+
+    def clear(self) -> None:
+        pass
+
+
+def test_sides_that_agree_may_be_compared() -> None:
+    found = difference({"ours": Fake(2.0, 1.0), "torch": Fake(2.0, 1.0 + 1e-6)})
+    assert found["loss"] == 0.0
+    assert 0.0 < found["gradient"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [(Fake(2.0, 1.0), Fake(2.1, 1.0)), (Fake(2.0, 1.0), Fake(2.0, 8.0)), (Fake(2.0, 0.0), Fake(2.0, 0.0))],
+)
+def test_sides_that_did_not_run_the_same_are_not_compared(ours: Fake, torchs: Fake) -> None:
+    with pytest.raises(RuntimeError, match=r"can't be compared|left no gradients"):
+        difference({"ours": ours, "torch": torchs})

@@ -69,7 +69,7 @@ def work(job: Job, rank: int) -> dict[str, Any]:
     for side in sides.values():
         for _ in range(WARM_UPS):
             measure(side, 1)
-    difference = _difference(sides) if {"ours", "torch"} <= set(sides) else None
+    differences = difference(sides) if {"ours", "torch"} <= set(sides) else None
     blocks: list[dict[str, Metrics]] = []
     for number in range(job.blocks):
         names = list(sides)
@@ -80,7 +80,7 @@ def work(job: Job, rank: int) -> dict[str, Any]:
         "rank": rank,
         "num_ops": len(schedule.order[rank]),
         "blocks": blocks,
-        "difference": difference,
+        "difference": differences,
         "peak_bytes": memory.growth(),
         "memory_read_from": memory.source,
         "machine": machine(),
@@ -100,10 +100,11 @@ def measure(side: Side, steps: int) -> Metrics:
     return {name: (end - start) * 1e3 / steps for name, start, end in zip(names, (wall, main, process), ends)}
 
 
-def _difference(sides: dict[str, Side]) -> Metrics:
+def difference(sides: dict[str, Side]) -> Metrics:
     """Largest differences of loss and gradients between ours and torch's, relative to their size.
 
-    Raises RuntimeError where they are more than rounding: such sides did not run the same thing.
+    Raises RuntimeError where they are more than rounding, or where there is nothing to compare: such sides did
+    not run the same thing.
     """
     losses = {name: sides[name].run() for name in ("ours", "torch")}
     gradients = {name: sides[name].gradients() for name in ("ours", "torch")}
@@ -112,6 +113,8 @@ def _difference(sides: dict[str, Side]) -> Metrics:
         found["gradient"] = max(found["gradient"], float((a - b).norm() / b.norm().clamp(min=1e-12)))
     if losses["torch"] is not None and losses["ours"] is not None:
         found["loss"] = float(abs(losses["ours"] - losses["torch"]) / losses["torch"])
+    if not any(gradient.any() for gradient in gradients["torch"]):
+        raise RuntimeError("torch's pipelining left no gradients; its times mean nothing")
     for side in sides.values():
         side.clear()
     if max(found.values()) > 1e-4:
