@@ -50,7 +50,7 @@ class StepResult:
     """What a step gives, the same on every rank.
 
     Attributes:
-        loss: the batch's loss (float64, no gradient): the weighted mean over its microbatches.
+        loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
         losses: each microbatch's share of it; they add up to `loss`.
         grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
     """
@@ -188,7 +188,7 @@ class Pipeline:
             return False
         report = prepare(stage)
         if not report.can_split:
-            self.notices.append(f"stage {index}: I runs the full backward and W nothing: {report.reason}")
+            self.notices.append(f"stage {index}: {report.reason}")
         return report.can_split
 
     def _find_ties(
@@ -264,8 +264,6 @@ class Pipeline:
                 samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch.
             targets: alike; each goes to `loss_fn` with its microbatch's output.
             update: False to only add to the gradients, as several `backward` calls would; `update()` follows.
-
-        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently.
 
         A step that fails leaves no gradients, as those of only some microbatches would be wrong silently.
 
