@@ -33,14 +33,15 @@ def launch(
     port: int | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = 3.0,
+    patience: float = TERM_GRACE,
 ) -> int:
     """Runs `command` once a rank on this machine, waits for all, and returns the exit code.
 
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
     failed, the others get `grace` seconds to end, then SIGTERM, then SIGKILL: none is left. Ctrl-C is passed on
-    once and the ranks may leave in their own time (code 130 unless they do so well); a second one stops them. If
-    this process is killed the ranks end too.
+    once and the ranks may leave in their own time (code 130 unless they do so well); a second one stops them. SIGTERM
+    is passed on too, and after `patience` seconds they are killed. If this process is killed the ranks end too.
 
     `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
     of the cores in OMP_NUM_THREADS unless it is set.
@@ -51,7 +52,7 @@ def launch(
                 raise RuntimeFailure(f"got {num_ranks} ranks: at least 1 is needed")
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
             calls = stack.enter_context(_calls())
-            family = Family(reports, grace, calls)
+            family = Family(reports, grace, patience, calls)
             stack.callback(family.end)
             family.start(command, num_ranks, port, {**os.environ, **(env or {})})
             family.watch()
@@ -78,8 +79,8 @@ class Calls:
 class Family:
     """The ranks of one launch."""
 
-    def __init__(self, reports: str, grace: float, calls: Calls) -> None:
-        self._reports, self._grace, self._calls = reports, grace, calls
+    def __init__(self, reports: str, grace: float, patience: float, calls: Calls) -> None:
+        self._reports, self._grace, self._patience, self._calls = reports, grace, patience, calls
         self._ranks: list[RankProcess] = []
         self._lifeline: int | None = None
 
@@ -119,8 +120,10 @@ class Family:
                     each.interrupt()
             if self._calls.interrupts > 1:
                 return self._stop(0.0)
-            if self._calls.terminated or any(self._is_lost(each) for each in self._ranks):
-                return self._stop(0.0 if self._calls.terminated else self._grace)
+            if self._calls.terminated:
+                return self._stop(0.0, self._patience)
+            if any(self._is_lost(each) for each in self._ranks):
+                return self._stop(self._grace)
             time.sleep(TICK)
         return None
 
@@ -157,11 +160,11 @@ class Family:
         report = Report.load(self._reports, each.rank)
         return report is not None and report.final
 
-    def _stop(self, grace: float) -> None:
+    def _stop(self, grace: float, patience: float = TERM_GRACE) -> None:
         self._wait(grace, lambda: self._calls.interrupts > 1)
         for each in self._ranks:
             each.stop(signal.SIGTERM)
-        self._wait(TERM_GRACE, lambda: False)
+        self._wait(patience, lambda: self._calls.interrupts > 1)
         for each in self._ranks:
             each.stop(signal.SIGKILL)
         self._wait(None, lambda: False)
