@@ -14,6 +14,7 @@ import torch
 
 from penstock.data import Corpus
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.launch import init_process, launch, watch
 from penstock.runtime.launch.port import listen
 from penstock.train.folder import RunFolder, check_place
@@ -25,6 +26,8 @@ from penstock.train.report import Report
 from penstock.train.settings import SettingsError, num_cores
 
 INTERRUPTED = 130
+PATIENCE = 30.0
+"""Seconds that SIGTERM leaves for a step and a checkpoint; what sends one often kills after that time."""
 
 
 class RunFailed(Exception):
@@ -59,9 +62,9 @@ def carry_out(order: Order, port: int | None) -> int:
             code, said = _launch(order, inputs.corpus, port)
             report = Report.read(folder.report)
         if report is None:
-            raise RunFailed("\n".join(filter(None, [said, _way_on(folder)])), code or 1)
+            raise RunFailed(said + _way_on(folder, said), code or 1)
         if said:
-            print(f"penstock: {said}", file=sys.stderr, flush=True)
+            print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
         _show(report, folder, order.as_json)
         return code or (INTERRUPTED if report.interrupted else 0)
 
@@ -125,7 +128,7 @@ def _launch(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
         command = [sys.executable, "-m", "penstock.train", "--order", handover]
         env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
         with contextlib.redirect_stderr(said):
-            code = launch(command, order.settings.ranks, port=port, env=env)
+            code = launch(command, order.settings.ranks, port=port, env=env, patience=PATIENCE)
     return code, said.getvalue().strip().removeprefix("penstock: ")
 
 
@@ -146,11 +149,11 @@ def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str
     return "\n".join(lines)
 
 
-def _way_on(folder: RunFolder) -> str:
+def _way_on(folder: RunFolder, said: str) -> str:
     """How to go on after a failure, where there is something to go on from."""
-    if not any(folder.checkpoints.glob("step-*")):
+    if CheckpointError.__name__ in said or not any(folder.checkpoints.glob("step-*")):
         return ""
-    return f"its checkpoints are good: go on with penstock train --resume {folder.path}"
+    return f"\nits last checkpoint is kept: go on with penstock train --resume {folder.path}"
 
 
 def _show(report: Report, folder: RunFolder, as_json: bool) -> None:

@@ -1,0 +1,161 @@
+"""Runs that are killed and go on: the same losses, to the last digit, as a run never interrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli import main
+from train_runs import SMALL, Run, checkpoints, losses
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
+    pytest.mark.timeout(300),
+]
+
+SOON = 10.0
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    draw = random.Random(1)
+    words = ["rank", "stage", "link", "op", "slack", "bubble", "makespan", "plan", "prove", "draw", "run"]
+    path.write_text(" ".join(draw.choice(words) for _ in range(3000)))
+    return path
+
+
+def uninterrupted(folder: Path, options: str) -> list[float]:
+    """The losses of a run that nobody disturbs, in this process; other tests show it equals four processes."""
+    threads = torch.get_num_threads()
+    try:
+        assert main(["train", *f"{options} --in-process --threads 1 --out {folder} --json".split()]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return losses(folder)
+
+
+def test_killed_again_and_again(text: Path, tmp_path: Path) -> None:
+    """Each part runs under another schedule, number of ranks and dispatch, and is killed at a random moment."""
+    options = f"{SMALL} --steps {STEPS} --save-every 3 --data {text}"
+    expected = uninterrupted(tmp_path / "whole", options)
+    folder = tmp_path / "run"
+    seed = time.time_ns()
+    draw = random.Random(seed)
+    with Run(folder, f"{options} --out {folder}") as run:
+        # Killed before the first checkpoint, it goes on from the start.
+        run.wait_for(lambda: run.steps() >= 1)
+        _killed(run, 2, resumable=None)
+    for part in ["", "--schedule zb-v", "--dispatch dynamic", "--schedule 1f1b --ranks 2 --dispatch frozen"]:
+        done = 3 * (len(losses(folder)) // 3)
+        rank, step = draw.randrange(2 if "--ranks 2" in part else 4), done + draw.randrange(4, 8)
+        with Run(folder, f"--resume {folder} {part}") as run:
+            run.wait_for(lambda run=run, step=step: run.steps() >= step)
+            if part == "--dispatch dynamic":  # during the writing of a checkpoint
+                run.wait_for(lambda: any(name.endswith(".writing") for name in checkpoints(folder)))
+            _killed(run, rank, resumable=True)
+        print(f"{part!r} killed rank {rank} at step {step}; seed {seed}")
+    assert len(losses(folder)) < STEPS
+    with Run(folder, f"--resume {folder} --ranks 1 --json") as run:
+        ended = run.end()
+    assert ended.code == 0, ended.err
+    assert ended.json["steps"] == STEPS
+    assert losses(folder) == expected
+    assert not any(name.startswith(".") for name in checkpoints(folder))
+
+
+def _killed(run: Run, rank: int, resumable: bool | None) -> None:
+    run.kill(rank)
+    ended = run.end()
+    assert ended.seconds < SOON
+    assert ended.code == 137, ended
+    assert ended.out == ""
+    said = ended.err[ended.err.index("penstock: ") :].splitlines()
+    assert said[0].startswith(f"penstock: rank {rank} was killed by SIGKILL")
+    assert "ended because of it" in said[1]
+    if resumable:
+        assert said[2] == f"its last checkpoint is kept: go on with penstock train --resume {run.folder}"
+    assert len(said) <= 3, said
+    assert "Traceback" not in ended.err
+
+
+def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
+    """Dropout, tied embedding and head on different ranks, momentum and recomputation."""
+    options = (
+        f"{SMALL} --steps 16 --save-every 3 --data {text} --dropout 0.2 --tied --recompute "
+        '--optimizer SGD --optimizer-options {"momentum":0.9,"nesterov":true}'
+    )
+    expected = uninterrupted(tmp_path / "whole", options)
+    folder = tmp_path / "run"
+    with Run(folder, f"{options} --out {folder} --schedule zb-h1") as run:
+        run.wait_for(lambda: run.steps() >= 5)
+        _killed(run, 0, resumable=True)
+    with Run(folder, f"--resume {folder} --schedule 1f1b --ranks 2") as run:
+        assert run.end().code == 0
+    assert losses(folder) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    options = f"{SMALL} --steps {STEPS} --save-every 0 --data {text}"
+    folder = tmp_path / "run"
+    with Run(folder, f"{options} --out {folder}") as run:
+        run.wait_for(lambda: run.steps() >= 3)
+        run.signal(number)
+        ended = run.end()
+    assert ended.seconds < SOON
+    assert ended.code == 128 + number, ended
+    done = len(losses(folder))
+    assert 3 <= done < STEPS
+    assert f"stopping after step {done}: saving a checkpoint" in ended.err
+    assert f"interrupted after {done} steps" in ended.out
+    assert f"penstock train --resume {folder}" in ended.out
+    assert "Traceback" not in ended.err
+    assert checkpoints(folder) == [f"step-{done:08d}"]
+    assert json.loads((folder / "report.json").read_text())["interrupted"] is True
+    assert main(["train", *f"--resume {folder} --in-process --json".split()]) == 0
+    assert losses(folder) == uninterrupted(tmp_path / "whole", options)
+
+
+def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
+    """Steps too long to wait for: a million tokens each."""
+    folder = tmp_path / "run"
+    with Run(folder, f"{SMALL} --steps 9 --batch 60000 --data {text} --out {folder}") as run:
+        run.wait_for(lambda: folder.joinpath("schedule.svg").exists())
+        run.signal(signal.SIGINT)
+        time.sleep(1.0)
+        assert run.ranks()
+        run.signal(signal.SIGINT)
+        ended = run.end()
+    assert ended.seconds < 4.0
+    assert ended.code == 130
+    assert ended.err.splitlines()[-1] == "penstock: interrupted"
+    assert "Traceback" not in ended.err
+
+
+def test_torchrun(text: Path, tmp_path: Path) -> None:
+    """Ranks that torchrun starts agree on a free folder, and give the same losses."""
+    options = f"{SMALL} --steps 6 --data {text} --sample 0"
+    (tmp_path / "runs" / "nano-1f1b-2").mkdir(parents=True)
+    folder = tmp_path / "runs" / "nano-1f1b-2-2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock.train"]
+    with Run(folder, f"{options} --json", torchrun, tmp_path) as run:
+        ended = run.end()
+    assert ended.code == 0, ended.err
+    assert ended.json["num_ranks"] == 2
+    assert [p.name for p in (tmp_path / "runs").iterdir() if any(p.iterdir())] == ["nano-1f1b-2-2"]
+    assert losses(folder) == uninterrupted(tmp_path / "whole", options)
+    with Run(folder, f"{options} --ranks 2 --preset tny", torchrun, tmp_path) as run:
+        ended = run.end()
+    assert ended.code != 0
+    said = [line for line in ended.err.splitlines() if line.startswith("penstock:")]
+    assert said == ["penstock: no preset named 'tny'; did you mean tiny?"]

@@ -1,0 +1,139 @@
+"""Small runs of `penstock train` as a person starts them: watched, killed, interrupted, and their losses read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMALL = (
+    "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 "
+    "--evaluate-every 0 --sample 8"
+)
+START = 60.0
+"""Seconds that torch may take to start four times on a busy machine."""
+
+COMMAND = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: exit code, what it printed, and seconds from the signal (or the start) to the end."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.out.count("\n") == 1, self.out
+        value: dict[str, Any] = json.loads(self.out)
+        return value
+
+
+class Run:
+    """A run in processes of its own. As a context manager it leaves no process behind, whatever the test does."""
+
+    def __init__(self, folder: Path, options: str, command: list[str] | None = None, cwd: Path | None = None) -> None:
+        self.folder = folder
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
+        self._process = subprocess.Popen(
+            [*(command or [*COMMAND, "train"]), *options.split()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+        )
+        self._since = time.monotonic()
+        self._begun_as = _inode(folder / "metrics.jsonl")
+        self.pids: set[int] = set()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self._process.pid, *self.ranks().values()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process, of those that run now."""
+        found = {}
+        for pid in _children(self._process.pid):
+            with contextlib.suppress(OSError):
+                pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found.update({int(pair[5:]): pid for pair in pairs if pair.startswith(b"RANK=")})
+        self.pids |= set(found.values())
+        return found
+
+    def steps(self) -> int:
+        """Steps done, once a resumed run has dropped from its metrics what it does again."""
+        begun = _inode(self.folder / "metrics.jsonl") != self._begun_as
+        return len(losses(self.folder)) if begun else -1
+
+    def wait_for(self, what: Callable[[], bool], seconds: float = START) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert self._process.poll() is None, self._process.communicate()
+            assert time.monotonic() < end, f"still waiting after {seconds} s"
+            time.sleep(0.001)
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.ranks()[rank], signal.SIGKILL)
+        self._since = time.monotonic()
+
+    def signal(self, number: int) -> None:
+        self.ranks()
+        self._process.send_signal(number)
+        self._since = time.monotonic()
+
+    def end(self, within: float = START) -> Ended:
+        """Waits for the end; no rank may be left then."""
+        out, err = self._process.communicate(timeout=within)
+        seconds = time.monotonic() - self._since
+        left = [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]
+        assert not left, f"processes {left} are left"
+        return Ended(self._process.returncode, out, err, seconds)
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses in a run's metrics, one a step without a gap."""
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    return [line["loss"] for line in lines]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """All that lies in a run's folder of checkpoints."""
+    path = folder / "checkpoints"
+    return sorted(p.name for p in path.iterdir()) if path.exists() else []
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
