@@ -1,0 +1,52 @@
+"""The split benchmark: plain rows, a table, a file, and the peer it imports from torch's inside."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.bench import split
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_rows_are_plain_data() -> None:
+    (row,) = split.run(widths=(8,), blocks=(1,), repeats=2, batch=1, tokens=4)
+    assert json.loads(json.dumps(row)) == row
+    assert row["ours_ratio"] > 0
+    assert row["torch_ratio"] > 0
+    assert split.table([row]).count("\n") == 2
+
+
+def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    (row,) = split.run(widths=(8,), blocks=(1,), repeats=1, batch=1, tokens=4)
+    assert row["torch_ratio"] is None
+    assert "| - |" in split.table([row])
+
+
+def test_the_file_says_what_it_was_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.json"
+    words = ["--widths", "8", "--blocks", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
+    assert split.main(words) == 0
+    assert capsys.readouterr().out.startswith("| width |")
+    written = json.loads(out.read_text())
+    assert written["command"] == "python -m penstock.bench.split --widths 8 --blocks 1 --repeats 1 --tokens 4"
+    assert written["machine"]["torch"] == torch.__version__
+    assert str(tmp_path) not in out.read_text()
