@@ -109,7 +109,7 @@ def test_outputs_without_a_gradient_take_no_part() -> None:
             self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self.a(x), self.b(x).sum(), x.detach()
+            return self.a(x), self.b(x), x.detach()
 
     stage = Two()
     prepare(stage)
@@ -120,6 +120,17 @@ def test_outputs_without_a_gradient_take_no_part() -> None:
     tape.backward_weight()
     assert stage.a.weight.grad is not None
     assert stage.b.weight.grad is None
+
+
+def test_a_loss_beside_other_outputs_has_gradient_one() -> None:
+    stage = nn.Linear(3, 3)
+    prepare(stage)
+    x = leaf(torch.randn(2, 3))
+    tape, y = record(stage, x)
+    tape.backward_input([y.sum(), y], [None, torch.ones_like(y)])
+    tape.backward_weight()
+    want = torch.autograd.grad(2 * stage(x).sum(), [x, stage.weight])
+    assert all(torch.allclose(a, b) for a, b in zip(want, [x.grad, stage.weight.grad]))
 
 
 def test_no_gradient_at_all() -> None:

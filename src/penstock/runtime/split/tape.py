@@ -104,8 +104,8 @@ class Tape:
     def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """I: fill `.grad` of the stage's inputs and of the parameters not deferred; keep what W needs.
 
-        An output whose gradient is None takes no part, except a single scalar one (a loss), whose gradient is
-        then one.
+        Where a gradient is None: that of a single number (a loss) is one, as in `Tensor.backward`; any other
+        output takes no part. Leave a number out that is not a loss and got no gradient.
         """
         if self._phase is not Phase.RECORDING:
             raise SplitError(
@@ -207,8 +207,7 @@ class Tape:
 
 
 def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    alone = len(outputs) == 1 and outputs[0].numel() == 1
-    return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or alone)]
+    return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]
 
 
 def _cached_by_autocast(t: Tensor) -> bool:
