@@ -376,15 +376,11 @@ def changes_in_place_after_a_side_effect(stages: int, num: int) -> Case:
 
 @case
 def changes_in_place_at_the_end(stages: int, num: int) -> Case:
-    return Case(
-        each(
-            stages,
-            lambda s: (
-                nn.Sequential(lin(), nn.ReLU(inplace=True)) if s % 2 else Do(lambda ls, x: ls[0](x).add_(1), lin())
-            ),
-        ),  # fmt: skip
-        batches(num, 3, W),
-    )
+    def adds(ls: Any, x: Tensor) -> Tensor:
+        return ls[0](x).add_(1)
+
+    make = [lambda: Do(adds, lin()), lambda: nn.Sequential(lin(), nn.ReLU(inplace=True))]
+    return Case(each(stages, lambda s: make[s % 2]()), batches(num, 3, W))
 
 
 @case

@@ -64,12 +64,12 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                     Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
                     for m in range(schedule.num_microbatches)
                 ]
+    graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
     incoming: dict[Op, list[Edge]] = {op: [] for op in number}
     outgoing: dict[Op, list[Edge]] = {op: [] for op in number}
     for edge in edges:
         incoming[edge.consumer].append(edge)
         outgoing[edge.producer].append(edge)
-    graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
     return Wiring(
         schedule,
         graph,

@@ -18,6 +18,7 @@ from penstock.dispatch import Dispatcher
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
+from penstock.schedule.dependencies import predecessors
 
 
 class Device(Protocol):
@@ -113,8 +114,11 @@ class Worker:
             return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
         number = self.dispatcher.first_awaited()
         if number is not None:
-            op = self._wiring.graph.ops[number]
-            sources = [f"{e} from rank {self._wiring.rank_of(e.producer)}" for e in self._wiring.incoming[op]]
+            wiring = self._wiring
+            op = wiring.graph.ops[number]
+            ran = {op for op, _, _ in self.recorder.times}
+            needed = predecessors(op, wiring.schedule.num_stages, wiring.graph.number)
+            sources = [f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran]
             return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"
         return f"rank {self.rank} has finished"
 

@@ -1,0 +1,55 @@
+"""Every library schedule with one process a rank, frozen and dynamic: the plain loop's numbers to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+import penstock.runtime.split.slot as slot_module
+from processes import run_ranks
+from runtime_cases import Case, batches, compare_case, mlp
+
+pytestmark = pytest.mark.multiproc
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("gpipe", {}),
+    ("1f1b", {}),
+    ("interleaved-1f1b", {}),
+    ("interleaved-1f1b", {"stages_a_rank": 3}),
+    ("interleaved-1f1b", {"stages_a_rank": 4}),
+    ("zb-h1", {}),
+    ("zb-h2", {}),
+    ("zb-v", {}),
+    ("zb", {"warmup": [7, 5, 3, 1]}),
+]
+
+
+def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
+    slot_module.MERGE_WORK = 0
+    found = {}
+    for name, given in SCHEDULES:
+        options = dict(given)
+        if "stages_a_rank" in options:
+            options["num_stages"] = options.pop("stages_a_rank") * ranks
+        if "warmup" in options:
+            options["warmup"] = options["warmup"][-ranks:]
+        schedule = ps.build(name, ranks, 8, **options)
+        for dispatch in ("frozen", "dynamic"):
+            torch.manual_seed(3)
+            model = nn.Sequential(*(mlp() for _ in range(schedule.num_stages + 1)))
+            case = Case(model, batches(8, 3, 8))
+            found[f"{schedule.name} {given} {dispatch}"] = compare_case(case, schedule, dispatch)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bitwise(ranks: int) -> None:
+    outcomes = run_ranks(ranks, run_schedules, ranks, deadline=100)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    wrong = [f"rank {o.rank}, {name}: {text}" for o in outcomes for name, found in o.value.items() for text in found]
+    assert not wrong, "\n".join(wrong)
+    assert all(len(o.value) == 2 * len(SCHEDULES) for o in outcomes)

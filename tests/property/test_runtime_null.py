@@ -1,0 +1,108 @@
+"""The null runtime: real order and bounded channels, no tensors. What is proved completes; what is not, says why."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+import penstock as ps
+from mutations import BASES, bases, mutants
+from penstock.cost import Costs
+from penstock.dispatch import Dispatcher
+from penstock.runtime.devices.null import NullDevice
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.executors.local import run_local
+from penstock.runtime.transports.local import LocalTransport, Switchboard
+from penstock.runtime.wiring import wire
+from penstock.runtime.worker import Worker
+from penstock.schedule.untimed import needed_channel_depth
+from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
+
+pytestmark = pytest.mark.property
+
+EACH = 750
+
+
+def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool = False) -> list[NullDevice]:
+    """Runs a schedule without a proof; returns the devices of its ranks.
+
+    Raises ScheduleError where it can't even be lowered, RuntimeFailure where it gets stuck.
+    """
+    stages = schedule.num_stages
+    wiring = wire(schedule, [range(stages), [0, stages - 1]] if tied and stages > 1 else [])
+    change = memory_changes(wiring.graph, Costs.uniform(stages))
+    caps = frozen_peaks(wiring.graph, change) if dispatch == "dynamic" else [0.0] * schedule.num_ranks
+    board = Switchboard(schedule.num_ranks, depth)
+    devices = [NullDevice() for _ in schedule.order]
+    workers = [
+        Worker(
+            wiring,
+            rank,
+            Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
+            devices[rank],
+            LocalTransport(board, rank),
+        )
+        for rank in range(schedule.num_ranks)
+    ]
+    run_local(workers)
+    assert not board.payloads
+    assert not any(board.held.values())
+    return devices
+
+
+def assert_completes(schedule: ps.Schedule) -> None:
+    depth = needed_channel_depth(schedule)
+    for dispatch in ("frozen", "dynamic"):
+        for tied in (False, True):
+            # A dynamic rank may run ahead of the frozen order, so its channels have no bound but memory's.
+            devices = run_null(schedule, dispatch, depth if dispatch == "frozen" else None, tied)
+            for row, device in zip(schedule.order, devices, strict=True):
+                assert sorted(device.ran) == sorted(row)
+                if dispatch == "frozen":
+                    assert tuple(device.ran) == row
+
+
+def failure(schedule: ps.Schedule) -> ps.ScheduleError | RuntimeFailure | None:
+    """How an unproved schedule ends; any other error is a bug."""
+    try:
+        run_null(schedule, "frozen", 8)
+    except (ps.ScheduleError, RuntimeFailure) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_library_schedules_complete(name: str) -> None:
+    for base in bases(name):
+        assert_completes(base)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_edits_complete_or_say_who_waits_for_what(name: str) -> None:
+    rng = random.Random(f"null {name}")
+    completed = stuck = refused = 0
+    for base in bases(name):
+        for edit, mutant in mutants(base, rng, EACH):
+            try:
+                ps.check(mutant)
+                accepted = True
+            except ps.ScheduleError:
+                accepted = False
+            if accepted:
+                assert_completes(mutant)
+                completed += 1
+                continue
+            error = failure(mutant)
+            if error is None:
+                completed += 1
+            elif isinstance(error, ps.ScheduleError):
+                refused += 1
+                assert error.op is not None, f"{edit}: {error}"
+            else:
+                stuck += 1
+                assert re.search(r"no rank can go on:\n  rank \d+ waits to (run|send) .*rank \d+", str(error)), edit
+    assert completed + stuck + refused == 2 * EACH
+    assert completed > EACH // 20
+    assert refused > 0
