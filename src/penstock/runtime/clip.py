@@ -39,8 +39,8 @@ def global_norm(dtypes: Mapping[str, torch.dtype], owned: Mapping[str, Parameter
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place so that the whole has at most `max_norm`."""
+    """Scales gradients in place so that the whole has at most `max_norm`; one that tied parameters share, once."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
+    gradients = {id(p.grad): p.grad for p in parameters if p.grad is not None}
+    for gradient in gradients.values():
+        gradient.mul_(factor.to(gradient.device))

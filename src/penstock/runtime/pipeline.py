@@ -201,7 +201,10 @@ class Pipeline:
         ]  # fmt: skip
         ties = find_ties(whole)
         if tied:
-            own = [(index, [n for n, _ in stage.named_parameters()]) for index, stage in stages.items()]
+            own = [
+                (index, [n for n, _ in stage.named_parameters(remove_duplicate=False)])
+                for index, stage in stages.items()
+            ]
             by_name = {n: s for part in self._peers.gather(own) for s, names in part for n in names}
             for group in tied:
                 if missing := [name for name in group if name not in by_name]:
