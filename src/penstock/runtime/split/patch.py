@@ -38,14 +38,6 @@ class Report:
 def prepare(stage: nn.Module) -> Report:
     """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
-    if _is_compiled(stage):
-        return Report(
-            False,
-            "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
-            "and W does nothing; compile submodules rather than the whole stage to split what is around them",
-            (),
-            tuple(parameters),
-        )
     found = [(path, module, rule) for path, module in _eager(stage) if (rule := _rule(module)) is not None]
     slots = [slot for _, module, _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
     shared: Stage = slots[0].stage if slots else Stage()
@@ -58,15 +50,20 @@ def prepare(stage: nn.Module) -> Report:
     waiting = {id(parameters[name]) for name in deferred}
     known = {id(p) for p in shared.others}
     shared.others += [p for p in stage.parameters() if id(p) not in waiting | known]
-    return Report(
-        bool(deferred),
-        ""
-        if deferred
-        else "the stage has no linear, convolution or embedding module that can be split, "
-        "so I runs the full backward and W does nothing",
-        tuple(deferred),
-        tuple(name for name, p in parameters.items() if id(p) not in waiting),
-    )
+    if deferred:
+        reason = ""
+    elif any(_is_compiled(module) for module in stage.modules()):
+        reason = (
+            "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
+            "and W does nothing; compile submodules rather than the whole stage to split what is around them"
+        )
+    else:
+        reason = (
+            "the stage has no linear, convolution or embedding module that can be split, "
+            "so I runs the full backward and W does nothing"
+        )
+    at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
+    return Report(bool(deferred), reason, tuple(deferred), at_once)
 
 
 def unprepare(stage: nn.Module) -> None:
