@@ -75,6 +75,7 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Re
         for key in keys[name]
     ]
     loaded = reader.load(wanted)
+    taken: set[str] = set()
     for group, options in zip(optimizer.param_groups, meta["groups"]):
         _set_options(group, options)
         for parameter in group["params"]:
@@ -85,6 +86,15 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Re
                     key.removesuffix(AS_JSON): _place(key, loaded[f"{PREFIX}{name}/{key}"], parameter, group)
                     for key in keys[name]
                 }
+                if name in taken:  # tied parameters are stored once, and each updates a state of its own
+                    _separate(optimizer.state[parameter])
+                taken.add(name)
+
+
+def _separate(state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = value.clone()
 
 
 def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:
