@@ -1,0 +1,158 @@
+"""When something goes wrong on one rank, every rank ends soon, and says who and what."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from processes import Outcome, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = 20, **options: Any) -> ps.Pipeline:
+    torch.manual_seed(0)
+    model = options.pop("model", None) or nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    return ps.Pipeline(
+        model, ps.build(name, 4, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=timeout, **options
+    )
+
+
+class Raises(nn.Module):
+    """Works until its third call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("the third call is too much")
+        return x
+
+
+def raises_in_rank_2(rank: int, dispatch: str) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Raises(), nn.Linear(4, 4)]
+    pipe = pipeline(model=layers, dispatch=dispatch)
+    x = torch.randn(8, 4)
+    pipe.step(x, x)
+
+
+def dies_in_rank_1(rank: int, dispatch: str) -> None:
+    pipe = pipeline(dispatch=dispatch)
+    x = torch.randn(8, 4)
+    pipe.step(x, x)
+    if rank == 1:
+        os._exit(9)
+    pipe.step(x, x)
+
+
+def sleeps_in_rank_1(rank: int, dispatch: str) -> None:
+    pipe = pipeline(dispatch=dispatch, timeout=2)
+    x = torch.randn(8, 4)
+    pipe.step(x, x)
+    if rank == 1:
+        time.sleep(8)
+    pipe.step(x, x)
+
+
+def ended(outcomes: list[Outcome], within: float) -> None:
+    for outcome in outcomes:
+        assert outcome.code not in (0, None), f"rank {outcome.rank} ended with {outcome.code}: {outcome.text}"
+        assert outcome.seconds < within, f"rank {outcome.rank} took {outcome.seconds} s: {outcome.text}"
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_an_exception_in_one_rank(dispatch: str) -> None:
+    outcomes = run_ranks(4, raises_in_rank_2, dispatch, deadline=30)
+    ended(outcomes, within=15)
+    assert "ValueError: the third call is too much" in outcomes[2].text
+    assert outcomes[2].last_line == "in F2 of stage 2 on rank 2"
+    for rank in (1, 3):
+        assert "PeerLost" in outcomes[rank].last_line, outcomes[rank].text
+        assert f"rank {rank} lost its connection to rank" in outcomes[rank].last_line
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_a_rank_that_dies(dispatch: str) -> None:
+    outcomes = run_ranks(4, dies_in_rank_1, dispatch, deadline=30)
+    ended(outcomes, within=15)
+    assert "PeerLost" in outcomes[0].last_line, outcomes[0].text
+    assert "rank 1" in outcomes[0].last_line
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str) -> None:
+    outcomes = run_ranks(4, sleeps_in_rank_1, dispatch, deadline=30)
+    ended(outcomes, within=20)
+    waited = [o.last_line for o in outcomes if "DeadlineExceeded" in o.last_line]
+    assert waited, "\n".join(o.text for o in outcomes)
+    assert any("of stage 1" in line and "rank 1" in line for line in waited), waited
+
+
+def given_different_things(rank: int) -> dict[str, str]:
+    """What is told where ranks were not asked the same; all in one launch, as nothing hangs."""
+    x, other = torch.randn(8, 4), torch.randn(8, 4)
+    told: dict[str, str] = {}
+
+    def tell(what: str, function: Any) -> None:
+        try:
+            function()
+            told[what] = "nothing"
+        except RuntimeFailure as error:
+            told[what] = str(error)
+
+    tell("schedule", lambda: pipeline("zb-h1" if rank == 2 else "1f1b"))
+    tell("dispatch", lambda: pipeline(dispatch="dynamic" if rank == 1 else "frozen"))
+    tell("seed", lambda: pipeline(seed=rank))
+    pipe = pipeline()
+    tell("inputs", lambda: pipe.step(other if rank == 3 else x, x))
+    assert all(p.grad is None for p in pipe.parameters())
+    tell("targets", lambda: pipe.evaluate(x, x + (rank == 3)))
+    tell("same again", lambda: pipe.step(x, x))
+    return told
+
+
+def test_ranks_given_different_things() -> None:
+    outcomes = run_ranks(4, given_different_things, deadline=30)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    for outcome in outcomes:
+        told = outcome.value
+        assert "rank 2 was given another schedule than rank 0" in told["schedule"]
+        assert "rank 1 was given another dispatch than rank 0" in told["dispatch"]
+        assert "rank 1 was given another seed than rank 0" in told["seed"]
+        assert "rank 3 was given another batch than rank 0" in told["inputs"], told
+        assert "rank 3 was given another batch than rank 0" in told["targets"], told
+        assert told["same again"] == "nothing"
+
+
+def given_other_shapes(rank: int) -> None:
+    pipe = pipeline(timeout=2)
+    x = torch.randn(8, 3 + (rank == 2), 4)
+    pipe.step(x, x)
+
+
+def test_ranks_given_other_shapes_end_without_an_abort() -> None:
+    outcomes = run_ranks(4, given_other_shapes, deadline=30)
+    ended(outcomes, within=15)
+    assert all(o.code == 1 for o in outcomes), [o.code for o in outcomes]
+    assert any("given other batches" in o.last_line for o in outcomes), "\n".join(o.text for o in outcomes)
+
+
+def too_many_or_too_few(rank: int) -> str:
+    try:
+        ps.Pipeline(nn.Sequential(nn.Linear(4, 4)), ps.build("1f1b", 3, 4))
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_for_another_number_of_ranks() -> None:
+    outcomes = run_ranks(2, too_many_or_too_few, deadline=30)
+    assert all("the schedule is for 3 ranks and the process group has 2" in o.value for o in outcomes)
