@@ -1,0 +1,306 @@
+"""`penstock train` in one process: what it reads, what it writes, and that the numbers do not depend on how."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock as ps
+from penstock.cli import main
+from penstock.train.learning_rate import learning_rate
+from penstock.train.report import Report
+from penstock.train.settings import Settings
+from train_runs import SMALL, checkpoints, losses, metrics
+
+pytestmark = pytest.mark.unit
+
+Train = Callable[..., dict[str, Any]]
+WORDS = ["rank", "stage", "link", "op", "slack", "bubble", "makespan", "plan", "prove", "draw", "run"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    draw = random.Random(1)
+    path.write_text(" ".join(draw.choice(WORDS) for _ in range(3000)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train(tmp_path: Path, text: Path, capfd: Any) -> Train:
+    """Trains in this process, into tmp_path/NAME; returns the one JSON object it prints."""
+
+    def call(name: str, options: str = "", small: str = f"{SMALL} --steps 6", code: int = 0) -> dict[str, Any]:
+        data = "" if "--data" in options or "--resume" in options else f"--data {text}"
+        folder = "" if "--resume" in options else f"--out {tmp_path / name}"
+        line = f"{small} --threads 1 --in-process {data} {folder} {options} --json"
+        assert main(["train", *line.split()]) == code
+        out, err = capfd.readouterr()
+        assert err == ""
+        assert out.count("\n") == 1
+        value: dict[str, Any] = json.loads(out)
+        return value
+
+    return call
+
+
+def test_what_a_run_leaves(train: Train, tmp_path: Path, text: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model.safetensors"
+    options = f"--save-every 2 --evaluate-every 4 --keep 2 --lr-warmup 4 --steps 9 --sample 20 --export {model}"
+    report = train("run", options)
+    assert sorted(p.name for p in run.iterdir() if p.name != "tensorboard") == [
+        "checkpoints",
+        "metrics.jsonl",
+        "report.json",
+        "sample.txt",
+        "schedule.svg",
+        "schedule.txt",
+        "settings.json",
+        "timeline.html",
+        "timeline.json",
+    ]
+    assert checkpoints(run) == ["step-00000008", "step-00000009"]
+    assert ps.load(run / "schedule.txt") == ps.build("1f1b", 4, 4)
+    assert "<svg" in (run / "schedule.svg").read_text()
+    assert "<html" in (run / "timeline.html").read_text()
+    assert json.loads((run / "timeline.json").read_text())["traceEvents"]
+    assert (run / "sample.txt").read_text()
+    saved = json.loads((run / "settings.json").read_text())
+    assert Settings.from_mapping(saved) == Settings.from_mapping(
+        {"preset": "nano", "depth": 6, "width": 16, "heads": 2, "context": 16, "batch": 8, "microbatches": 4}
+        | {"evaluate_every": 4, "save_every": 2, "keep": 2, "lr_warmup": 4, "steps": 9, "sample": 20}
+        | {"data": str(text), "threads": 1, "in_process": True}
+    )
+
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(9))
+    for step, line in enumerate(lines):
+        assert line["lr"] == learning_rate(step, 9, 4e-3, 4, "cosine")
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+        assert 0 <= line["bubble"] < 1
+        assert ("validation_loss" in line) == (step in (3, 7, 8))
+
+    assert json.loads((run / "report.json").read_text()) == report
+    assert (report["steps"], report["interrupted"], report["num_ranks"]) == (9, False, 4)
+    assert report["train_loss"] == lines[-1]["loss"]
+    assert report["loss"] == lines[-1]["validation_loss"]
+    assert report["beats_bigram"] is False
+    assert 0 < report["bigram"] < report["unigram"] < report["loss"]
+    assert all(math.isfinite(value) and value >= 0 for value in report["timing"].values())
+    assert report["timing"]["simulated_makespan"] > 0
+    assert all(Path(path).exists() for path in report["files"].values())
+
+    weights = load_file(model)
+    assert sum(w.numel() for w in weights.values()) == report["num_parameters"]
+    assert {"layers.0.token.weight", "layers.1.attention.qkv.weight", "layers.7.output.weight"} <= set(weights)
+
+
+def test_a_run_that_learns_beats_the_bigram(train: Train) -> None:
+    """A text in which a pair says little, and the letters before it all."""
+    report = train("run", "--steps 120 --lr 0.02 --lr-warmup 5 --sample 30")
+    assert report["beats_bigram"] is True
+    assert report["loss"] < report["bigram"]
+    shown = Report.read(Path(report["files"]["metrics"]).parent / "report.json").to_text()
+    assert f"below {report['bigram']:.3f}" in shown
+    assert "not below" not in shown
+
+
+SAME = {
+    "1 rank": "--ranks 1",
+    "zb-v": "--schedule zb-v",
+    "interleaved": "--schedule interleaved-1f1b --ranks 2 --stages 4",
+    "dynamic": "--dispatch dynamic",
+    "dynamic zb": "--schedule zb --warmup 4,3,2,1 --dispatch dynamic",
+    "recompute": "--recompute",
+    "recompute with split backward": "--recompute --schedule zb-h1",
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], list[float]]:
+    """The losses of a plain run with some options."""
+    found: dict[str, list[float]] = {}
+
+    def of(options: str) -> list[float]:
+        if options not in found:
+            folder = tmp_path_factory.mktemp("expected") / "run"
+            line = f"{SMALL} --steps 6 --threads 1 --in-process --data {text} --out {folder} {options} --json"
+            assert main(["train", *line.split()]) == 0
+            found[options] = losses(folder)
+        return found[options]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "--dropout 0.1 --tied", "--precision bfloat16"], ids=["plain", "tied", "bfloat16"]
+)
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME.keys())
+def test_the_same_losses(train: Train, tmp_path: Path, expected: Any, options: str, kind: str) -> None:
+    train("run", f"{options} {kind}")
+    assert losses(tmp_path / "run") == expected(kind)
+
+
+RESUMED = {
+    "adamw": "",
+    "momentum": '--optimizer SGD --optimizer-options {"momentum":0.9}',
+    "dropout and tied": "--dropout 0.1 --tied",
+    "bfloat16": "--precision bfloat16",
+    "an optimizer with odd state": "--optimizer NAdam",
+    "no clipping": "--clip 0",
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
+def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, options: str) -> None:
+    """Saved at step 2, gone on with under two other schedules and numbers of ranks."""
+    options = f"{options} --lr-decay constant"
+    train("run", f"{options} --steps 2")
+    folder = tmp_path / "run"
+    train("run", f"--resume {folder} --schedule zb-v --ranks 2 --steps 4", small="")
+    report = train("run", f"--resume {folder} --schedule 1f1b --ranks 1 --steps 6", small="")
+    assert losses(folder) == expected(options)
+    assert report["steps"] == 6
+
+
+def test_a_finished_run_may_be_resumed(train: Train, tmp_path: Path) -> None:
+    """Nothing is trained; the report comes, and the model may be exported."""
+    first = train("run")
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    again = train("run", f"--resume {tmp_path / 'run'} --export {tmp_path / 'm.safetensors'}", small="")
+    assert again["loss"] == first["loss"]
+    assert (again["train_loss"], again["tokens_per_second"], again["steps"]) == (None, None, 6)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    assert (tmp_path / "m.safetensors").exists()
+
+
+def test_resumed_from_another_folder(train: Train, tmp_path: Path, text: Path, monkeypatch: Any) -> None:
+    """The data given as a relative path is found again."""
+    monkeypatch.chdir(text.parent)
+    train("run", f"--data {text.name} --steps 2")
+    monkeypatch.chdir(tmp_path)
+    assert train("run", "--resume run --steps 4", small="")["steps"] == 4
+
+
+def test_interrupted_in_process(train: Train, tmp_path: Path) -> None:
+    """Ctrl-C finishes the step and saves; the handler that was there before is there again."""
+    folder = tmp_path / "run"
+
+    def press() -> None:
+        while len(losses(folder)) < 3:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    report = train("run", "--steps 5000", code=130)
+    finger.join()
+    assert report["interrupted"] is True
+    assert 3 <= report["steps"] == len(losses(folder)) < 5000
+    assert checkpoints(folder) == [f"step-{report['steps']:08d}"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The same text as a folder, JSONL and a pair; and a tokenizer."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "folder").mkdir()
+    words = text.read_text().split(" ")
+    parts = [" ".join(words[i : i + 100]) for i in range(0, len(words), 100)]
+    for number, part in enumerate(parts):
+        (folder / f"folder/{number:03d}.txt").write_text(part)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    assert main(["data", "prepare", str(folder / "folder"), str(folder / "pair"), "--json"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["folder", "text.jsonl", "pair", "pair.bin", "pair.idx"])
+def test_data(train: Train, tmp_path: Path, sources: Path, name: str) -> None:
+    report = train("run", f"--data {sources / name} --steps 2")
+    assert report["bigram"] < report["unigram"]
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_tokenizer(train: Train, tmp_path: Path, text: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(["<eos>", "?", *WORDS])}, "?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    train("run", f"--tokenizer {tmp_path / 'tokenizer.json'} --steps 2 --sample 12")
+    written = (tmp_path / "run/sample.txt").read_text().split()
+    assert set(written) <= {*WORDS, "?"}
+    prepare = ["data", "prepare", str(text), str(tmp_path / "pair"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert main([*prepare, "--json"]) == 0
+
+
+def test_a_schedule_file_says_its_counts(train: Train, tmp_path: Path) -> None:
+    ps.save(ps.build("zb-h1", 2, 8), tmp_path / "mine.json")
+    report = train(
+        "run", f"--schedule {tmp_path / 'mine.json'}", small=SMALL.replace("--microbatches 4", "--steps 2")
+    )
+    assert (report["num_ranks"], report["schedule"]) == (2, "zb-h1")
+
+
+def test_steps_that_do_not_divide(train: Train, tmp_path: Path, expected: Any) -> None:
+    """A batch of 7 in 4 microbatches."""
+    train("run", "--batch 7 --schedule zb-h1")
+    train("one", "--batch 7 --ranks 1")
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("step", "decay", "rate"),
+    [
+        (0, "cosine", 0.1),
+        (9, "cosine", 1.0),
+        (10, "cosine", 1.0),
+        (60, "cosine", 0.55),
+        (110, "cosine", 0.1),
+        (500, "cosine", 0.1),
+        (60, "constant", 1.0),
+    ],
+)
+def test_learning_rate(step: int, decay: str, rate: float) -> None:
+    assert learning_rate(step, 110, 1.0, 10, decay) == pytest.approx(rate)
+
+
+def test_learning_rate_without_warm_up() -> None:
+    assert learning_rate(0, 10, 1.0, 0, "cosine") == 1.0
+
+
+def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: Any) -> None:
+    folder = tmp_path / "run"
+    line = f"{SMALL} --steps 3 --in-process --data {text} --out {folder}"
+    assert main(["train", *line.split()]) == 0
+    out, err = capfd.readouterr()
+    told = err.splitlines()
+    assert told[0].startswith(f"data    {text}: 1 documents")
+    assert told[1] == "plan    1f1b over 4 ranks (in one process), 4 microbatches of 2 samples, frozen"
+    assert told[2] == f"folder  {folder}"
+    assert [t.split("  ")[0] for t in told[3:]] == ["step 1/3", "step 2/3", "step 3/3"]
+    rows = [row.split("  ")[0] for row in out.splitlines()]
+    assert rows[1:6] == ["run", "model", "loss", "", "speed"]
+    assert not any(c for c in out if not c.isprintable() and c != "\n")
