@@ -277,14 +277,13 @@ class Pipeline:
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn)
-        digest = batch.digest()
         self._num_steps += 1
         self._tied.begin()
         try:
             with restored(self._device):
                 self._run(StepSettings(batch, Purpose.TRAIN, mix(self._seed, self._num_steps), self._split))
             self._share_tied()
-            result = self._result(batch, digest)
+            result = self._result(batch)
         except BaseException:
             self.zero_grad()
             raise
@@ -315,12 +314,11 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
-        batch, digest = self._run_forward(inputs, targets, Purpose.EVALUATE)
-        return self._result(batch, digest)
+        return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
-        batch, _ = self._run_forward(inputs, None, Purpose.PREDICT)
+        batch = self._run_forward(inputs, None, Purpose.PREDICT)
         last = self.schedule.num_stages - 1
         runner = self._runners.get(last)
         mine = {} if runner is None else {m: _on_host(value) for m, value in runner.results.items()}
@@ -329,13 +327,12 @@ class Pipeline:
             outputs.update(part)
         return [outputs[m] for m in range(len(batch))]
 
-    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> tuple[Microbatches, int]:
+    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
-        digest = batch.digest()
         with self._evaluating(), restored(self._device):
             self._run(StepSettings(batch, purpose))
-        return batch, digest
+        return batch
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -358,11 +355,13 @@ class Pipeline:
 
     def _run(self, settings: StepSettings) -> None:
         plan = self._plan(settings)
+        # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
+        dispatch = self.dispatch if settings.training else Dispatch.FROZEN
         board = Switchboard(self.schedule.num_ranks, None)
         workers = []
         for rank in self._peers.here:
             transport: Transport = self._transport or LocalTransport(board, rank)
-            dispatcher = Dispatcher(plan.wiring.graph, rank, self.dispatch, plan.memory_change, plan.caps[rank])
+            dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
             workers.append(Worker(plan.wiring, rank, dispatcher, TorchDevice(runners, self._tied), transport))
         try:
@@ -372,7 +371,7 @@ class Pipeline:
                 run_local(workers)
             else:
                 signatures = self._signatures(settings)
-                threaded = self.dispatch is Dispatch.DYNAMIC
+                threaded = dispatch is Dispatch.DYNAMIC
                 digest = zlib.crc32(" ".join(signatures).encode())
                 self._transport.begin(plan.expected, signatures, digest, threaded, plan.window)
                 run_rank(workers[0], self._transport)
@@ -393,7 +392,7 @@ class Pipeline:
         for slot, tie in enumerate(self._ties, start=1):
             self._tied.put(slot, self._share(tie, sums.get(slot), self._tied.parameter(slot)))
 
-    def _result(self, batch: Microbatches, digest: int) -> StepResult:
+    def _result(self, batch: Microbatches) -> StepResult:
         """The losses, from whichever process ran them. Doubles carry any loss type without rounding."""
         num_microbatches, ranks = len(batch), self._peers.here
         shared = torch.zeros(num_microbatches + 1 + self._peers.num_ranks, dtype=torch.float64)
@@ -403,14 +402,15 @@ class Pipeline:
                 shared[m] = loss
                 shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
         for rank in ranks:
-            shared[num_microbatches + 1 + rank] = digest
+            shared[num_microbatches + 1 + rank] = batch.digest
         shared = self._peers.sum(shared)
         digests = shared[num_microbatches + 1 :].tolist()
         require_same([{"batch": d} for d in digests], "every rank must give the same inputs and targets")
         losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
-        total = losses[0].clone()
-        for m in range(1, num_microbatches):
-            total += losses[m]
+        first, *others = losses.unbind()
+        total = first.clone()
+        for loss in others:
+            total += loss
         return StepResult(total, losses)
 
     def save(self, directory: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:

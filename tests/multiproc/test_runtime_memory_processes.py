@@ -1,0 +1,85 @@
+"""Buffers are bounded by what is in flight, not by the number of microbatches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.runtime.stage_runner import StageRunner
+from penstock.runtime.transports import channel
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.wire_format import Packet
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+class Peaks:
+    """Most packets, messages not yet used and microbatches held at once, while patched in."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Packet] = weakref.WeakSet()
+        self.peaks = {"packets": 0, "unused": 0, "held": 0}
+        watch = self
+
+        class Watched(Packet):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                watch.alive.add(self)
+
+        channel.Packet = Watched  # type: ignore[misc]
+        for cls, method in ((GroupTransport, "_accept"), (GroupTransport, "send"), (StageRunner, "forward")):
+            self._watch(cls, method)
+
+    def _watch(self, cls: type, method: str) -> None:
+        plain = getattr(cls, method)
+
+        def watched(this: Any, *args: Any) -> Any:
+            result = plain(this, *args)
+            self.note("packets", len(self.alive))
+            if isinstance(this, GroupTransport):
+                self.note("unused", len(this._ready))
+            else:
+                self.note("held", len(this._held))
+            return result
+
+        setattr(cls, method, watched)
+
+    def note(self, what: str, count: int) -> None:
+        self.peaks[what] = max(self.peaks[what], count)
+
+
+def measure(rank: int) -> dict[str, dict[int, dict[str, int]]]:
+    found: dict[str, dict[int, dict[str, int]]] = {}
+    watch = Peaks()
+    for name, dispatch in (("1f1b", "frozen"), ("zb-h1", "frozen"), ("zb-v", "frozen"), ("1f1b", "dynamic")):
+        for num in (16, 64):
+            watch.alive.clear()
+            watch.peaks = dict.fromkeys(watch.peaks, 0)
+            schedule = ps.build(name, 4, num)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+            pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch)
+            x = torch.randn(2 * num, 4)
+            for _ in range(2):
+                pipe.step(x, x)
+            found.setdefault(f"{name} {dispatch}", {})[num] = dict(watch.peaks)
+            pipe.evaluate(x, x)
+            found[f"{name} {dispatch}"][num]["evaluation"] = watch.peaks["packets"]
+    return found
+
+
+def test_buffers_do_not_grow_with_the_number_of_microbatches() -> None:
+    outcomes = run_ranks(4, measure, deadline=60)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    for outcome in outcomes:
+        for name, by_count in outcome.value.items():
+            few, many = by_count[16], by_count[64]
+            if "dynamic" in name:  # arrivals depend on the clock, their bound does not
+                assert all(many[what] <= 32 for what in many), (outcome.rank, name, by_count)
+            else:
+                assert few == many, (outcome.rank, name, by_count)

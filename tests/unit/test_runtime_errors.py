@@ -1,0 +1,156 @@
+"""What is refused, in words; and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime import PartitionError, RuntimeFailure
+from plain_loop import differences, gradients, plain_step
+from runtime_cases import CASES, Do, batches, lin
+
+pytestmark = pytest.mark.unit
+
+MSE = nn.MSELoss()
+
+
+def pipeline(stages: Any, name: str = "1f1b", ranks: int = 2, num: int = 4, **options: Any) -> ps.Pipeline:
+    return ps.Pipeline(stages, ps.build(name, ranks, num), **{"loss_fn": MSE, **options})
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(PartitionError, match=r"5.*stages.*3 layers"):
+        pipeline(nn.Sequential(lin(), lin(), lin()), ranks=5)
+
+
+def test_a_list_of_another_length() -> None:
+    with pytest.raises(PartitionError, match="3 stage modules for a schedule of 2 stages"):
+        pipeline([lin(), lin(), lin()])
+
+
+def test_a_function_that_makes_no_module() -> None:
+    with pytest.raises(RuntimeFailure, match="stage 1: its function returned int, not a module"):
+        pipeline([lin(), lambda: 3])
+
+
+def test_a_schedule_that_is_not_valid() -> None:
+    schedule = ps.parse(str(ps.build("1f1b", 2, 2)).replace("B1", "F1", 1))
+    with pytest.raises(ps.ScheduleError):
+        ps.Pipeline([lin(), lin()], schedule, loss_fn=MSE)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (
+            lambda out, target: out - target,
+            "must return one number as a tensor, it returned a tensor of shape",
+        ),
+        (lambda out, target: 3.0, "it returned float"),
+        (None, "has no loss_fn"),
+    ],
+)
+def test_a_loss_that_is_no_number(loss_fn: Any, said: str) -> None:
+    pipe = pipeline([lin(), lin()], loss_fn=loss_fn)
+    with pytest.raises(RuntimeFailure, match=said):
+        pipe.step(*batches(4, 8)[0])
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {3: torch.zeros(1)}])
+def test_an_output_that_can_not_travel(value: Any) -> None:
+    pipe = pipeline([Do(lambda ls, x: (ls[0](x), value), lin()), Do(lambda ls, x, v: x)])
+    with pytest.raises(RuntimeFailure, match="can't pass between stages") as caught:
+        pipe.step(*batches(4, 8)[0])
+    assert caught.value.__notes__ == ["in F0 of stage 0 on rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (torch.zeros(3, 8), "a batch of 3 samples can't be cut into 4 microbatches"),
+        ([torch.zeros(1, 8)] * 3, "3 inputs given as a list, the schedule runs 4 microbatches"),
+        ((torch.zeros(4, 8), torch.zeros(5, 8)), "the inputs have .* samples in dimension 0"),
+        (torch.tensor(1.0), "samples in dimension 0"),
+    ],
+)
+def test_a_batch_that_can_not_be_cut(inputs: Any, said: str) -> None:
+    with pytest.raises(RuntimeFailure, match=said):
+        pipeline([lin(), lin()]).step(inputs, torch.zeros(4, 8))
+
+
+class Fails(nn.Module):
+    """Fails in the forward or the backward of its third microbatch, once."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.layer, self.backward, self.calls = lin(), backward, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.layer(x)
+        if self.calls == 3:
+            if not self.backward:
+                raise ValueError("no")
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, _: Tensor) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_step_after_one_that_failed(name: str, backward: bool) -> None:
+    """The failed step's gradients stayed, and the next step added to them."""
+    stages = [nn.Sequential(lin(), nn.Tanh()), Fails(backward), lin()]
+    stages[2].weight = stages[0][0].weight
+    plain = copy.deepcopy(stages)
+    plain[1].calls = 100
+    pipe = pipeline(stages, name, 3, optimizer=torch.optim.SGD)
+    x, y = batches(4, 8)[0]
+    pipe._runners[1].stage.train()
+    with pytest.raises(ValueError, match="no"):
+        pipe.step(x, y)
+    assert all(p.grad is None for p in pipe.parameters())
+    plain_step(plain, x, y, 4, MSE, step=2)
+    pipe.step(x, y, update=False)
+    got = {n: p.grad for n, p in pipe.named_parameters()}
+    want = gradients(plain)
+    assert not differences({n: want[n] for n in got}, got)
+
+
+def test_a_failed_step_leaves_the_tied_parameters_to_their_owner() -> None:
+    """A hook went on catching the gradients of tied parameters after a step that failed."""
+    stages = [lin(), Fails(False), lin()]
+    stages[2].weight = stages[0].weight
+    pipe = pipeline(stages, "1f1b", 3)
+    with pytest.raises(ValueError, match="no"):
+        pipe.step(*batches(4, 8)[0])
+    stages[0](torch.ones(1, 8)).sum().backward()
+    assert stages[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1"])
+def test_a_closed_pipeline_leaves_the_model_as_it_was(name: str) -> None:
+    torch.manual_seed(0)
+    made = CASES["tied_first_and_last"](4, 4)
+    before = [
+        (type(m), dict(m.__dict__).keys(), len(m._forward_hooks), m.training) for s in made.model for m in s.modules()
+    ]
+    x, y = made.steps[0]
+    plain = copy.deepcopy(made.model)
+    pipe = ps.Pipeline(made.model, ps.build(name, 2 if name == "zb-v" else 4, 4), loss_fn=made.loss_fn)
+    pipe.step(x, y)
+    pipe.close()
+    after = [
+        (type(m), dict(m.__dict__).keys(), len(m._forward_hooks), m.training) for s in made.model for m in s.modules()
+    ]
+    assert before == after
+    plain_step(plain, x, y, 4, made.loss_fn)
+    plain_step(made.model, x, y, 4, made.loss_fn)
+    assert not differences(gradients(plain), gradients(made.model))
