@@ -153,6 +153,7 @@ class Pipeline:
         self._tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
         if isinstance(self._peers, GroupPeers):
             self._transport = GroupTransport(self._peers.group, self._tags, timeout)
+        self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
         self._own = self._owned_parameters()
         self._dtypes = self._all_dtypes()
         self._share_tied_values()
@@ -251,7 +252,7 @@ class Pipeline:
 
     def parameters(self) -> list[Parameter]:
         """The parameters in this process, each once."""
-        return list({id(p): p for stage in self._stages.values() for p in stage.parameters()}.values())
+        return list(self._parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """The parameters in this process under their plain names in the whole model, a tied one once."""
@@ -304,7 +305,7 @@ class Pipeline:
         return norm
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.runtime.entry import Entry
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Payload
-from penstock.runtime.microbatches import Microbatches
+from penstock.runtime.microbatches import Microbatches, Signature
 from penstock.runtime.rng import mix
 from penstock.runtime.split import Tape
 from penstock.runtime.stage import Stage
@@ -92,6 +92,9 @@ class StageRunner:
         self._autocast = autocast
         self._can_split = can_split
         self._held: dict[int, Held] = {}
+        # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
+        self._plain: set[Signature] = set()
+        self._defers = False
         self._settings: StepSettings | None = None
 
     @property
@@ -123,15 +126,29 @@ class StageRunner:
                     self._keep_result(m, output)
                     return Payload([])
             return self._outgoing(output)[0]
-        tape = Tape() if self._can_split and (self.index, m) in settings.split else None
+        tape = self._tape(m)
         with self._casting(), tape.recording() if tape is not None else nullcontext():
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
+        if tape is not None and not self._defers:
+            self._defers = tape.deferring
+            self._plain.add(settings.microbatches.signatures[m])
         entry.close()
         payload, outputs = self._outgoing(output)
         self._held[m] = Held(entry, outputs, tape)
         return payload
+
+    def _tape(self, m: int) -> Tape | None:
+        """A tape where the backward is split and something may wait for W.
+
+        Once anything waits, every microbatch is taped: one that did not wait would add its weight gradients
+        before those of earlier ones that do.
+        """
+        if not self._can_split or (self.index, m) not in self.settings.split:
+            return None
+        known_plain = not self._defers and self.settings.microbatches.signatures[m] in self._plain
+        return None if known_plain else Tape()
 
     def _input(self, m: int, received: Payload | None) -> tuple[Any, Entry]:
         """What the stage is called with, and where those of it that want a gradient enter."""

@@ -49,15 +49,17 @@ class Spec:
 
     def fits(self, payload: Payload) -> bool:
         """Whether this is the payload's spec."""
-        if len(payload.leaves) != len(self.leaves):
+        if len(payload.leaves) != len(self.leaves) or _as_json(payload.skeleton) != self.skeleton:
             return False
         for leaf, spec, needed in zip(payload.leaves, self.leaves, payload.needs_grad, strict=True):
             if leaf is None or spec is None:
                 if leaf is not spec:
                     return False
-            elif leaf.shape != spec[0] or leaf.stride() != spec[1] or leaf.dtype != spec[2] or needed != spec[3]:
+                continue
+            shape, strides, dtype, wanted = spec
+            if leaf.dtype != dtype or needed != wanted or leaf.stride() != strides or leaf.shape != shape:
                 return False
-        return _as_json(payload.skeleton) == self.skeleton
+        return True
 
     @cached_property
     def places(self) -> tuple[Place | None, ...]:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.dispatch import Graph, lower
 from penstock.runtime.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
+
+
+class Station(NamedTuple):
+    """One op with its edges: all that come in, those of them from other ranks, and (edge, rank) going out."""
+
+    op: Op
+    incoming: tuple[Edge, ...]
+    remote: tuple[Edge, ...]
+    outgoing: tuple[tuple[Edge, int], ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,19 @@ class Wiring:
 
     def rank_of(self, op: Op) -> int:
         return self.graph.rank[self.graph.number[op]]
+
+    @cached_property
+    def stations(self) -> list[Station]:
+        """The edges of each op, by its number."""
+        return [
+            Station(
+                op,
+                self.incoming[op],
+                tuple(edge for edge in self.incoming[op] if self.rank_of(edge.producer) != rank),
+                tuple((edge, self.rank_of(edge.consumer)) for edge in self.outgoing[op]),
+            )
+            for op, rank in zip(self.graph.ops, self.graph.rank, strict=True)
+        ]
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""

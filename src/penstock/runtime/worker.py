@@ -99,13 +99,10 @@ class Worker:
         """Takes note of a message that the executor waited for."""
         self.dispatcher.arrive(self._wiring.graph.number[edge.consumer])
 
-    def awaited(self) -> list[Edge]:
+    def awaited(self) -> Sequence[Edge]:
         """Messages from other ranks that the first op not yet run needs (those that came in included)."""
         number = self.dispatcher.first_awaited()
-        if number is None:
-            return []
-        wiring = self._wiring
-        return [e for e in wiring.incoming[wiring.graph.ops[number]] if wiring.rank_of(e.producer) != self.rank]
+        return () if number is None else self._wiring.stations[number].remote
 
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""
@@ -118,17 +115,17 @@ class Worker:
             op = wiring.graph.ops[number]
             ran = {op for op, _, _ in self.recorder.times}
             needed = predecessors(op, wiring.schedule.num_stages, wiring.graph.number)
-            sources = [f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran]
+            sources = [
+                f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran
+            ]
             return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"
         return f"rank {self.rank} has finished"
 
     def _run(self, number: int) -> None:
-        wiring = self._wiring
-        op = self.running = wiring.graph.ops[number]
-        received = [
-            self._local.pop(edge) if edge in self._local else self._transport.take(edge)
-            for edge in wiring.incoming[op]
-        ]
+        op, incoming, _, outgoing = self._wiring.stations[number]
+        self.running = op
+        local, transport = self._local, self._transport
+        received = [local.pop(edge) if edge in local else transport.take(edge) for edge in incoming]
         self.peak_held = max(self.peak_held, self.dispatcher.held)
         start = perf_counter_ns()
         try:
@@ -138,12 +135,11 @@ class Worker:
             raise
         self.recorder.times.append((op, start, perf_counter_ns()))
         del received
-        for edge in wiring.outgoing[op]:
+        for edge, target in outgoing:
             payload = self._device.give(edge)
-            target = wiring.rank_of(edge.consumer)
             if target == self.rank:
-                self._local[edge] = payload
-            elif self._unsent or not self._transport.send(edge, target, payload):
+                local[edge] = payload
+            elif self._unsent or not transport.send(edge, target, payload):
                 self._unsent.append((edge, target))
                 self._unsent_payloads[edge] = payload
         self.dispatcher.finish(number)

@@ -60,6 +60,11 @@ class Tape:
         self._stages: list[Stage] = []
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def deferring(self) -> bool:
+        """Whether any weight gradient of this microbatch waits for W."""
+        return self._deferring
+
     # -- F ---------------------------------------------------------------------------------------------------
 
     @contextmanager
