@@ -303,4 +303,5 @@ def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: 
     assert [t.split("  ")[0] for t in told[3:]] == ["step 1/3", "step 2/3", "step 3/3"]
     rows = [row.split("  ")[0] for row in out.splitlines()]
     assert rows[1:6] == ["run", "model", "loss", "", "speed"]
+    assert "4 ranks took turns in one process" in out
     assert not any(c for c in out if not c.isprintable() and c != "\n")

@@ -23,7 +23,7 @@ from penstock.train.handover import Order, hand_over, take_over
 from penstock.train.inputs import Inputs, check_tokens, gather_inputs
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.settings import SettingsError, num_cores
+from penstock.train.settings import SettingsError
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -144,8 +144,6 @@ def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str
     ]
     if goes_on is not None:
         lines.append(f"resume  {goes_on}")
-    if not settings.in_process and settings.ranks > num_cores() and settings.device == "cpu":
-        lines.append(f"note    {settings.ranks} ranks share {num_cores()} cores, which bubbles can't show")
     return "\n".join(lines)
 
 

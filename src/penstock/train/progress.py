@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LINES = 20
 """Lines over the whole run where there is no terminal."""
@@ -17,24 +18,19 @@ class ProgressView:
     """Shows steps. `quiet` shows nothing; everything goes to stderr, which leaves stdout to results."""
 
     def __init__(self, first: int, total: int, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._quiet = quiet
         self._total = total
         self._every = max(1, (total - first) // LINES)
-        self._bar: Progress | None = None
-        if self._console.is_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[shown]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
+        self._bar = None if quiet or not sys.stderr.isatty() else _bar()
+        if self._bar is not None:
             self._task = self._bar.add_task("training", total=total, completed=first, shown="")
         self._began = time.monotonic()
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, soft_wrap=True)
+        elif not self._quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def step(self, step: int, loss: float, tokens_per_second: float, bubble: float) -> None:
         """Shows that `step` (from 1) is done."""
@@ -43,7 +39,6 @@ class ProgressView:
             self._bar.update(self._task, completed=step, shown=shown)
         elif step % self._every == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {shown}  {time.monotonic() - self._began:.0f} s")
-            sys.stderr.flush()
 
     def __enter__(self) -> ProgressView:
         if self._bar is not None:
@@ -55,3 +50,18 @@ class ProgressView:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _bar() -> Progress:
+    # Imported here: only rank 0 shows anything, and only a terminal a bar.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=10),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, highlight=False),
+    )

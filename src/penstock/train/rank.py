@@ -26,7 +26,7 @@ from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.report import Report, timing_report
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, num_cores
 from penstock.train.stop import StopRequest
 
 VALIDATION_BATCHES = 4
@@ -204,7 +204,7 @@ class RankRun:
             seconds=seconds,
             timing=timing,
             peak_memory=memory,
-            notices=self.pipe.notices,
+            notices=[*self.pipe.notices, *_crowded(inputs.settings)],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -220,6 +220,15 @@ class RankRun:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _crowded(settings: Settings) -> list[str]:
+    """Why a measured step may be longer than a simulated one, which gives each rank a device of its own."""
+    if settings.in_process:
+        return [f"{settings.ranks} ranks took turns in one process; they are simulated side by side"]
+    if settings.device == "cpu" and settings.ranks > num_cores():
+        return [f"{settings.ranks} ranks shared {num_cores()} cores; they are simulated with one each"]
+    return []
 
 
 def _peak_memory(settings: Settings) -> list[int]:
