@@ -176,22 +176,25 @@ class Packet:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-        self._preamble = self.buffer.numpy()[:ALIGN].view("int64")
+        # A memoryview of 64-bit numbers: far quicker to read and write than elements of a tensor.
+        self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
         self._views = [None if place is None else place.view(self.buffer) for place in spec.places]
 
     def pack(self, payload: Payload, preamble: Preamble) -> None:
         """Copies a payload of the packet's spec in."""
-        self._preamble[:4] = preamble
+        self.announce(preamble)
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
                 view.copy_(place.once(leaf))
 
     def announce(self, preamble: Preamble) -> None:
         """Writes the preamble alone."""
-        self._preamble[:4] = preamble
+        words = self._preamble
+        words[0], words[1], words[2], words[3] = preamble
 
     def preamble(self) -> Preamble:
-        return Preamble(*self._preamble[:4].tolist())
+        words = self._preamble
+        return Preamble(words[0], words[1], words[2], words[3])
 
     def unpack(self) -> Payload:
         """The payload, copied out: the packet is free again."""
