@@ -39,7 +39,7 @@ def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequenc
 
 
 def measured_costs(timelines: Sequence[Timeline]) -> Costs:
-    """Per stage the median duration of each kind of op over some measured steps.
+    """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
 
     Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
     I and W together.
@@ -49,12 +49,12 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     for timeline in timelines:
         for timed in timeline.ops:
             found.setdefault((timed.op.kind, timed.op.stage), []).append(timed.end - timed.start)
-    median = {key: statistics.median(values) for key, values in found.items()}
+    mean = {key: statistics.fmean(values) for key, values in found.items()}
     stages = range(num_stages)
-    full = [median.get(("B", s), median.get(("I", s), 0.0) + median.get(("W", s), 0.0)) for s in stages]
+    full = [mean.get(("B", s), mean.get(("I", s), 0.0) + mean.get(("W", s), 0.0)) for s in stages]
     return Costs(
-        f=[median.get(("F", s), 0.0) for s in stages],
-        i=[median.get(("I", s), full[s] / 2) for s in stages],
-        w=[median.get(("W", s), full[s] / 2) for s in stages],
+        f=[mean.get(("F", s), 0.0) for s in stages],
+        i=[mean.get(("I", s), full[s] / 2) for s in stages],
+        w=[mean.get(("W", s), full[s] / 2) for s in stages],
         b=full,
     )

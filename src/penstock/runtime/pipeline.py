@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -26,9 +25,10 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
-from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan, plan_step
 from penstock.runtime.rng import mix, restored
+from penstock.runtime.setup import device_of, optimizer_of, peers_of
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
@@ -117,7 +117,7 @@ class Pipeline:
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
-        self._peers = _peers(mesh, schedule.num_ranks, timeout)
+        self._peers = peers_of(mesh, schedule.num_ranks, timeout)
         if schedule.placement.num_pipelines > 1:
             raise RuntimeFailure(
                 f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
@@ -127,7 +127,7 @@ class Pipeline:
         sources = stages_of(model, schedule.num_stages, costs)
         here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
         stages = {index: build_stage(sources[index], index) for index in sorted(here)}
-        self._device = _device(stages, device)
+        self._device = device_of(stages, device)
         for stage in stages.values():
             stage.to(self._device)
         self.notices: list[str] = []
@@ -157,7 +157,7 @@ class Pipeline:
         self._own = self._owned_parameters()
         self._dtypes = self._all_dtypes()
         self._share_tied_values()
-        self.optimizer = _optimizer(optimizer, self.parameters())
+        self.optimizer = optimizer_of(optimizer, self.parameters())
         self._last: tuple[Wiring, list[Worker]] | None = None
 
     # Setting up.
@@ -364,7 +364,9 @@ class Pipeline:
             transport: Transport = self._transport or LocalTransport(board, rank)
             dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
-            workers.append(Worker(plan.wiring, rank, dispatcher, TorchDevice(runners, self._tied), transport))
+            workers.append(
+                Worker(plan.wiring, rank, dispatcher, TorchDevice(runners, self._tied, self._device), transport)
+            )
         try:
             for runner in self._runners.values():
                 runner.begin(settings)
@@ -475,51 +477,6 @@ class Pipeline:
 
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _peers(mesh: Any, num_ranks: int, timeout: float) -> Peers:
-    """The ranks to run over: the mesh's, torch.distributed's where it is set up, or all in this process."""
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return LocalPeers(num_ranks)
-        group = dist.group.WORLD
-    size = dist.get_world_size(group)
-    if size != num_ranks:
-        raise RuntimeFailure(
-            f"the schedule is for {num_ranks} ranks and the process group has {size}; build it with "
-            f"num_ranks={size} or start {num_ranks} processes"
-        )
-    return GroupPeers(group, timeout)
-
-
-def _device(stages: Mapping[int, Stage], device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for stage in stages.values():
-        for parameter in stage.parameters():
-            return parameter.device
-    return torch.device("cpu")
-
-
-def _optimizer(
-    given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, parameters: list[Parameter]
-) -> Optimizer | None:
-    """The optimizer over this process's parameters."""
-    if given is None:
-        return None
-    if isinstance(given, Optimizer):
-        own = {id(p) for p in parameters}
-        for group in given.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
-        return given
-    if parameters:
-        return given(parameters)
-    # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
-    empty = given([Parameter(torch.zeros(0))])
-    for group in empty.param_groups:
-        group["params"] = []
-    return empty
 
 
 def _on_host(value: Any) -> Any:

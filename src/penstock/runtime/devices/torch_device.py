@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.stage_runner import StageRunner
@@ -12,10 +14,15 @@ from penstock.schedule import Op
 
 
 class TorchDevice:
-    """Runs ops with torch. The runners must have begun a step."""
+    """Runs ops with torch. The runners must have begun a step.
 
-    def __init__(self, runners: Mapping[int, StageRunner], tied: TiedGradients) -> None:
+    On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
+    anyway, and the measured times are then those of the work, not of its launch.
+    """
+
+    def __init__(self, runners: Mapping[int, StageRunner], tied: TiedGradients, device: torch.device) -> None:
         self._runners = runners
+        self._gpu = device if device.type == "cuda" else None
         self._tied = tied
         self._outcome: Payload | None = None
         self._op: Op | None = None
@@ -32,6 +39,8 @@ class TorchDevice:
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
             self._tied.collect(op)
         self._op = op
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
 
     def give(self, edge: Edge) -> Payload:
         if edge.slot:
