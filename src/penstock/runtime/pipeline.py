@@ -28,7 +28,7 @@ from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan, plan_step
 from penstock.runtime.rng import mix, restored
-from penstock.runtime.setup import device_of, optimizer_of, peers_of
+from penstock.runtime.setup import device_of, optimizer_of, peers_of, transport_of
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
@@ -38,7 +38,7 @@ from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.tree import flatten, unflatten
-from penstock.runtime.wiring import Wiring
+from penstock.runtime.wiring import Wiring, wire
 from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.simulate import Timeline
@@ -86,6 +86,8 @@ class Pipeline:
         tied: for stages built by functions: groups of names of parameters that are one.
         seed: for dropout, the same whatever the schedule and the number of ranks.
         timeout: seconds that any wait may last.
+        transport: between processes: "host" (gloo; messages of a GPU pass through host memory, so that several
+            ranks may share one), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
@@ -109,6 +111,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         seed: int = 0,
         timeout: float = 60.0,
+        transport: str = "host",
     ) -> None:
         self.schedule = schedule
         self.dispatch = as_dispatch(dispatch)
@@ -152,7 +155,10 @@ class Pipeline:
         self._transport: GroupTransport | None = None
         self._tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
         if isinstance(self._peers, GroupPeers):
-            self._transport = GroupTransport(self._peers.group, self._tags, timeout)
+            whole = wire(schedule, [tie.stages for tie in self._ties])
+            self._transport = transport_of(
+                transport, self._peers.group, self._tags, timeout, whole, self.dispatch, self._device
+            )
         self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
         self._own = self._owned_parameters()
         self._dtypes = self._all_dtypes()

@@ -1,4 +1,4 @@
-"""What a pipeline finds in its surroundings when it is made: the other ranks, the device, the optimizer."""
+"""What a pipeline finds when it is made: the other ranks, the device, the optimizer, the transport."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
+from penstock.runtime.transports.channel import Tags
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.lines import LineTransport, lines_of
+from penstock.runtime.wiring import Wiring
 
 
 def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
@@ -58,3 +63,28 @@ def optimizer_of(
     for group in empty.param_groups:
         group["params"] = []
     return empty
+
+
+def transport_of(
+    name: str,
+    group: dist.ProcessGroup,
+    tags: Tags,
+    timeout: float,
+    wiring: Wiring,
+    dispatch: Dispatch,
+    device: torch.device,
+) -> GroupTransport:
+    """The transport by name.
+
+    Raises:
+        RuntimeFailure: an unknown name, or "nccl" without a GPU or with dynamic dispatch.
+    """
+    if name == "host":
+        return GroupTransport(group, tags, timeout)
+    if name != "nccl":
+        raise RuntimeFailure(f"transport {name!r}: give 'host' or 'nccl'")
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
+    if dispatch is not Dispatch.FROZEN:
+        raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
+    return LineTransport(group, tags, timeout, lines_of(wiring), "nccl", device)

@@ -156,7 +156,7 @@ class Place:
         if self.rebuilt is None:
             leaf = view.clone()
         else:
-            leaf = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype).copy_(view)
+            leaf = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype, device=view.device).copy_(view)
         return leaf if self.repeated is None else leaf.expand(self.repeated)
 
 
@@ -176,9 +176,12 @@ class Packet:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
         # A memoryview of 64-bit numbers: far quicker to read and write than elements of a tensor.
         self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
-        self._views = [None if place is None else place.view(self.buffer) for place in spec.places]
+        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
     def pack(self, payload: Payload, preamble: Preamble) -> None:
         """Copies a payload of the packet's spec in."""
@@ -204,6 +207,25 @@ class Packet:
             for view, place in zip(self._views, spec.places, strict=True)
         ]
         return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
+
+
+class DevicePacket(Packet):
+    """A packet in a device's memory. Reading its preamble waits until what fills the packet has come."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec = spec
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._head = self.buffer[:ALIGN].view(torch.int64)
+        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
+
+    def announce(self, preamble: Preamble) -> None:
+        self._head[:4].copy_(torch.tensor(preamble))
+
+    def preamble(self) -> Preamble:
+        return Preamble(*self._head[:4].tolist())
 
 
 class Preamble(NamedTuple):

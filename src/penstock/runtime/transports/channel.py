@@ -8,7 +8,7 @@ buffer posted before it is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,10 +92,11 @@ class Known:
     """A spec that both ends know, and packets of it that are free."""
 
     spec: Spec
+    make: Callable[[Spec], Packet]
     spare: list[Packet] = field(default_factory=list)
 
     def packet(self) -> Packet:
-        return self.spare.pop() if self.spare else Packet(self.spec)
+        return self.spare.pop() if self.spare else self.make(self.spec)
 
 
 @dataclass

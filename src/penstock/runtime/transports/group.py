@@ -139,7 +139,7 @@ class GroupTransport:
         works: list[Any] = []
         known = channel.known.get(signature)
         if known is None:
-            known = channel.known[signature] = Known(Spec.of(payload))
+            known = channel.known[signature] = Known(Spec.of(payload), make=self._packet)
             for part in pack_header(signature, known.spec):
                 works.append(self._isend(part, target, self._tags.header(channel.key)))
         preamble = Preamble(tag, self._step, channel.answers.received if channel.answers is not None else 0)
@@ -147,12 +147,13 @@ class GroupTransport:
         if not known.spec.fits(payload):
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
             packet.announce(preamble._replace(changed=1))
-            known = Known(Spec.of(payload))
-            for part in [packet.buffer, *pack_header(signature, known.spec)]:
+            works.append(self._send_packet(channel, packet, tag))
+            known = Known(Spec.of(payload), make=self._packet)
+            for part in pack_header(signature, known.spec):
                 works.append(self._isend(part, target, tag))
             packet = known.packet()
         packet.pack(payload, preamble)
-        works.append(self._isend(packet.buffer, target, tag))
+        works.append(self._send_packet(channel, packet, tag))
         channel.under_way.append(Sent(works, packet, known))
         return True
 
@@ -169,6 +170,16 @@ class GroupTransport:
         outgoing, answers = self._outgoing.get(key), self._incoming.get(key.reverse())
         if outgoing is not None and answers is not None:
             outgoing.answers, answers.answered = answers, outgoing
+
+    def _packet(self, spec: Spec) -> Packet:
+        """A buffer for payloads."""
+        return Packet(spec)
+
+    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+        return self._isend(packet.buffer, channel.peer, tag)
+
+    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+        return self._irecv(packet.buffer, channel.peer, tag)
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         try:
@@ -246,8 +257,8 @@ class GroupTransport:
             )
         if changed:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
-            packet = Packet(spec)
-            self._wait(self._irecv(packet.buffer, channel.peer, tag), channel.peer, posted.edge)
+            packet = self._packet(spec)
+            self._wait(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
         posted.known.spare.append(posted.packet)
@@ -266,7 +277,7 @@ class GroupTransport:
                 continue
             channel.waiting.popleft()
             packet = known.packet()
-            work = self._irecv(packet.buffer, channel.peer, tag)
+            work = self._receive_packet(channel, packet, tag)
             channel.posted.append(Posted(edge, tag, work, packet, known))
 
     def _learn(self, channel: Incoming, edge: Edge) -> None:
@@ -275,7 +286,7 @@ class GroupTransport:
             raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
         signature, spec = self._read_header(self._tags.header(channel.key), channel.peer, edge)
         channel.headers_due -= 1
-        channel.known[signature] = Known(spec)
+        channel.known[signature] = Known(spec, make=self._packet)
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)

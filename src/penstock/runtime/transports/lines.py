@@ -1,0 +1,113 @@
+"""Messages between devices over a backend that has no tags (NCCL): a line of its own for every channel.
+
+A line is a process group of the two ranks at a channel's ends; what it carries comes in the order in which it
+was sent. Headers still go through host memory with tags, payloads from device to device.
+
+    rank 0 ==F==> rank 1 ==F==> rank 2          a line a channel, so that a receive posted ahead
+    rank 0 <==B== rank 1 <==B== rank 2          in one never holds up another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transports.channel import ChannelKey, Incoming, Outgoing, Posted, Tags
+from penstock.runtime.transports.failure import explain
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.wire_format import DevicePacket, Packet, Spec
+from penstock.runtime.wiring import Wiring
+
+
+class Line(NamedTuple):
+    """A channel and the ranks at its ends."""
+
+    key: ChannelKey
+    source: int
+    target: int
+
+
+def lines_of(wiring: Wiring) -> list[Line]:
+    """The lines that a schedule needs, in an order that is the same on every rank.
+
+    Raises:
+        RuntimeFailure: two stages take their microbatches in different orders, which a line can't carry.
+    """
+    sent: dict[Line, list[int]] = {}
+    taken: dict[Line, list[int]] = {}
+    for station in wiring.stations:
+        for edge, target in station.outgoing:
+            line = Line(ChannelKey.of(edge), wiring.rank_of(station.op), target)
+            if line.source != line.target:
+                sent.setdefault(line, []).append(edge.consumer.microbatch)
+        for edge in station.remote:
+            line = Line(ChannelKey.of(edge), wiring.rank_of(edge.producer), wiring.rank_of(station.op))
+            taken.setdefault(line, []).append(edge.consumer.microbatch)
+    for line, microbatches in sent.items():
+        if microbatches != taken[line]:
+            raise RuntimeFailure(
+                f"stage {line.key.producer} sends microbatches in another order than stage {line.key.consumer} takes "
+                f"them, which nccl can't carry; use transport='host'"
+            )
+    return sorted(sent)
+
+
+class LineTransport(GroupTransport):
+    """One rank's end of all its channels, payloads from device to device.
+
+    Args:
+        group: with a backend for host memory, for headers.
+        lines: the same on every rank.
+        backend: of the lines: "nccl", or "gloo" where the device is the processor.
+        device: where payloads lie.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tags: Tags,
+        timeout: float,
+        lines: Sequence[Line],
+        backend: str,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, tags, timeout)
+        self._device = device
+        self._lines: dict[ChannelKey, dist.ProcessGroup] = {}
+        members = dist.get_process_group_ranks(group)
+        for line in lines:
+            ends = sorted((members[line.source], members[line.target]))
+            made = dist.new_group(ends, timeout=self._limit, backend=backend)
+            if self._rank in (line.source, line.target) and made is not None:
+                self._lines[line.key] = made
+                # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
+                dist.all_reduce(torch.zeros(1, device=device), group=made)
+
+    def _packet(self, spec: Spec) -> Packet:
+        return DevicePacket(spec, self._device)
+
+    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+        try:
+            return dist.isend(packet.buffer, group=self._lines[channel.key], group_dst=self._end(channel.peer))
+        except RuntimeError as error:
+            raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
+
+    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+        try:
+            return dist.irecv(packet.buffer, group=self._lines[channel.key], group_src=self._end(channel.peer))
+        except RuntimeError as error:
+            raise explain(error, self._rank, channel.peer, "a message", self._timeout) from None
+
+    def _end(self, peer: int) -> int:
+        """The peer's rank in a line: its ends are in ascending order."""
+        return int(peer > self._rank)
+
+    def _next(self, channel: Incoming) -> Posted:
+        posted = super()._next(channel)
+        # Waiting for NCCL only orders streams; reading a part waits for the message itself.
+        posted.packet.preamble()
+        return posted
