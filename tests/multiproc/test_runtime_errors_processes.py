@@ -54,11 +54,11 @@ def dies_in_rank_1(rank: int, dispatch: str) -> None:
 
 
 def sleeps_in_rank_1(rank: int, dispatch: str) -> None:
-    pipe = pipeline(dispatch=dispatch, timeout=2)
+    pipe = pipeline(dispatch=dispatch, timeout=1.5)
     x = torch.randn(8, 4)
     pipe.step(x, x)
     if rank == 1:
-        time.sleep(8)
+        time.sleep(5)
     pipe.step(x, x)
 
 
@@ -133,7 +133,7 @@ def test_ranks_given_different_things() -> None:
 
 
 def given_other_shapes(rank: int) -> None:
-    pipe = pipeline(timeout=2)
+    pipe = pipeline(timeout=1.5)
     x = torch.randn(8, 3 + (rank == 2), 4)
     pipe.step(x, x)
 

@@ -23,6 +23,8 @@ def schedules(draw: st.DrawFn) -> ps.Schedule:
     ranks = draw(st.sampled_from([1, 2, 3, 4]))
     microbatches = draw(st.integers(1, 9))
     options: dict[str, Any] = {}
+    if name == "zb-h2":
+        microbatches = max(microbatches, 2 * ranks - 1)
     if name == "zb":
         slack = draw(st.integers(1, 3))
         options["warmup"] = [slack * (ranks - i - 1) + 1 for i in range(ranks)]

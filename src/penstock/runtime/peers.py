@@ -70,7 +70,7 @@ class GroupPeers:
         self._timeout = timeout
 
     def sum(self, values: Tensor) -> Tensor:
-        self._wait(lambda: dist.all_reduce(values, group=self.group, async_op=True), None, "a sum over all ranks")
+        self._wait(lambda: self.group.allreduce([values]), None, "a sum over all ranks")
         return values
 
     def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
