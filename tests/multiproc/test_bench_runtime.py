@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from penstock.bench.rank import Job, difference
-from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, main
+from penstock.bench.runtime import METRICS, SIDES, BenchError, launch
+from penstock.cli import main
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 
 def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runtime.json"
-    arguments = ["--sizes", "tiny", "--schedules", "zb-v", "--steps", "1", "--blocks", "2", "--no-memory", "--out"]
+    arguments = ["bench", "runtime", "--size", "tiny", "--schedule", "zb-v", "--steps", "1", "--blocks", "2"]
+    arguments += ["--no-memory", "--out"]
     assert main([*arguments, str(out)]) == 0
     assert "| tiny | zb-v |" in capsys.readouterr().out
     result = json.loads(out.read_text())

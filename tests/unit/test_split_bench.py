@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.bench import split
+from penstock.cli import main
 
 pytestmark = pytest.mark.unit
 
@@ -43,10 +44,10 @@ def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_file_says_what_it_was_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
-    words = ["--widths", "8", "--blocks", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
-    assert split.main(words) == 0
+    words = ["bench", "split", "--width", "8", "--blocks", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
+    assert main(words) == 0
     assert capsys.readouterr().out.startswith("| width |")
     written = json.loads(out.read_text())
-    assert written["command"] == "python -m penstock.bench.split --widths 8 --blocks 1 --repeats 1 --tokens 4"
+    assert written["command"] == "penstock bench split --width 8 --blocks 1 --repeats 1 --tokens 4"
     assert written["machine"]["torch"] == torch.__version__
     assert str(tmp_path) not in out.read_text()

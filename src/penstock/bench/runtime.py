@@ -12,7 +12,6 @@ was built.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -38,6 +37,8 @@ STEPS = {"tiny": 10, "small": 2}
 
 class BenchError(RuntimeError):
     """A rank of the benchmark failed or was too slow."""
+
+    exit_code = 1
 
 
 def run(
@@ -182,42 +183,3 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells.append(f"{row['medians']['alone']['main_thread_cpu_ms']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m penstock.bench.runtime`."""
-    parser = argparse.ArgumentParser(prog="penstock.bench.runtime", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--steps", type=int, help="a block; by default as many as take about half a second")
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--dispatch", choices=("frozen", "dynamic"), default="frozen")
-    parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")
-    parser.add_argument("--quick", action="store_true", help="4 blocks, no memory")
-    parser.add_argument("--out", help="write the raw numbers to this JSON file")
-    chosen = parser.parse_args(arguments)
-    try:
-        result = run(
-            chosen.sizes,
-            chosen.schedules,
-            chosen.steps,
-            4 if chosen.quick else chosen.blocks,
-            chosen.dispatch,
-            memory=not (chosen.no_memory or chosen.quick),
-        )
-    except BenchError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(table(result["rows"]))
-    if chosen.out:
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        words = [word for word in given if word not in ("--out", chosen.out)]
-        command = " ".join(["python -m penstock.bench.runtime", *words])
-        with open(chosen.out, "w") as file:
-            json.dump({"command": command, **result}, file, indent=1)
-            file.write("\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

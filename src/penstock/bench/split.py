@@ -1,6 +1,6 @@
 """What splitting the backward costs: (I + W) / B, ours beside torch's own, measured in alternation in one run.
 
-    penstock bench split        or        python -m penstock.bench.split [--out FILE.json]
+    penstock bench split --out FILE.json
 
 B is the plain backward of a stage of pre-norm transformer blocks, I + W the two halves of the same backward.
 torch's own are the functions its pipelining package calls for I and W. Each repeat runs the three after one
@@ -10,13 +10,8 @@ shows the medians of the ratios. Processor time, because a busy machine shows le
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -176,29 +171,6 @@ def _settle_memory() -> None:
     torch.empty(7 << 20)  # 28 MiB, freed at once; glibc's limit grows up to 32
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    return {
-        "processor": _processor(),
-        "num_processors": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def table(rows: Sequence[Row]) -> str:
     """The medians, as Markdown."""
     lines = [
@@ -212,30 +184,3 @@ def table(rows: Sequence[Row]) -> str:
             f"| {row['ours_w_ms']:.2f} | {row['ours_ratio']:.2f} | {peer} | {row['ours_forward_ratio']:.2f} |"
         )
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m penstock.bench.split`."""
-    parser = argparse.ArgumentParser(prog="penstock.bench.split", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--widths", type=int, nargs="+", default=[8, 128, 512])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--out", help="write the raw numbers to this JSON file")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    rows = run(chosen.widths, chosen.blocks, chosen.repeats, chosen.batch, chosen.tokens)
-    print(table(rows))
-    if chosen.out:
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        words = [word for word in given if word not in ("--out", chosen.out)]
-        command = " ".join(["python -m penstock.bench.split", *words])
-        with open(chosen.out, "w") as file:
-            json.dump({"command": command, "machine": machine(), "rows": rows}, file, indent=1)
-            file.write("\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ penstock bench split --out split.json          penstock bench runtime --schedule
 from __future__ import annotations
 
 import json as json_module
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ def root() -> None:
 
 @bench.command(short_help="(I + W) / B of the split backward, beside torch's.")
 def split(
+    context: typer.Context,
     width: Annotated[list[int] | None, typer.Option("--width", help="Widths, repeatable. [8, 128, 512]")] = None,
     blocks: Annotated[list[int] | None, typer.Option("--blocks", help="Blocks a stage. [1, 4, 16]")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the alternation.")] = 15,
@@ -49,11 +49,12 @@ def split(
 
     torch.set_num_threads(1)
     rows = measured.run(width or (8, 128, 512), blocks or (1, 4, 16), repeats, batch, tokens)
-    _give({"machine": machine(), "rows": rows}, measured.table(rows), out, json)
+    _give(context, {"machine": machine(), "rows": rows}, measured.table(rows), out, json)
 
 
 @bench.command(short_help="Steps of ours and of torch.distributed.pipelining.")
 def runtime(
+    context: typer.Context,
     size: Annotated[list[str] | None, typer.Option("--size", help="tiny, small; repeatable.")] = None,
     schedule: Annotated[
         list[str] | None, typer.Option("--schedule", help="1f1b, interleaved-1f1b, zb-v; repeatable.")
@@ -73,13 +74,13 @@ def runtime(
         if wrong := [value for value in chosen if value not in known]:
             raise Misuse(f"{name} {wrong[0]}: choose among {', '.join(known)}")
     result = measured.run(sizes, schedules, steps, blocks, dispatch, memory=memory)
-    _give(result, measured.table(result["rows"]), out, json)
+    _give(context, result, measured.table(result["rows"]), out, json)
 
 
-def _give(result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
+def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
     if out is not None:
-        words = [word for word in sys.argv[1:] if word not in ("--out", out, "--json")]
+        words = [word for word in context.obj if word not in ("--out", out, "--json")]
         command = " ".join(["penstock", *words])
         write_whole(Path(out), json_module.dumps({"command": command, **result}, indent=1) + "\n")
     if as_json:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot spell a bar shows a question mark
     try:
-        code = app(arguments, prog_name="penstock", standalone_mode=False)
+        code = app(arguments, prog_name="penstock", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Exit as error:
