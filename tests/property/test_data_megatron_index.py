@@ -95,9 +95,7 @@ def test_any_other_value_in_a_header_field_is_an_error(
 
 @settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
-def test_a_changed_length_or_offset_is_an_error(
-    corpus: tuple[int, list[list[int]]], data: st.DataObject
-) -> None:
+def test_a_changed_length_or_offset_is_an_error(corpus: tuple[int, list[list[int]]], data: st.DataObject) -> None:
     with written(corpus) as prefix:
         path = prefix.with_suffix(".idx")
         end = HEADER + 12 * len(corpus[1])

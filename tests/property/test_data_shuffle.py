@@ -51,9 +51,7 @@ def test_a_place_outside_is_refused() -> None:
     seed=st.integers(0, 9),
     epoch=st.integers(0, 3),
 )
-def test_an_epoch_is_every_window_once(
-    size: int, context: int, batch_size: int, seed: int, epoch: int
-) -> None:
+def test_an_epoch_is_every_window_once(size: int, context: int, batch_size: int, seed: int, epoch: int) -> None:
     context = min(context, size - 1)
     batches = Batches(np.arange(size), batch_size, context, seed)
     first, last = epoch * batches.num_windows, (epoch + 1) * batches.num_windows

@@ -69,9 +69,7 @@ def test_a_library_elsewhere_is_read_sorted_with_its_line_ends_made_plain(tmp_pa
     ]
 
 
-@pytest.mark.parametrize(
-    "source", [b"topics = {'a': 1}", b"topics = {", b"topics = {'a': open('x')}", b"x = 1"]
-)
+@pytest.mark.parametrize("source", [b"topics = {'a': 1}", b"topics = {", b"topics = {'a': open('x')}", b"x = 1"])
 def test_topics_of_another_shape_stay_source_and_are_never_run(tmp_path: Path, source: bytes) -> None:
     (tmp_path / "pydoc_data").mkdir()
     (tmp_path / "pydoc_data" / "topics.py").write_bytes(source)

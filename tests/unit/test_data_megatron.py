@@ -121,9 +121,7 @@ def test_half_a_pair_names_the_missing_half(tmp_path: Path, missing: str) -> Non
 
 
 def test_a_negative_token_is_found_when_read(tmp_path: Path) -> None:
-    pair = IndexedTokens(
-        lay(tmp_path, index([1, 2], [0, 2], [0, 1, 2], code=3), struct.pack("<3h", 1, 2, -7))
-    )
+    pair = IndexedTokens(lay(tmp_path, index([1, 2], [0, 2], [0, 1, 2], code=3), struct.pack("<3h", 1, 2, -7)))
     assert pair[0].tolist() == [1]
     with pytest.raises(DataError, match=r"c\.bin: at byte 4, token -7"):
         pair[1]

@@ -122,17 +122,13 @@ def jsonl_documents(path: str | Path) -> Iterator[Document]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = "is not JSON" if isinstance(error, ValueError) else "is nested too deep"
-                raise DataError(
-                    f"{where}: {reason}. Each line must be an object with a text field."
-                ) from None
+                raise DataError(f"{where}: {reason}. Each line must be an object with a text field.") from None
             if not isinstance(row, dict):
                 kind = type(row).__name__
                 raise DataError(f"{where}: a JSON {kind}. Each line must be an object with a text field.")
             if "text" not in row:
                 fields = ", ".join(list(row)[:5]) or "none"
-                raise DataError(
-                    f"{where}: no text field (fields: {fields}). Rename the one that holds the text."
-                )
+                raise DataError(f"{where}: no text field (fields: {fields}). Rename the one that holds the text.")
             if not isinstance(row["text"], str):
                 kind = type(row["text"]).__name__
                 raise DataError(f"{where}: the text field is a {kind}. It must be a string.")

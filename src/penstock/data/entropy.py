@@ -49,9 +49,7 @@ def entropies(train: Tokens, validation: Tokens, vocab_size: int, max_tokens: in
     train, validation = train[:max_tokens], validation[:max_tokens]
     for name, tokens in (("training", train), ("validation", validation)):
         if tokens.size < 2:
-            raise DataError(
-                f"{tokens.size} {name} tokens; the entropy of pairs needs at least 2. Use more data."
-            )
+            raise DataError(f"{tokens.size} {name} tokens; the entropy of pairs needs at least 2. Use more data.")
     singles = _counts(train, vocab_size)
     single = (singles + 1) / (singles.sum() + vocab_size)
     codes, counts = _pair_counts(train, vocab_size)
@@ -103,8 +101,7 @@ def _pair_counts(tokens: Tokens, vocab_size: int) -> tuple[NDArray[np.int64], ND
         codes = np.flatnonzero(total)
         return codes, total[codes]
     parts = [
-        np.unique(_codes(tokens, begin, vocab_size), return_counts=True)
-        for begin in range(0, tokens.size - 1, CHUNK)
+        np.unique(_codes(tokens, begin, vocab_size), return_counts=True) for begin in range(0, tokens.size - 1, CHUNK)
     ]
     codes, where = np.unique(np.concatenate([codes for codes, _ in parts]), return_inverse=True)
     counts = np.zeros(codes.size, dtype=np.int64)

@@ -62,9 +62,7 @@ class IndexedTokens(Sequence[Tokens]):
         index, data = _file(self.prefix, ".idx"), _file(self.prefix, ".bin")
         for path in (index, data):
             if not path.is_file():
-                raise DataError(
-                    f"{path}: no such file. A prepared corpus is a pair, {data.name} and {index.name}."
-                )
+                raise DataError(f"{path}: no such file. A prepared corpus is a pair, {data.name} and {index.name}.")
         raw = _map(index, np.dtype("u1"))
         self.dtype, num_sequences, num_boundaries = _header(index, raw)
         at = _Layout(num_sequences, num_boundaries)
@@ -171,9 +169,7 @@ class IndexedWriter:
             wrong = int(array.min()) if array.min() < 0 else int(array.max())
             raise DataError(f"token {wrong} outside the vocabulary of {self.vocab_size} tokens.")
         if array.size >= 2**31:
-            raise DataError(
-                f"a document of {array.size} tokens; the format holds at most 2**31 - 1. Split it."
-            )
+            raise DataError(f"a document of {array.size} tokens; the format holds at most 2**31 - 1. Split it.")
         self._bin.write(array.astype(self.dtype).tobytes())
         self._lengths.append(int(array.size))
         self._boundaries.append(len(self._lengths))
@@ -228,9 +224,7 @@ def _header(path: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int
         raise DataError(f"{path}: the header is {HEADER.size} bytes, the file has {raw.size}. {_REMAKE}")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(
-            f"{path}: at byte 0, expected the magic {MAGIC!r}, found {magic!r}. Not a Megatron index."
-        )
+        raise DataError(f"{path}: at byte 0, expected the magic {MAGIC!r}, found {magic!r}. Not a Megatron index.")
     if version != VERSION:
         raise DataError(f"{path}: at byte 9, expected version {VERSION}, found {version}. {_REMAKE}")
     if code not in DTYPES:
@@ -254,9 +248,7 @@ def _sequence_ends(
     if lengths.min() < 0:
         i = int(np.argmax(lengths < 0))
         where = at.lengths + 4 * i
-        raise DataError(
-            f"{path}: at byte {where}, sequence {i} has the length {lengths[i]}, below 0. {_REMAKE}"
-        )
+        raise DataError(f"{path}: at byte {where}, sequence {i} has the length {lengths[i]}, below 0. {_REMAKE}")
     ends = np.cumsum(lengths, dtype=np.int64)
     expected = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) * itemsize
     wrong = offsets != expected

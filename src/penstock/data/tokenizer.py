@@ -59,9 +59,7 @@ class FileTokenizer:
         numbers: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         # Numbers may have holes, so the size is the highest number plus one and not the count of tokens.
         self.vocab_size = max(numbers.values(), default=-1) + 1
-        self.end_of_document: int | None = next(
-            (numbers[word] for word in END_OF_DOCUMENT if word in numbers), None
-        )
+        self.end_of_document: int | None = next((numbers[word] for word in END_OF_DOCUMENT if word in numbers), None)
 
     def encode(self, text: bytes | str) -> Tokens:
         """Tokens[T] of `text`, without the special tokens a tokenizer may add around it."""
