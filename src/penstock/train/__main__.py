@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--order"]:
         from penstock.train.carry_out import run_ordered
 
-        return run_ordered(Path(argv[1]))
+        run_ordered(Path(argv[1]))
     from penstock.train.command import run_command
 
     return run_command(argv)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from penstock.data import Corpus
 from penstock.runtime import RuntimeFailure
@@ -69,8 +72,8 @@ def carry_out(order: Order, port: int | None) -> int:
         return code or (INTERRUPTED if report.interrupted else 0)
 
 
-def run_ordered(handover: Path) -> int:
-    """What a rank started by `carry_out` does."""
+def run_ordered(handover: Path) -> NoReturn:
+    """What a rank started by `carry_out` does. It ends the process."""
     watch()
     order, corpus = take_over(handover)
     inputs = gather_inputs(order.settings, corpus)
@@ -79,7 +82,11 @@ def run_ordered(handover: Path) -> int:
     if rank == 0:
         shutil.rmtree(handover, ignore_errors=True)  # all have taken over, or they would not have joined
     _run(order, inputs, first=rank == 0)
-    return 0
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing down the interpreter among native threads takes a while and once ended in an abort; all is written.
+    os._exit(0)
 
 
 def run_joined(order: Order) -> int:
