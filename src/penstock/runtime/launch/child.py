@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 from datetime import timedelta
@@ -25,8 +26,9 @@ def watch() -> None:
 
     Call it first in a program that has much to do before `init_process`: until then what a rank writes to stderr is
     held, and shown at the end of the first rank to fail only. Does nothing where no launcher of ours
-    is the parent, and nothing the second time.
+    is the parent but see to it that lines come out whole, and nothing the second time.
     """
+    _write_whole_lines()
     handover = Handover.of(os.environ)
     if handover and not isinstance(sys.excepthook, Reporter):
         sys.excepthook = Reporter(_number("RANK"), FolderDesk(handover.reports))
@@ -68,6 +70,13 @@ def init_process(timeout: float) -> tuple[int, int]:
         raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started") from None
     atexit.register(_leave)
     return rank, num_ranks
+
+
+def _write_whole_lines() -> None:
+    """Lines of several ranks then never mix, also where Python was told not to buffer (PYTHONUNBUFFERED)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _store(rank: int, num_ranks: int, deadline: timedelta) -> dist.Store:
