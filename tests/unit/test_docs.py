@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> Non
         capture_output=True,
         text=True,
         timeout=100,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # or the ranks' lines come in pieces, and mix
     )
     assert done.returncode == 0, done.stderr
     said = dict(re.findall(r"(rank \d+): (\d+\.\d{6})", done.stdout))
