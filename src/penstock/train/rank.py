@@ -68,19 +68,19 @@ class RankRun:
         """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
         settings = self.inputs.settings
         start = self.pipe.num_steps
-        if self.first:
-            self._write_plan()
         profile: list[Timeline] = []
         loss: float | None = None
         validation: float | None = None
         seconds = 0.0
         tokens = settings.batch * self.inputs.config.context
-        metrics = Metrics(self.folder.metrics, start, self.folder.file("tensorboard")) if self.first else None
-        with (
-            self.stop,
-            metrics or contextlib.nullcontext(),
-            ProgressView(start, settings.steps, self.quiet or not self.first) as view,
-        ):
+        metrics: Metrics | None = None
+        with contextlib.ExitStack() as stack:
+            # First of all: whoever sees the run's folder may interrupt it.
+            stack.enter_context(self.stop)
+            if self.first:
+                self._write_plan()
+                metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
+            view = stack.enter_context(ProgressView(start, settings.steps, self.quiet or not self.first))
             for step in range(start, settings.steps):
                 rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
                 self._set_rate(rate)
