@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from penstock.draw.html import to_html
 from penstock.draw.panel import Drawable, panels
 from penstock.draw.svg import to_svg
 from penstock.draw.terminal import to_terminal
+from penstock.formats.native import write_whole
 from penstock.formats.perfetto import to_perfetto
 from penstock.schedule import Schedule, ScheduleError, to_text
 from penstock.simulate import Timeline
@@ -35,7 +35,7 @@ def save_picture(drawn: Given, path: str | Path) -> None:
         raise ScheduleError(
             f"{path}: pictures are written as .svg, .html or .txt, traces as .json or .json.gz", rule="file"
         )
-    _write_whole(path, writer(drawn))
+    write_whole(path, writer(drawn))
 
 
 def _svg(drawn: Given) -> bytes:
@@ -67,14 +67,3 @@ WRITERS: dict[str, Callable[[Given], bytes]] = {
     ".json": _trace,
     ".json.gz": _packed_trace,
 }
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """As `formats.native.write_whole`, for bytes: the old file or the new one, never half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None

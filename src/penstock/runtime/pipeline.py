@@ -38,7 +38,7 @@ from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.tree import flatten, unflatten
-from penstock.runtime.wiring import Wiring, wire
+from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.simulate import Timeline
@@ -151,13 +151,12 @@ class Pipeline:
         }
         self._stages = stages
         self._plans: dict[tuple[bool, int], StepPlan] = {}
-        self._timeout = timeout
         self._transport: GroupTransport | None = None
         self._tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
         if isinstance(self._peers, GroupPeers):
-            whole = wire(schedule, [tie.stages for tie in self._ties])
+            wiring = self._plan(training=True, num_microbatches=schedule.num_microbatches).wiring
             self._transport = transport_of(
-                transport, self._peers.group, self._tags, timeout, whole, self.dispatch, self._device
+                transport, self._peers.group, self._tags, timeout, wiring, self.dispatch, self._device
             )
         self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
         self._own = self._owned_parameters()
@@ -352,16 +351,16 @@ class Pipeline:
             for module, training in modes:
                 module.training = training
 
-    def _plan(self, settings: StepSettings) -> StepPlan:
-        key = settings.training, len(settings.microbatches)
+    def _plan(self, training: bool, num_microbatches: int) -> StepPlan:
+        key = training, num_microbatches
         if key not in self._plans:
-            schedule = self.schedule if settings.training else self.schedule.forward_only(key[1])
+            schedule = self.schedule if training else self.schedule.forward_only(num_microbatches)
             ties = [tie.stages for tie in self._ties]
-            self._plans[key] = plan_step(schedule, ties, settings.training, self.rank, self._tags)
+            self._plans[key] = plan_step(schedule, ties, training, self.rank, self._tags)
         return self._plans[key]
 
     def _run(self, settings: StepSettings) -> None:
-        plan = self._plan(settings)
+        plan = self._plan(settings.training, len(settings.microbatches))
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
         dispatch = self.dispatch if settings.training else Dispatch.FROZEN
         board = Switchboard(self.schedule.num_ranks, None)
@@ -473,7 +472,9 @@ class Pipeline:
         wiring, workers = self._last
         mine = [(w.rank, w.recorder.times, w.peak_held) for w in workers]
         rows = sorted(row for part in self._peers.gather(mine) for row in part)
-        return measured_timeline(wiring, [r[1] for r in rows], [r[2] for r in rows], self.dispatch.value)
+        return measured_timeline(
+            wiring, [r[1] for r in rows], [r[2] for r in rows], workers[0].dispatcher.dispatch.value
+        )
 
     def close(self) -> None:
         """Leaves the model as it was found: no hooks, no patched layers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +42,7 @@ def plan_step(
     expected = expected_by_channel(((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank)), tags)
     if training:
         # A tied stage is at most as far ahead of the next one up as that has forwards in flight.
-        bound = math.ceil(2 * max(peak_in_flight(schedule)) + 1)
+        bound = 2 * max(peak_in_flight(schedule)) + 1
         window = dict.fromkeys(range(1, len(tied_stages) + 1), bound)
     else:
         window = {} if run_untimed(schedule, EVALUATION_WINDOW).blocked else {0: EVALUATION_WINDOW}

@@ -86,7 +86,7 @@ class StageRunner:
         self.index = index
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
-        self._is_first, self._is_last = index == 0, index == num_stages - 1
+        self._is_last = index == num_stages - 1
         self._device = device
         self._loss_fn = loss_fn
         self._autocast = autocast

@@ -65,11 +65,5 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-def map_tensors(value: Any, function: Any) -> Any:
-    """`value` with `function` applied to every tensor in it."""
-    leaves, skeleton = flatten(value)
-    return unflatten([function(leaf) for leaf in leaves], skeleton)
-
-
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 """Names of tensor types, for message headers."""

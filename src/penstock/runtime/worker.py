@@ -60,7 +60,6 @@ class Worker:
         self.rank = rank
         self.dispatcher = dispatcher
         self.recorder = Recorder()
-        self.running: Op | None = None
         self.peak_held = 0.0
         self._wiring = wiring
         self._device = device
@@ -123,7 +122,6 @@ class Worker:
 
     def _run(self, number: int) -> None:
         op, incoming, _, outgoing = self._wiring.stations[number]
-        self.running = op
         local, transport = self._local, self._transport
         received = [local.pop(edge) if edge in local else transport.take(edge) for edge in incoming]
         self.peak_held = max(self.peak_held, self.dispatcher.held)
@@ -143,4 +141,3 @@ class Worker:
                 self._unsent.append((edge, target))
                 self._unsent_payloads[edge] = payload
         self.dispatcher.finish(number)
-        self.running = None
