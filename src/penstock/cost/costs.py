@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 
 FREED_BY_INPUT = 0.5
@@ -29,6 +30,27 @@ def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[
     return result
 
 
+OtherCosts = (
+    Mapping[str | tuple[str, int], float | tuple[float, float]] | tuple[tuple[str, int | None, float, float], ...]
+)
+
+
+def _other(given: OtherCosts, num_stages: int) -> tuple[tuple[str, int | None, float, float], ...]:
+    """Registered ops' costs as (kind, stage or None, ms, memory)."""
+    if isinstance(given, tuple):
+        return given
+    entries: list[tuple[str, int | None, float, float]] = []
+    for key, value in given.items():
+        kind, stage = (key, None) if isinstance(key, str) else key
+        ms, memory = value if isinstance(value, tuple) else (value, 0.0)
+        if stage is not None and not 0 <= stage < num_stages:
+            raise CostError(f"the cost of {kind} names stage {stage}: stages go from 0 to {num_stages - 1}")
+        if not (isinstance(ms, Real) and 0 <= ms < math.inf and isinstance(memory, Real) and math.isfinite(memory)):
+            raise CostError(f"the cost of {key} is {value!r}: give ms of at least 0, or (ms, memory)")
+        entries.append((kind, stage, float(ms), float(memory)))
+    return tuple(sorted(entries, key=lambda entry: (entry[0], -1 if entry[1] is None else entry[1])))
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of every stage, one entry a stage.
@@ -38,6 +60,11 @@ class Costs:
         b: milliseconds of a full backward; i + w where not given.
         activation: what one forward keeps, in activation units or bytes; 1 a stage where not given.
         freed_by_input: share of the activation, 0 to 1, that I frees; W (or B) frees the rest.
+        kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again.
+        other: registered ops' costs by kind, or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
+            from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing.
+
+    Messages as ops (SEND_F and the like) take no time: `Links` says how late they arrive.
 
     Raises:
         CostError: a negative or non-finite number, lists of different lengths, or no stage.
@@ -49,6 +76,8 @@ class Costs:
     b: Sequence[float] = ()
     activation: Sequence[float] = ()
     freed_by_input: float = field(default=FREED_BY_INPUT)
+    kept_by_recompute: float = 0.0
+    other: OtherCosts = field(default=())
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -58,9 +87,11 @@ class Costs:
         b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
         activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
         _validated("b", b, len(f)), _validated("activation", activation, len(f))
-        share = self.freed_by_input
-        if not isinstance(share, Real) or not 0 <= share <= 1:
-            raise CostError(f"freed_by_input is {share!r}: give a share from 0 to 1")
+        for name in ("freed_by_input", "kept_by_recompute"):
+            share = getattr(self, name)
+            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+                raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
+        object.__setattr__(self, "other", _other(self.other, len(f)))
         for name, value in (("f", f), ("i", i), ("w", w), ("b", b), ("activation", activation)):
             object.__setattr__(self, name, value)
 
@@ -87,9 +118,30 @@ class Costs:
 
     def duration(self, kind: str, stage: int) -> float:
         """Milliseconds of one op."""
-        return {"F": self.f, "I": self.i, "W": self.w, "B": self.b}[kind][stage]
+        by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b, "R": self.f}
+        return by_kind[kind][stage] if kind in by_kind else self._other_cost(kind, stage)[0]
 
     def memory_change(self, kind: str, stage: int) -> float:
-        """What one op adds to (F) or takes from (I, W, B) the activations its rank holds."""
-        share = {"F": 1.0, "I": -self.freed_by_input, "W": self.freed_by_input - 1.0, "B": -1.0}[kind]
-        return share * self.activation[stage]
+        """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.
+
+        F adds the whole activation; where an R of its own adds all but what is kept, F adds only that.
+        """
+        share = {
+            "F": 1.0,
+            "I": -self.freed_by_input,
+            "W": self.freed_by_input - 1.0,
+            "B": -1.0,
+            "R": 1.0 - self.kept_by_recompute,
+        }
+        if kind in share:
+            return share[kind] * self.activation[stage]
+        return self._other_cost(kind, stage)[1]
+
+    def _other_cost(self, kind: str, stage: int) -> tuple[float, float]:
+        found = self._other_by_key
+        return found.get((kind, stage)) or found.get((kind, None), (0.0, 0.0))
+
+    @cached_property
+    def _other_by_key(self) -> dict[tuple[str, int | None], tuple[float, float]]:
+        entries = _other(self.other, self.num_stages)
+        return {(kind, stage): (ms, memory) for kind, stage, ms, memory in entries}

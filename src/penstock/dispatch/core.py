@@ -43,8 +43,12 @@ def choose_dynamic(
     held: Array,
     cap: Array,
     warmup_left: Array,
+    gang: Array,
 ) -> int:
     """The ready op of highest priority that is safe for memory, else NOTHING.
+
+    An op that several ranks run together is taken only when its turn in the frozen order has come, so that all
+    of them take these in the same order.
 
     `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations; `warmup_left[rank]` is how
     many forwards must still run before anything else may.
@@ -54,7 +58,7 @@ def choose_dynamic(
         if head[q] == queue_first[q + 1]:
             continue
         op = queue_ops[head[q]]
-        if missing[op] != 0:
+        if missing[op] != 0 or (gang[op] >= 0 and op != next_frozen[rank]):
             continue
         if warmup_left[rank] > 0 and priority[op] != 1:
             continue

@@ -60,7 +60,7 @@ class Dispatcher:
             op = core.choose_dynamic(
                 rank, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head, graph.priority,
                 self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
-                self._warmup_left,
+                self._warmup_left, graph.gang,
             )  # fmt: skip
         if op == core.NOTHING:
             return None

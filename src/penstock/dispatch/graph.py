@@ -11,14 +11,21 @@ Ops are numbered rank by rank in the order of the schedule, so rank r owns ops `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.dependencies import predecessors
+from penstock.schedule.op import COMMUNICATION, KINDS
+from penstock.schedule.text import ranks_together
 
-PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2}
-"""What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W."""
+PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2} | dict.fromkeys(COMMUNICATION, 0)
+"""What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W.
+
+Messages and registered ops come first, as they unlock other ranks.
+"""
+ALONE = -1
+"""The gang of an op that one rank runs alone."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Graph:
     """The arrays. All are plain lists of ints, made once for a schedule and never changed.
 
     Attributes:
-        ops: op number -> Op.
+        ops: op number -> Op. An op that several ranks run together has a number on each of them.
+        number: Op -> its number, the first where it has several.
         rank: op -> its rank.
         first: rank -> its first op; one entry more than ranks.
         num_needed: op -> how many edges lead to it.
@@ -35,6 +43,8 @@ class Graph:
             `queue_ops[queue_first[q]:queue_first[q + 1]]` in frozen order; rank r has queues
             `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
         queue_of, priority: op -> its queue, op -> its priority class.
+        gang: op -> which ops several ranks run together it belongs to, ALONE for the others.
+        gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
     """
 
     ops: list[Op]
@@ -49,6 +59,9 @@ class Graph:
     queue_ops: list[int]
     queue_of: list[int]
     priority: list[int]
+    gang: list[int]
+    gang_first: list[int]
+    gang_ops: list[int]
 
     @property
     def num_ops(self) -> int:
@@ -69,19 +82,31 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.
     """
     ops = [op for row in schedule.order for op in row]
-    number = {op: index for index, op in enumerate(ops)}
     rank = [r for r, row in enumerate(schedule.order) for _ in row]
+    together = ranks_together(schedule)
+    number = {op: index for index, op in enumerate(ops)}
+    numbers: dict[Op, list[int]] = {}
+    if together:
+        for index, op in enumerate(ops):
+            if op in together:
+                numbers.setdefault(op, []).append(index)
+        number |= {op: found[0] for op, found in numbers.items()}
     first = [0]
     for row in schedule.order:
         first.append(first[-1] + len(row))
 
     successors: list[list[int]] = [[] for _ in ops]
     num_needed = [0] * len(ops)
-    edges = [(p, op) for op in ops for p in predecessors(op, schedule.num_stages, number)]
-    _check_closed(schedule, ops, number, edges)
+    stage_graph = schedule.graph
+    _check_known(schedule, ops, number, together)
+    edges = [(p, op) for op in number for p in predecessors(op, stage_graph, number)]
+    _check_closed(number, edges)
     for producer, consumer in [*edges, *_accumulation_order(schedule), *extra]:
-        successors[number[producer]].append(number[consumer])
-        num_needed[number[consumer]] += 1
+        for target in numbers.get(consumer, (number[consumer],)):
+            # What several ranks made together is at hand on each of them; the first sends it to others.
+            source = next((n for n in numbers.get(producer, ()) if rank[n] == rank[target]), number[producer])
+            successors[source].append(target)
+            num_needed[target] += 1
     edge_first = [0]
     for targets in successors:
         edge_first.append(edge_first[-1] + len(targets))
@@ -89,9 +114,10 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     queue_rank_first, queue_first, queue_ops = [0], [0], []
     queue_of = [0] * len(ops)
     for r in range(schedule.num_ranks):
-        members: dict[tuple[int, int], list[int]] = {}
+        members: dict[tuple[int, int, str], list[int]] = {}
         for o in range(first[r], first[r + 1]):
-            members.setdefault((PRIORITY[ops[o].kind], ops[o].stage), []).append(o)
+            kind = ops[o].kind
+            members.setdefault((PRIORITY.get(kind, 0), ops[o].stage, "" if kind in KINDS else kind), []).append(o)
         for key in sorted(members):
             for o in members[key]:
                 queue_of[o] = len(queue_first) - 1
@@ -110,28 +136,47 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         queue_first=queue_first,
         queue_ops=queue_ops,
         queue_of=queue_of,
-        priority=[PRIORITY[op.kind] for op in ops],
+        priority=[PRIORITY.get(op.kind, 0) for op in ops],
+        **_gangs(len(ops), list(numbers.values())),
     )
 
 
-def _check_closed(schedule: Schedule, ops: list[Op], number: dict[Op, int], edges: list[tuple[Op, Op]]) -> None:
+def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, list[int]]:
+    gang, gang_first, gang_ops = [ALONE] * num_ops, [0], []
+    for index, members in enumerate(gangs):
+        for o in members:
+            gang[o] = index
+        gang_ops += members
+        gang_first.append(len(gang_ops))
+    return {"gang": gang, "gang_first": gang_first, "gang_ops": gang_ops}
+
+
+def _check_known(
+    schedule: Schedule, ops: list[Op], number: dict[Op, int], together: Mapping[Op, Sequence[int]]
+) -> None:
     """Raises ScheduleError where the arrays would not describe the schedule. It is no proof: see `check`."""
     broken: tuple[Op, str] | None = None
-    if len(number) < len(ops):
-        twice = next(op for index, op in enumerate(ops) if number[op] != index)
+    if len(number) + sum(len(ranks) - 1 for ranks in together.values()) < len(ops):
+        twice = next(op for index, op in enumerate(ops) if number[op] != index and op not in together)
         broken = twice, "is there twice"
+    registered = schedule.graph.registered_of
     for op in number:
-        if op.kind not in PRIORITY:
+        if op.kind not in PRIORITY and (op.kind, op.stage) not in registered:
             broken = op, f"is of no known kind ({', '.join(sorted(PRIORITY))})"
         elif not 0 <= op.stage < schedule.num_stages:
             broken = op, f"is not in stages 0 to {schedule.num_stages - 1}"
-    missing = next(((producer, consumer) for producer, consumer in edges if producer not in number), None)
-    if broken is None and missing is not None:
-        broken = missing[0], f"is missing, and {missing[1]} needs it"
     if broken is not None:
-        raise ScheduleError(
-            f"{broken[0]} {broken[1]} (rule: coverage); ps.check(schedule) shows where", rule="coverage", op=broken[0]
-        )
+        raise _refused(*broken)
+
+
+def _check_closed(number: dict[Op, int], edges: list[tuple[Op, Op]]) -> None:
+    missing = next(((producer, consumer) for producer, consumer in edges if producer not in number), None)
+    if missing is not None:
+        raise _refused(missing[0], f"is missing, and {missing[1]} needs it")
+
+
+def _refused(op: Op, what: str) -> ScheduleError:
+    return ScheduleError(f"{op} {what} (rule: coverage); ps.check(schedule) shows where", rule="coverage", op=op)
 
 
 def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:

@@ -3,6 +3,12 @@
 {"format": "penstock-schedule", "version": 1, "name": "1f1b",
  "placement": [[0, 1]], "microbatch_pipeline": [0, 0], "memory_limit": null,
  "order": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
+
+Version 2 adds, only where a schedule has them, stages that ranks share and a graph of stages:
+
+ "shared": [[0, [0, 1]]],
+ "stage_graph": {"edges": [[0, 1]], "num_microbatches": [], "registered": [["GATHER", 1, 2, [0, 1]]],
+                 "needs": [["F", 1, "GATHER", 1, 4, 1]]}
 """
 
 from __future__ import annotations
@@ -10,26 +16,48 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, parse, parse_op, to_text
+from penstock.schedule import (
+    Needs,
+    Op,
+    Placement,
+    Registered,
+    Schedule,
+    ScheduleError,
+    StageGraph,
+    parse,
+    parse_op,
+    to_text,
+)
 
-FORMAT, VERSION = "penstock-schedule", 1
+FORMAT, VERSION = "penstock-schedule", 2
 MAX_FLOAT = sys.float_info.max
 
 
 def to_json(schedule: Schedule) -> str:
     """The schedule as native JSON."""
-    value = {
+    graph = schedule.stage_graph
+    value: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 1 if graph is None and not schedule.placement.shared else VERSION,
         "name": schedule.name,
         "placement": schedule.placement.pipelines,
         "microbatch_pipeline": schedule.microbatch_pipeline,
         "memory_limit": schedule.memory_limit,
         "order": [[str(op) for op in row] for row in schedule.order],
     }
+    if schedule.placement.shared:
+        value["shared"] = schedule.placement.shared
+    if graph is not None:
+        value["stage_graph"] = {
+            "edges": graph.edges,
+            "num_microbatches": graph.num_microbatches,
+            "registered": [[r.kind, r.stage, r.num_ops, r.ranks] for r in graph.registered],
+            "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
+        }
     return json.dumps(value)
 
 
@@ -50,6 +78,7 @@ def from_json(text: str) -> Schedule:
             rule="json",
         )
     known = {"format", "version", "name", "placement", "microbatch_pipeline", "memory_limit", "order"}
+    known |= {"shared", "stage_graph"} if version > 1 else set()
     if unknown := sorted(set(value) - known):
         raise ScheduleError(f"unknown field {unknown[0]!r} in version {version}", rule="json")
     name = _field(value, "name", isinstance(value.get("name"), str), "a string")
@@ -69,10 +98,47 @@ def from_json(text: str) -> Schedule:
     order = tuple(tuple(_op(text, rank, step) for step, text in enumerate(row)) for rank, row in enumerate(rows))
     return Schedule(
         name,
-        Placement(tuple(tuple(ranks) for ranks in placement)),
+        Placement(tuple(tuple(ranks) for ranks in placement), _shared(value)),
         order,
         tuple(pipeline_of),
         None if limit is None else float(limit),
+        _stage_graph(value, len(placement[0]) if placement else 0),
+    )
+
+
+def _shared(value: dict[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    entries = value.get("shared", [])
+    right = _is_list(entries, lambda e: _is_row(e, (_is_int, lambda ranks: _is_list(ranks, _is_int))))
+    _field(value | {"shared": entries}, "shared", right, "lists of a stage and its ranks, like [0, [0, 1]]")
+    return tuple((stage, tuple(ranks)) for stage, ranks in entries)
+
+
+def _stage_graph(value: dict[str, Any], num_stages: int) -> StageGraph | None:
+    graph = value.get("stage_graph")
+    if graph is None:
+        return None
+    shape = {
+        "edges": (lambda e: _is_row(e, (_is_int, _is_int)), "pairs of stages"),
+        "num_microbatches": (_is_int, "counts, one a stage, or none"),
+        "registered": (
+            lambda r: _is_row(r, (_is_str, _is_int, _is_int, lambda ranks: _is_list(ranks, _is_int))),
+            "lists of a kind, its stage, its number of ops and its ranks",
+        ),
+        "needs": (
+            lambda n: _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_int, _is_int)),
+            "lists of kind and stage before, kind and stage after, and how many of each",
+        ),
+    }
+    if not isinstance(graph, dict) or set(graph) != set(shape):
+        raise ScheduleError(f"field 'stage_graph': expected an object with {', '.join(shape)}", rule="json")
+    for name, (item, expected) in shape.items():
+        _field(graph, name, _is_list(graph[name], item), expected)
+    return StageGraph(
+        num_stages,
+        tuple((a, b) for a, b in graph["edges"]),
+        tuple(graph["num_microbatches"]),
+        tuple(Registered(kind, stage, num, tuple(ranks)) for kind, stage, num, ranks in graph["registered"]),
+        tuple(Needs((k, s), (k2, s2), a, b) for k, s, k2, s2, a, b in graph["needs"]),
     )
 
 
@@ -144,6 +210,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _is_row(value: Any, items: tuple[Callable[[Any], bool], ...]) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(items)
+        and all(item(part) for item, part in zip(items, value, strict=True))
+    )
 
 
 def _is_str(value: Any) -> bool:

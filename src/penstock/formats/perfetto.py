@@ -69,7 +69,7 @@ def messages_of(timeline: Timeline) -> list[Message]:
     present = {op: timed.rank for op, timed in ran.items()}
     implied = []
     for target in timeline.ops:
-        for op in predecessors(target.op, timeline.schedule.num_stages, present):
+        for op in predecessors(target.op, timeline.schedule.graph, present):
             source = ran.get(op)
             if source is not None and source.rank != target.rank and carries_message(op, target.op):
                 arrived = max(source.end, target.start)

@@ -125,6 +125,11 @@ class Pipeline:
             raise RuntimeFailure(
                 f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
             )
+        if schedule.has_shared_ops or not schedule.graph.is_chain:
+            raise RuntimeFailure(
+                f"{schedule.name} has stages that several ranks share, that branch, or ops of registered kinds; "
+                "the runtime runs plain chains of stages, one rank a stage (simulate and check take them all)"
+            )
         require_same(self._peers.gather(self._facts(tied)), "every rank must make the same ps.Pipeline(...)")
         self._check()
         sources = stages_of(model, schedule.num_stages, costs)

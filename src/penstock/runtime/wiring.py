@@ -77,7 +77,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     edges = [
         Edge(producer, op)
         for op in number
-        for producer in predecessors(op, schedule.num_stages, number)
+        for producer in predecessors(op, schedule.graph, number)
         if carries_message(producer, op)
     ]
     training = any(op.kind != "F" for op in number)

@@ -113,7 +113,7 @@ class Worker:
             wiring = self._wiring
             op = wiring.graph.ops[number]
             ran = {op for op, _, _ in self.recorder.times}
-            needed = predecessors(op, wiring.schedule.num_stages, wiring.graph.number)
+            needed = predecessors(op, wiring.schedule.graph, wiring.graph.number)
             sources = [
                 f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran
             ]

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, BUILT_IN, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import cell_texts
-from penstock.schedule.untimed import UntimedRun, peak_in_flight, run_untimed
+from penstock.schedule.untimed import UntimedRun, activations_added, peak_in_flight, run_untimed
 
 __all__ = ["check", "peak_in_flight", "run_untimed"]
 
@@ -89,33 +89,113 @@ def _check_ranges(schedule: Schedule) -> None:
             f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines} (rule: placement)",
             rule="placement",
         )
+    graph = schedule.graph
+    _check_counts(schedule)
     for rank, row in enumerate(schedule.order):
         for step, op in enumerate(row):
-            if op.kind not in KINDS:
+            registered = graph.registered_of.get((op.kind, op.stage))
+            if op.kind not in BUILT_IN and registered is None:
                 known = ", ".join(KINDS)
-                raise _error(schedule, "kind", rank, step, op, f"kind {op.kind!r} is not one of {known}")
+                message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
+                raise _error(schedule, "kind", rank, step, op, message)
             if not 0 <= op.stage < schedule.num_stages:
                 rule = f"stages go from 0 to {schedule.num_stages - 1}"
                 raise _error(schedule, "range", rank, step, op, rule)
-            if not 0 <= op.microbatch < schedule.num_microbatches:
-                rule = f"microbatches go from 0 to {schedule.num_microbatches - 1}"
+            num_ops = registered.num_ops if registered else graph.microbatches_of(op.stage, schedule.num_microbatches)
+            if not 0 <= op.microbatch < num_ops:
+                rule = f"{'its number goes' if registered else 'microbatches go'} from 0 to {num_ops - 1}"
                 raise _error(schedule, "range", rank, step, op, rule)
-            host = schedule.rank_of(op.stage, op.microbatch)
-            if host != rank:
-                rule = f"stage {op.stage} is placed on rank {host}, so the op belongs there"
-                raise _error(schedule, "placement", rank, step, op, rule, peer=f"rank {host}")
+            hosts = schedule.hosts(op)
+            if rank not in hosts:
+                where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
+                rule = f"stage {op.stage} is placed on {where}, so the op belongs there"
+                raise _error(schedule, "placement", rank, step, op, rule, peer=where)
+
+
+def _check_counts(schedule: Schedule) -> None:
+    """The stage graph's numbers against the schedule's."""
+    graph = schedule.graph
+    for stage, ranks in schedule.placement.shared:
+        if max(ranks) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"stage {stage} is shared by ranks {ranks}, but there are {schedule.num_ranks} (rule: placement)",
+                rule="placement",
+            )
+    if graph.num_microbatches and max(graph.num_microbatches) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"the stages work on {graph.num_microbatches} microbatches, so the schedule's number must be the largest "
+            f"of them, not {schedule.num_microbatches} (rule: range)",
+            rule="range",
+        )
+    if graph.num_microbatches and schedule.placement.num_pipelines > 1:
+        raise ScheduleError(
+            "stages with microbatch counts of their own need a placement with one pipeline (rule: placement)",
+            rule="placement",
+        )
+    counts = {key: registered.num_ops for key, registered in graph.registered_of.items()}
+    for need in graph.needs:
+        for (kind, stage), each in ((need.before, need.num_before), (need.after, need.num_after)):
+            there = counts.get((kind, stage)) or graph.microbatches_of(stage, schedule.num_microbatches)
+            if there % each:
+                raise ScheduleError(
+                    f"{need.num_before} {need.before[0]} of stage {need.before[1]} unlock {need.num_after} "
+                    f"{need.after[0]} of stage {need.after[1]}, but there are {there} {kind} (rule: dependencies); "
+                    f"give a number that {each} divides",
+                    rule="dependencies",
+                )
+        before, after = (
+            counts.get(end) or graph.microbatches_of(end[1], schedule.num_microbatches)
+            for end in (need.before, need.after)
+        )
+        if before // need.num_before != after // need.num_after:
+            raise ScheduleError(
+                f"{before} {need.before[0]} of stage {need.before[1]} in groups of {need.num_before} unlock "
+                f"{before // need.num_before} groups of {need.num_after}, but there are {after} {need.after[0]} "
+                f"of stage {need.after[1]} (rule: dependencies)",
+                rule="dependencies",
+            )
+    for registered in graph.registered:
+        if registered.ranks and max(registered.ranks) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"kind {registered.kind} is on ranks {registered.ranks}, but the schedule has {schedule.num_ranks} "
+                "(rule: placement)",
+                rule="placement",
+            )
 
 
 def _check_coverage(schedule: Schedule) -> None:
+    shared = schedule.has_shared_ops
     spot: dict[Op, tuple[int, int]] = {}
+    seen: set[tuple[int, Op]] = set()
     for rank, row in enumerate(schedule.order):
         for step, op in enumerate(row):
-            if op in spot:
-                message = f"the op is there twice, first at step {spot[op][1]}; each op runs once"
-                raise _error(schedule, "coverage", rank, step, op, message, peer=f"step {spot[op][1]}")
+            if ((rank, op) in seen) if shared else (op in spot):
+                first = row.index(op) if shared else spot[op][1]
+                message = f"the op is there twice, first at step {first}; each op runs once"
+                raise _error(schedule, "coverage", rank, step, op, message, peer=f"step {first}")
+            if shared:
+                seen.add((rank, op))
             spot[op] = rank, step
+    if shared:
+        for op, (rank, step) in spot.items():
+            if absent := [host for host in schedule.hosts(op) if (host, op) not in seen]:
+                message = f"rank {absent[0]} runs it together with this rank, and its row has no such op"
+                raise _error(schedule, "coverage", rank, step, op, message, peer=f"rank {absent[0]}")
+    graph = schedule.graph
+    for registered in graph.registered:
+        for index in range(registered.num_ops):
+            op = Op(registered.kind, registered.stage, index)
+            if op not in spot:
+                host = schedule.hosts(op)[0]
+                raise ScheduleError(
+                    f"rank {host}: {_name(op)} is missing; {registered.num_ops} of its kind are registered "
+                    "(rule: coverage)",
+                    rule="coverage",
+                    rank=host,
+                    op=op,
+                )
     for stage in range(schedule.num_stages):
-        for m in range(schedule.num_microbatches):
+        for m in range(graph.microbatches_of(stage, schedule.num_microbatches)):
             f, b, i, w = (Op(kind, stage, m) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
             for half in (i, w):
                 if b in spot and half in spot:
@@ -145,10 +225,11 @@ def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str
 
 
 def _check_local_order(schedule: Schedule) -> None:
+    graph = schedule.graph
     for rank, row in enumerate(schedule.order):
         place = {op: step for step, op in enumerate(row)}
         for step, op in enumerate(row):
-            for needed in predecessors(op, schedule.num_stages, place):
+            for needed in predecessors(op, graph, place):
                 if place.get(needed, -1) > step:
                     message = f"it needs {_name(needed)}, which comes later, at step {place[needed]}"
                     raise _error(schedule, "order", rank, step, op, message, peer=_name(needed))
@@ -192,10 +273,11 @@ def _step_of(row: Sequence[Op], op: Op) -> int | str:
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:
+    again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
     for rank, row in enumerate(schedule.order):
         held = 0
         for step, op in enumerate(row):
-            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
+            held += activations_added(op, again)
             if held > limit:
                 message = f"the rank would hold {held} stage activations, the limit is {limit:g}"
                 raise _error(schedule, "memory", rank, step, op, message)

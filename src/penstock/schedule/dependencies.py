@@ -1,33 +1,79 @@
-"""What each op waits for: the one place that states how ops depend on each other along the chain of stages.
+"""What each op waits for: the one place that states how ops depend on each other.
 
-F(s, m)  after F(s-1, m)
-B(s, m)  after F(s, m) and the backward (B or I) of (s+1, m)        I alike
-W(s, m)  after I(s, m)
+On a chain, with s - 1 and s + 1 the stages before and after (on a graph, all of them):
+
+F(s, m)       after F(s-1, m)
+B(s, m)       after F(s, m) and the backward (B or I) of (s+1, m)        I alike
+W(s, m)       after I(s, m)
+R(s, m)       after F(s, m); the backward is then after R(s, m)
+SEND_F(s, m)  after F(s, m); RECV_F(s+1, m) after it; F(s+1, m) after that. SEND_B and RECV_B alike, downwards
+registered    as its `Needs` say
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
+from penstock.schedule.stage_graph import StageGraph
 
 
-def predecessors(op: Op, num_stages: int, present: Mapping[Op, int]) -> list[Op]:
+def predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> list[Op]:
     """The ops whose results `op` needs, in a fixed order.
 
     `present` holds every op of the schedule: the backward of the next stage is its B or its I, whichever
     is there (I where neither is, so that the missing op has a name).
     """
     kind, stage, microbatch = op
+    if stage >= graph.num_stages:
+        return []  # not a stage; `check` says so
     if kind == FORWARD:
-        return [Op(FORWARD, stage - 1, microbatch)] if stage > 0 else []
-    if kind == WEIGHT:
-        return [Op(INPUT, stage, microbatch)]
-    needed = [Op(FORWARD, stage, microbatch)]
-    if stage + 1 < num_stages:
-        full = Op(BACKWARD, stage + 1, microbatch)
-        needed.append(full if full in present else Op(INPUT, stage + 1, microbatch))
+        received = Op("RECV_F", stage, microbatch)
+        if received in present:
+            needed = [received]
+        else:
+            needed = [
+                Op(FORWARD, before, m)
+                for before in graph.sources[stage]
+                for m in graph.matching(stage, microbatch, before)
+            ]
+    elif kind == WEIGHT:
+        needed = [Op(INPUT, stage, microbatch)]
+    elif kind in KINDS:
+        again = Op(RECOMPUTE, stage, microbatch)
+        needed = [again if again in present else Op(FORWARD, stage, microbatch)]
+        received = Op("RECV_B", stage, microbatch)
+        if received in present:
+            needed.append(received)
+        else:
+            needed += [
+                _backward(after, m, present)
+                for after in graph.targets[stage]
+                for m in graph.matching(stage, microbatch, after)
+            ]
+    elif kind in (RECOMPUTE, "SEND_F"):
+        needed = [Op(FORWARD, stage, microbatch)]
+    elif kind == "SEND_B":
+        needed = [_backward(stage, microbatch, present)]
+    elif kind == "RECV_F":
+        needed = [Op("SEND_F", before, microbatch) for before in graph.sources[stage]]
+    elif kind == "RECV_B":
+        needed = [Op("SEND_B", after, microbatch) for after in graph.targets[stage]]
+    else:
+        needed = []
+    if graph.needs:
+        for need in graph.needs_of.get((kind, stage), ()):
+            before_kind, before = need.before
+            for index in need.needed(microbatch):
+                needed.append(
+                    _backward(before, index, present) if before_kind == BACKWARD else Op(before_kind, before, index)
+                )
     return needed
+
+
+def _backward(stage: int, microbatch: int, present: Mapping[Op, int]) -> Op:
+    full = Op(BACKWARD, stage, microbatch)
+    return full if full in present else Op(INPUT, stage, microbatch)
 
 
 def carries_message(producer: Op, consumer: Op) -> bool:

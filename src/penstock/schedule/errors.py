@@ -12,6 +12,7 @@ class ScheduleError(ValueError):
         rule: short name of the broken rule, like "order" or "deadlock".
         rank, step, op: the spot; `step` is the index in the rank's order.
         peer: the missing or mismatched other side, an op or a rank, in words.
+        line, column: the spot in a file, counted from 1; a column of a CSV is a cell.
     """
 
     def __init__(
@@ -23,6 +24,9 @@ class ScheduleError(ValueError):
         step: int | None = None,
         op: Op | None = None,
         peer: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rule, self.rank, self.step, self.op, self.peer = rule, rank, step, op, peer
+        self.line, self.column = line, column

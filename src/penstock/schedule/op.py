@@ -4,6 +4,11 @@ The letters are torch's. PipeMorph and the zero-bubble papers write B for what i
 
     F  forward                 B  full backward (I and W at once)
     I  input-gradient half     W  weight-gradient half
+    R  forward again, before a backward whose F kept nothing but its input
+
+SEND_F, RECV_F, SEND_B and RECV_B are messages as ops of their own, for runtimes that want them in the
+schedule (torch's); Penstock's own places messages itself. Any other kind is registered with the schedule's
+stage graph.
 """
 
 from __future__ import annotations
@@ -11,14 +16,20 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE = "F", "B", "I", "W", "R"
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
+"""The kinds that every schedule is made of."""
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+BUILT_IN = (*KINDS, RECOMPUTE, *COMMUNICATION)
 
-_OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z])(?P<microbatch>[0-9]{1,9})")
+_OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z]|[A-Z][A-Z_]+[A-Z])(?P<microbatch>[0-9]{1,9})")
 
 
 class Op(NamedTuple):
-    """An op of `stage` (counted over the whole model) on `microbatch`; `kind` is one of F, B, I, W."""
+    """An op of `stage` (counted over the whole model) on `microbatch`; `kind` is F, B, I, W or another (above).
+
+    The microbatch of a registered op is its number among its like.
+    """
 
     kind: str
     stage: int

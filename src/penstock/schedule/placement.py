@@ -3,11 +3,13 @@
 one-to-one, 4 ranks      0 1 2 3
 circular, 8 stages       0 1 2 3 0 1 2 3
 V, 8 stages              0 1 2 3 3 2 1 0
+shared ends, 6 stages    * 0 1 2 3 *        (* on all four ranks at once)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.schedule.errors import ScheduleError
 
@@ -16,11 +18,17 @@ from penstock.schedule.errors import ScheduleError
 class Placement:
     """`pipelines[k][stage]` is the rank that hosts that stage of pipeline k.
 
+    Attributes:
+        shared: (stage, ranks) of each stage that several ranks run together, in every pipeline; the first of
+            them is the one that `pipelines` names.
+
     Raises:
-        ScheduleError: no pipeline, pipelines of different lengths, or a negative rank.
+        ScheduleError: no pipeline, pipelines of different lengths, a negative rank, or a shared stage that is
+            not there, is given twice, names a rank twice, or whose first rank is not the one in `pipelines`.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
+    shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pipelines or not self.pipelines[0]:
@@ -32,6 +40,23 @@ class Placement:
             )
         if min(min(ranks) for ranks in self.pipelines) < 0:
             raise ScheduleError(f"a placement names a negative rank: {self.pipelines}", rule="placement")
+        if len({stage for stage, _ in self.shared}) != len(self.shared):
+            raise ScheduleError(f"a stage is given as shared twice: {self.shared}", rule="placement")
+        for stage, ranks in self.shared:
+            if not 0 <= stage < self.num_stages:
+                raise ScheduleError(
+                    f"shared stage {stage} is not there: stages go from 0 to {self.num_stages - 1}", rule="placement"
+                )
+            if len(ranks) < 2 or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+                raise ScheduleError(
+                    f"stage {stage} is shared by ranks {ranks}: name at least two, each once", rule="placement"
+                )
+            if wrong := [row[stage] for row in self.pipelines if row[stage] != ranks[0]]:
+                raise ScheduleError(
+                    f"stage {stage} is shared by ranks {ranks}, so a pipeline must have it on {ranks[0]}, "
+                    f"not on {wrong[0]}",
+                    rule="placement",
+                )
 
     @property
     def num_stages(self) -> int:
@@ -44,7 +69,16 @@ class Placement:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages `rank` hosts in any pipeline, ascending."""
         found = {s for ranks in self.pipelines for s, host in enumerate(ranks) if host == rank}
+        found |= {stage for stage, ranks in self.shared if rank in ranks}
         return tuple(sorted(found))
+
+    def hosts(self, pipeline: int, stage: int) -> tuple[int, ...]:
+        """The ranks that run `stage` of a pipeline: one, or all those that share it."""
+        return self._shared_ranks.get(stage) or (self.pipelines[pipeline][stage],)
+
+    @cached_property
+    def _shared_ranks(self) -> dict[int, tuple[int, ...]]:
+        return dict(self.shared)
 
 
 def one_to_one(num_ranks: int) -> Placement:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.stage_graph import StageGraph
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -27,6 +28,7 @@ class Schedule:
         order: `order[rank]` is that rank's ops, first to last.
         microbatch_pipeline: the pipeline of each microbatch; its length is the number of microbatches.
         memory_limit: most stage activations a rank may hold (freed at B or W), or None for no limit.
+        stage_graph: how the stages depend on one another and which ops are registered; None for a chain.
 
     A value of this type need not be valid: `check` proves that.
     """
@@ -36,6 +38,7 @@ class Schedule:
     order: tuple[tuple[Op, ...], ...]
     microbatch_pipeline: tuple[int, ...]
     memory_limit: float | None = None
+    stage_graph: StageGraph | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -44,6 +47,11 @@ class Schedule:
             raise ScheduleError(
                 f"the memory limit is {self.memory_limit}: give a number of activations above 0, or None",
                 rule="memory",
+            )
+        if self.stage_graph is not None and self.stage_graph.num_stages != self.num_stages:
+            raise ScheduleError(
+                f"the stage graph has {self.stage_graph.num_stages} stages, the placement {self.num_stages}",
+                rule="stages",
             )
 
     @classmethod
@@ -75,9 +83,26 @@ class Schedule:
     def num_ops(self) -> int:
         return sum(len(row) for row in self.order)
 
+    @property
+    def graph(self) -> StageGraph:
+        """How the stages depend on one another."""
+        return self.stage_graph or StageGraph.chain(self.num_stages)
+
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that hosts `stage` for `microbatch`."""
+        """The rank that hosts `stage` for `microbatch`; the first of them where several share it."""
         return self.placement.pipelines[self.microbatch_pipeline[microbatch]][stage]
+
+    def hosts(self, op: Op) -> tuple[int, ...]:
+        """The ranks that run `op`: one, or all those that run it together."""
+        if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
+            return registered.ranks or self.placement.hosts(0, op.stage)
+        return self.placement.hosts(self.microbatch_pipeline[op.microbatch], op.stage)
+
+    @property
+    def has_shared_ops(self) -> bool:
+        """Whether some op is run by several ranks together."""
+        graph = self.stage_graph
+        return bool(self.placement.shared) or (graph is not None and any(len(r.ranks) > 1 for r in graph.registered))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.placement.stages_of(rank)

@@ -19,6 +19,7 @@ from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
@@ -29,6 +30,17 @@ _PIPELINE = re.compile(
     r"pipeline (?P<index>[0-9]{1,7}): stages on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)"
     r"(?:, microbatches (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*))?"
 )
+_SHARED = re.compile(r"stage (?P<stage>[0-9]{1,7}): shared by ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)")
+_EDGES = re.compile(r"edges (?P<edges>none|[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[0-9]{1,7})*)")
+_COUNTS = re.compile(r"microbatches of stages (?P<counts>[0-9]{1,7}(?: [0-9]{1,7})*)")
+_KIND = re.compile(
+    r"kind (?P<kind>[A-Z_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
+    r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?"
+)
+_NEEDS = re.compile(
+    r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z_]+) of stage (?P<from>[0-9]{1,7}) before "
+    r"(?P<num_after>[0-9]{1,7}) (?P<after>[A-Z_]+) of stage (?P<to>[0-9]{1,7})"
+)
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
 
@@ -38,29 +50,47 @@ def unit_columns(schedule: Schedule) -> list[list[int]]:
     Where the order can't be timed (a deadlock, a missing op), the ops left over follow one another.
     """
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    together = ranks_together(schedule)
     waiting: dict[Op, list[int]] = {}
     finished: dict[Op, int] = {}
     columns: list[list[int]] = [[] for _ in schedule.order]
+    graph = schedule.graph
     ready = list(range(schedule.num_ranks))
     while ready:
         rank = ready.pop()
         row, placed = schedule.order[rank], columns[rank]
         while len(placed) < len(row):
             op = row[len(placed)]
-            needed = predecessors(op, schedule.num_stages, rank_of_op)
+            needed = predecessors(op, graph, rank_of_op)
             missing = next((p for p in needed if p not in finished), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            start = max([placed[-1] + 1 if placed else 0, *(finished[p] for p in needed)])
-            placed.append(start)
+            hosts = together.get(op, (rank,))
+            if any(schedule.order[h][len(columns[h]) : len(columns[h]) + 1] != (op,) for h in hosts):
+                break  # the last of its ranks to come takes the others along
+            start = max([*(columns[h][-1] + 1 if columns[h] else 0 for h in hosts), *(finished[p] for p in needed)])
+            for host in hosts:
+                columns[host].append(start)
             finished[op] = start + 1
             ready.extend(waiting.pop(op, []))
+            ready.extend(host for host in hosts if host != rank)
     for rank, row in enumerate(schedule.order):
         placed = columns[rank]
         while len(placed) < len(row):
             placed.append(placed[-1] + 1 if placed else 0)
     return columns
+
+
+def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
+    """The ranks of every op that stands in several rows because they run it together."""
+    if not schedule.has_shared_ops:
+        return {}
+    rows: dict[Op, list[int]] = {}
+    for rank, row in enumerate(schedule.order):
+        for op in row:
+            rows.setdefault(op, []).append(rank)
+    return {op: tuple(ranks) for op, ranks in rows.items() if len(set(ranks)) > 1}
 
 
 def cell_texts(schedule: Schedule, rank: int) -> list[str]:
@@ -106,7 +136,26 @@ def to_text(schedule: Schedule) -> str:
             mine = [m for m, pipeline in enumerate(schedule.microbatch_pipeline) if pipeline == k]
             line += f", microbatches {' '.join(map(str, mine))}" if mine else ""
         lines.append(line)
-    return "\n".join(lines + rows_text(schedule))
+    for stage, ranks in schedule.placement.shared:
+        lines.append(f"stage {stage}: shared by ranks {' '.join(map(str, ranks))}")
+    return "\n".join(lines + _graph_lines(schedule.stage_graph) + rows_text(schedule))
+
+
+def _graph_lines(graph: StageGraph | None) -> list[str]:
+    if graph is None:
+        return []
+    lines = ["edges " + (" ".join(f"{a}>{b}" for a, b in graph.edges) or "none")]
+    if graph.num_microbatches:
+        lines.append(f"microbatches of stages {' '.join(map(str, graph.num_microbatches))}")
+    for r in graph.registered:
+        where = f", on ranks {' '.join(map(str, r.ranks))}" if r.ranks else ""
+        lines.append(f"kind {r.kind} of stage {r.stage}: {_plural(r.num_ops, 'op')}{where}")
+    for n in graph.needs:
+        lines.append(
+            f"needs {n.num_before} {n.before[0]} of stage {n.before[1]} before {n.num_after} {n.after[0]} "
+            f"of stage {n.after[1]}"
+        )
+    return lines
 
 
 def parse(text: str) -> Schedule:
@@ -119,6 +168,11 @@ def parse(text: str) -> Schedule:
     pipelines: dict[int, tuple[int, ...]] = {}
     mine: dict[int, list[int]] = {}
     rows: dict[int, tuple[int, str, int]] = {}
+    shared: list[tuple[int, tuple[int, ...]]] = []
+    edges: tuple[tuple[int, int], ...] | None = None
+    counts: tuple[int, ...] = ()
+    registered: list[Registered] = []
+    needs: list[Needs] = []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -137,13 +191,37 @@ def parse(text: str) -> Schedule:
                 _fail(number, 1, f"pipeline {index} is given twice")
             pipelines[index] = tuple(map(int, match["ranks"].split()))
             mine[index] = list(map(int, (match["mbs"] or "").split()))
+        elif match := _SHARED.fullmatch(line):
+            shared.append((int(match["stage"]), _numbers(match["ranks"])))
+        elif match := _EDGES.fullmatch(line):
+            pairs = [] if match["edges"] == "none" else match["edges"].split()
+            edges = tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in pairs))
+        elif match := _COUNTS.fullmatch(line):
+            counts = _numbers(match["counts"])
+        elif match := _KIND.fullmatch(line):
+            registered.append(
+                Registered(match["kind"], int(match["stage"]), int(match["ops"]), _numbers(match["ranks"]))
+            )
+        elif match := _NEEDS.fullmatch(line):
+            needs.append(
+                Needs(
+                    (match["before"], int(match["from"])),
+                    (match["after"], int(match["to"])),
+                    int(match["num_before"]),
+                    int(match["num_after"]),
+                )
+            )
         elif match := _ROW.fullmatch(line):
             rank = int(match["rank"])
             if rank in rows:
                 _fail(number, 1, f"rank {rank} is given twice")
             rows[rank] = (number, match["cells"], raw.index("|") + 2)
         else:
-            _fail(number, 1, f"expected 'pipeline K: ...' or 'rank R | ...', got {line[:60]!r}")
+            _fail(
+                number,
+                1,
+                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of a stage graph), got {line[:60]!r}",
+            )
     if head is None:
         _fail(1, 1, "the text holds no 'schedule NAME: ...' line")
     num_ranks, num_stages, num_microbatches = int(head["ranks"]), int(head["stages"]), int(head["mbs"])
@@ -156,7 +234,12 @@ def parse(text: str) -> Schedule:
             _fail(1, 1, f"the header says {num_stages} stages, pipeline {k} places {len(ranks)}")
         if max(ranks) >= num_ranks:
             _fail(1, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
-    placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))))
+    if any(max(ranks) >= num_ranks for _, ranks in shared):
+        _fail(1, 1, f"a shared stage names a rank that is not there: there are {num_ranks} ranks")
+    placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))), tuple(shared))
+    if edges is None and (counts or registered or needs):
+        _fail(1, 1, "a line tells of a stage graph, but there is no 'edges A>B ...' line")
+    graph = None if edges is None else StageGraph(num_stages, edges, counts, tuple(registered), tuple(needs))
     pipeline_of = [0] * num_microbatches
     if len(pipelines) > 1 or mine[0]:
         listed = sorted(m for found in mine.values() for m in found)
@@ -171,7 +254,11 @@ def parse(text: str) -> Schedule:
                 pipeline_of[m] = k
     order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
     limit = float(head["limit"]) if head["limit"] else None
-    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit)
+    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, text.split())) if text else ()
 
 
 def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: int) -> tuple[Op, ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 
 from penstock.schedule.dependencies import carries_message, predecessors
-from penstock.schedule.op import FORWARD, INPUT, Op
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import FORWARD, INPUT, KINDS, RECOMPUTE, Op
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import ranks_together
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
 
 def _run_unbounded(schedule: Schedule) -> UntimedRun:
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
-    num_stages = schedule.num_stages
+    together = ranks_together(schedule)
+    graph = schedule.graph
     steps = [0] * schedule.num_ranks
     done: set[Op] = set()
     waiting: dict[Op, list[int]] = {}
@@ -47,11 +51,21 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
         row = schedule.order[rank]
         while steps[rank] < len(row):
             op = row[steps[rank]]
-            missing = [needed for needed in predecessors(op, num_stages, rank_of_op) if needed not in done]
+            missing = [needed for needed in predecessors(op, graph, rank_of_op) if needed not in done]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 blocked[rank] = missing[0], rank_of_op.get(missing[0], rank), False
                 break
+            if op in together:
+                late = next((r for r in together[op] if schedule.order[r][steps[r] : steps[r] + 1] != (op,)), None)
+                if late is not None:  # the last of its ranks to come takes the others along
+                    blocked[rank] = op, late, False
+                    break
+                for other in together[op]:
+                    if other != rank:
+                        blocked.pop(other, None)
+                        steps[other] += 1
+                        ready.append(other)
             done.add(op)
             steps[rank] += 1
             if op in waiting:
@@ -61,7 +75,14 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
 
 def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
-    needs = {op: predecessors(op, schedule.num_stages, rank_of_op) for op in rank_of_op}
+    graph = schedule.graph
+    if schedule.has_shared_ops:
+        raise ScheduleError(
+            "channels of bounded depth are not defined for ops that several ranks run together; "
+            "leave channel_depth unset",
+            rule="deadlock",
+        )
+    needs = {op: predecessors(op, graph, rank_of_op) for op in rank_of_op}
     receivers: dict[Op, list[Op]] = {}
     for op, needed in needs.items():
         for producer in needed:
@@ -121,6 +142,8 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
 
 def needed_channel_depth(schedule: Schedule) -> int:
     """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
+    if schedule.has_shared_ops:
+        return max(peak_in_flight(schedule))
     if not run_untimed(schedule, 1).blocked:
         return 1
     depths = range(2, max(peak_in_flight(schedule)) + 1)
@@ -129,11 +152,24 @@ def needed_channel_depth(schedule: Schedule) -> int:
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Most stage activations each rank holds at once when they live from F to B or W."""
+    again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
     peaks = []
     for row in schedule.order:
         held = peak = 0
         for op in row:
-            held += {FORWARD: 1, INPUT: 0}.get(op.kind, -1)
+            held += activations_added(op, again)
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
+
+
+def activations_added(op: Op, recomputed: Set[tuple[int, int]]) -> int:
+    """What `op` adds to the stage activations its rank holds: they live from F (or R) to B or W.
+
+    `recomputed` holds (stage, microbatch) of every R: those F keep only their input, which is not counted.
+    """
+    if op.kind == FORWARD:
+        return 0 if (op.stage, op.microbatch) in recomputed else 1
+    if op.kind == RECOMPUTE:
+        return 1
+    return -1 if op.kind in KINDS and op.kind != INPUT else 0

@@ -13,7 +13,7 @@ from penstock.dispatch.core import Array, choose_dynamic, choose_frozen, finish,
 
 COMPILED_WITH = (core,)
 
-IDLE, BUSY, BLOCKED = 0, 1, 2
+IDLE, BUSY, BLOCKED, GATHERING = 0, 1, 2, 3
 
 
 def run(
@@ -47,6 +47,10 @@ def run(
     free_time: Array,
     peak: Array,
     turn: Array,
+    gang: Array,
+    gang_first: Array,
+    gang_ops: Array,
+    gathered: Array,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
@@ -55,8 +59,8 @@ def run(
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
-    Working space: `unsent[rank]` is the next edge of a blocked rank; `missing` and the rest are the
-    core's state.
+    Working space: `unsent[rank]` is the next edge of a blocked rank; `gathered[g]` how many ranks stand ready
+    for gang g, which starts with the last of them; `missing` and the rest are the core's state.
     """
     num_ops, num_ranks = len(duration), len(first) - 1
     started = ended = 0
@@ -72,7 +76,7 @@ def run(
             if dynamic:
                 op = choose_dynamic(
                     rank, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
-                    next_frozen, memory_change, held, cap, warmup_left,
+                    next_frozen, memory_change, held, cap, warmup_left, gang,
                 )  # fmt: skip
             else:
                 op = choose_frozen(rank, first, next_frozen, missing)
@@ -82,11 +86,23 @@ def run(
             peak[rank] = max(peak[rank], held[rank])
             turn[op] = started
             started += 1
-            start_time[op] = time
-            end_time[op] = time + duration[op]
             last_on[rank] = op
-            state[rank] = BUSY
-            heapq.heappush(events, (end_time[op], op))
+            if gang[op] < 0:
+                start_time[op] = time
+                end_time[op] = time + duration[op]
+                state[rank] = BUSY
+                heapq.heappush(events, (end_time[op], op))
+                continue
+            state[rank] = GATHERING
+            gathered[gang[op]] += 1
+            if gathered[gang[op]] < gang_first[gang[op] + 1] - gang_first[gang[op]]:
+                continue
+            for member in range(gang_first[gang[op]], gang_first[gang[op] + 1]):
+                together = gang_ops[member]
+                start_time[together] = time
+                end_time[together] = time + duration[together]
+                state[rank_of[together]] = BUSY
+                heapq.heappush(events, (end_time[together], together))
         if len(events) == 0:
             return ended
         time = events[0][0]

@@ -105,8 +105,14 @@ def as_dispatch(value: Dispatch | str) -> Dispatch:
 
 def memory_changes(graph: Graph, costs: Costs) -> list[float]:
     """Per op number, what it adds to or takes from the activations its rank holds."""
-    table = {(k, s): costs.memory_change(k, s) for k in "FIWB" for s in range(costs.num_stages)}
-    return [table[op.kind, op.stage] for op in graph.ops]
+    again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
+    table = {key: costs.memory_change(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+    changes = [table[op.kind, op.stage] for op in graph.ops]
+    if again:
+        for number, op in enumerate(graph.ops):
+            if op.kind == "F" and (op.stage, op.microbatch) in again:
+                changes[number] -= costs.memory_change("R", op.stage)
+    return changes
 
 
 def frozen_peaks(graph: Graph, change: Sequence[float]) -> list[float]:
@@ -156,7 +162,7 @@ def _run(
     warmup: Sequence[int] | None,
 ) -> Timeline:
     ranks = range(graph.num_ranks)
-    duration = {(k, s): costs.duration(k, s) for k in "FIWB" for s in range(costs.num_stages)}
+    duration = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
     num_ops = graph.num_ops
     ints: dict[str, list[int]] = {
         "rank_of": graph.rank,
@@ -176,6 +182,10 @@ def _run(
         "in_transit": [0] * graph.num_ranks**2,
         "unsent": [0] * graph.num_ranks,
         "turn": [0] * num_ops,
+        "gang": graph.gang,
+        "gang_first": graph.gang_first,
+        "gang_ops": graph.gang_ops,
+        "gathered": [0] * max(1, len(graph.gang_first) - 1),
         "warmup_left": list(warmup) if warmup is not None else [0] * graph.num_ranks,
     }
     floats: dict[str, list[float]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.schedule import Op, Schedule
@@ -105,10 +105,4 @@ class Timeline:
     def executed(self) -> Schedule:
         """The schedule with each rank's ops in the order in which they ran."""
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
-        return Schedule(
-            self.schedule.name,
-            self.schedule.placement,
-            rows,
-            self.schedule.microbatch_pipeline,
-            self.schedule.memory_limit,
-        )
+        return replace(self.schedule, order=rows)
