@@ -180,7 +180,7 @@ MISUSE = {
     "simulate interleaved-1f1b --ranks 4 --microbatches 6": "interleaved-1f1b needs microbatches in a multiple",
     "simulate none.json": "none.json: No such file or directory",
     "simulate none.json --ranks 4": "--ranks is for library schedules; the file none.json says it itself",
-    "simulate s.yaml": "s.yaml: schedules are read from .json or .txt",
+    "simulate s.yaml": "s.yaml: schedules are read from .json, .txt or .csv",
     f"simulate {ZB} --f 1,2": "--f has 2 entries; give one, or one a stage: 4",
     f"simulate {ZB} --f ten": "--f ten: 'ten' is not a number",
     f"simulate {ZB} --f nan": "f of stage 0 is nan: give a number of at least 0",
@@ -199,8 +199,8 @@ MISUSE = {
     "check": "Missing argument 'NAME|FILE...'",
     "check none.txt": "none.txt: No such file or directory",
     "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
-    "convert a.csv b.json": "a.csv: torch's CSV schedules are not supported yet; use .json or .txt",
-    "convert a.json b.csv": "b.csv: torch's CSV schedules are not supported yet; use .json or .txt",
+    "convert a.txt b.json --dialect torch": "--dialect torch is for .csv files; neither a.txt nor b.json is one",
+    "convert a.csv b.json --dialect jax": "no dialect 'jax'; there are torch, torch:compute_only",
     "convert none.json b.txt": "none.json: No such file or directory",
 }
 
@@ -217,7 +217,7 @@ def test_misuse_is_two_lines_at_most_and_exit_2(
     as_json = penstock(f"{line} --json")
     assert (as_json.code, as_json.err) == (2, "")
     assert as_json.json["error"]["message"].startswith(MISUSE[line])
-    assert set(as_json.json["error"]) == {"rule", "rank", "step", "op", "peer", "message"}
+    assert set(as_json.json["error"]) == {"rule", "rank", "step", "op", "peer", "line", "column", "message"}
     assert list(tmp_path.iterdir()) == []
 
 

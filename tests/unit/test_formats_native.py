@@ -112,7 +112,7 @@ def test_what_is_no_schedule_at_all(text: str, message: str) -> None:
         ("s.json", b"{", "s.json: not JSON"),
         ("s.json", b"\xff\xfe", "s.json: not text"),
         ("s.txt", b"rank 0 | F0", "s.txt: line 1, column 1: expected 'schedule NAME"),
-        ("s.csv", b"", "s.csv: schedules are read from .json or .txt, not '.csv'"),
+        ("s.yaml", b"", "s.yaml: schedules are read from .json, .txt or .csv, not '.yaml'"),
         ("none.json", None, "none.json: No such file or directory"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside(tmp_path: Path, mo
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ps.ScheduleError, match=r"schedules are written as \.json or \.txt, not '\.yaml'"):
+    with pytest.raises(ps.ScheduleError, match=r"schedules are written as \.json, \.txt or \.csv, not '\.yaml'"):
         ps.save(ps.build("1f1b", 2, 2), tmp_path / "s.yaml")
     with pytest.raises(ps.ScheduleError, match="No such file or directory"):
         ps.save(ps.build("1f1b", 2, 2), tmp_path / "no" / "s.json")

@@ -15,7 +15,7 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import print_json
-from penstock.formats.native import write_whole
+from penstock.formats.files import write_whole
 
 bench = typer.Typer(
     help="Measure against a peer.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False

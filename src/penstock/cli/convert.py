@@ -1,6 +1,7 @@
 """`penstock convert`: a schedule from one format to another, by the files' endings.
 
-penstock convert mine.txt mine.json
+penstock convert mine.txt mine.json                  penstock convert mine.json mine.csv
+penstock convert mine.json mine.csv --dialect torch:compute_comms
 """
 
 from __future__ import annotations
@@ -15,21 +16,40 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import print_json
 from penstock.formats import load, save
+from penstock.formats.files import DIALECTS
 
 
 @app.command(short_help="Convert a schedule file to another format.")
 def convert(
-    source: Annotated[str, typer.Argument(metavar="IN", help="Schedule to read: .json or .txt.")],
-    target: Annotated[str, typer.Argument(metavar="OUT", help="Schedule to write: .json or .txt.")],
+    source: Annotated[str, typer.Argument(metavar="IN", help="Schedule to read: .json, .txt or .csv (torch's).")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="Schedule to write: .json, .txt or .csv (torch's).")],
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--dialect",
+            metavar="|".join(DIALECTS),
+            help="Of the .csv: with the messages that are there (torch, the default), without, or with all.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Convert a schedule between native JSON and the text grid. What it says is kept as it is, valid or not."""
-    for path in (source, target):
-        if Path(path).suffix == ".csv":
-            raise Misuse(f"{path}: torch's CSV schedules are not supported yet; use .json or .txt")
-    plan = load(source)
-    save(plan, target)
+    """Convert a schedule between native JSON, the text grid and torch's CSV.
+
+    JSON and text keep what the schedule says as it is, valid or not. A CSV is for torch to run, so only what is
+    proved is written, and what torch's pipelining lacks is named.
+    """
+    written = Path(target).suffix == ".csv"
+    if dialect is not None and not written and Path(source).suffix != ".csv":
+        raise Misuse(f"--dialect {dialect} is for .csv files; neither {source} nor {target} is one, so leave it out")
+    plan = load(source, dialect if Path(source).suffix == ".csv" else None)
+    save(plan, target, dialect if written else None)
+    limit = plan.memory_limit if written else None
     if json:
-        print_json({"source": source, "target": target, "name": plan.name, "num_ops": plan.num_ops})
+        left_out = [] if limit is None else ["memory_limit"]
+        print_json(
+            {"source": source, "target": target, "name": plan.name, "num_ops": plan.num_ops, "left_out": left_out}
+        )
     else:
         print(f"wrote {target}")
+        if limit is not None:
+            print(f"left out: the memory limit of {limit:g} activations, which has no place in torch's CSV")

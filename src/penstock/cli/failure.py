@@ -25,6 +25,8 @@ class Failure:
     step: int | None = None
     op: str | None = None
     peer: str | None = None
+    line: int | None = None
+    column: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -33,6 +35,8 @@ class Failure:
             "step": self.step,
             "op": self.op,
             "peer": self.peer,
+            "line": self.line,
+            "column": self.column,
             "message": self.message,
         }
 
@@ -46,7 +50,8 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, ScheduleError):
         code = MISUSE if error.rule in _MISUSE_RULES else INVALID
         op = None if error.op is None else str(error.op)
-        return Failure(code, str(error), error.rule, error.rank, error.step, op, error.peer)
+        spot = error.rank, error.step, op, error.peer, error.line, error.column
+        return Failure(code, str(error), error.rule, *spot)
     if isinstance(error, CostError):
         return Failure(MISUSE, str(error), "costs")
     if isinstance(error, Misuse):

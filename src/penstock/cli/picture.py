@@ -6,13 +6,14 @@ from pathlib import Path
 
 from penstock.draw.save import save_picture
 from penstock.formats import save as save_schedule
+from penstock.formats.files import ENDINGS
 from penstock.schedule import Schedule
 from penstock.simulate import Timeline
 
 
 def save(drawn: Schedule | Timeline, path: str) -> None:
-    """Writes a schedule as .json or .txt its own file, all else as a picture."""
-    if isinstance(drawn, Schedule) and Path(path).suffix in (".json", ".txt"):
+    """Writes a schedule as .json, .txt or .csv into a file of its own, all else as a picture."""
+    if isinstance(drawn, Schedule) and Path(path).suffix in ENDINGS:
         save_schedule(drawn, path)
     else:
         save_picture(drawn, path)

@@ -11,7 +11,7 @@ from penstock.formats import load
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule
 
-SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file (.json, .txt)"
+SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file (.json, .txt, torch's .csv)"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from penstock.draw.html import to_html
 from penstock.draw.panel import Drawable, panels
 from penstock.draw.svg import to_svg
 from penstock.draw.terminal import to_terminal
-from penstock.formats.native import write_whole
+from penstock.formats.files import write_whole
 from penstock.formats.perfetto import to_perfetto
 from penstock.schedule import Schedule, ScheduleError, to_text
 from penstock.simulate import Timeline

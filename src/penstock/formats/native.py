@@ -1,4 +1,4 @@
-"""The native JSON of a schedule: versioned, strict, and written beside and renamed.
+"""The native JSON of a schedule: versioned and strict.
 
 {"format": "penstock-schedule", "version": 1, "name": "1f1b",
  "placement": [[0, 1]], "microbatch_pipeline": [0, 0], "memory_limit": null,
@@ -14,10 +14,8 @@ Version 2 adds, only where a schedule has them, stages that ranks share and a gr
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from penstock.schedule import (
@@ -28,9 +26,7 @@ from penstock.schedule import (
     Schedule,
     ScheduleError,
     StageGraph,
-    parse,
     parse_op,
-    to_text,
 )
 
 FORMAT, VERSION = "penstock-schedule", 2
@@ -140,42 +136,6 @@ def _stage_graph(value: dict[str, Any], num_stages: int) -> StageGraph | None:
         tuple(Registered(kind, stage, num, tuple(ranks)) for kind, stage, num, ranks in graph["registered"]),
         tuple(Needs((k, s), (k2, s2), a, b) for k, s, k2, s2, a, b in graph["needs"]),
     )
-
-
-def save(schedule: Schedule, path: str | Path) -> None:
-    """Writes the schedule: `.json` native JSON, `.txt` the text grid. Raises ScheduleError for other endings."""
-    path = Path(path)
-    writers = {".json": to_json, ".txt": lambda s: to_text(s) + "\n"}
-    if path.suffix not in writers:
-        raise ScheduleError(f"{path}: schedules are written as .json or .txt, not {path.suffix!r}", rule="file")
-    write_whole(path, writers[path.suffix](schedule))
-
-
-def load(path: str | Path) -> Schedule:
-    """Reads what `save` writes. Raises ScheduleError that names the file and what is wrong in it."""
-    path = Path(path)
-    readers = {".json": from_json, ".txt": parse}
-    if path.suffix not in readers:
-        raise ScheduleError(f"{path}: schedules are read from .json or .txt, not {path.suffix!r}", rule="file")
-    try:
-        return readers[path.suffix](path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{path}: not text", rule="file") from None
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}", rule=error.rule) from None
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a kill at any moment leaves the old one or the new one, never half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
 
 
 def _field(value: dict[str, Any], name: str, right: bool, expected: str) -> Any:

@@ -4,6 +4,7 @@
 
     placement   every rank, stage and microbatch is in range, every op on the rank that hosts its stage
     coverage    each (stage, microbatch) has one F, and one B or one I with one W
+    message     where messages are ops: each is there at both ends, in one order
     order       no op before what it needs on the same rank
     deadlock    the ranks, run together with bounded channels, all reach their last op
     memory      no rank holds more activations than the limit
@@ -20,7 +21,8 @@ from collections.abc import Sequence
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, BUILT_IN, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
+from penstock.schedule.messages import find_mismatch, has_communication
+from penstock.schedule.op import BACKWARD, BUILT_IN, COMMUNICATION, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import cell_texts
 from penstock.schedule.untimed import UntimedRun, activations_added, peak_in_flight, run_untimed
@@ -42,6 +44,7 @@ def check(schedule: Schedule, *, channel_depth: int | None = None, memory_limit:
     """
     _check_ranges(schedule)
     _check_coverage(schedule)
+    _check_messages(schedule)
     _check_local_order(schedule)
     run = run_untimed(schedule, channel_depth)
     if run.blocked:
@@ -222,6 +225,20 @@ def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str
     if near is not None:
         text += "\n" + _spot(schedule, *near)
     return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=_name(op))
+
+
+def _check_messages(schedule: Schedule) -> None:
+    if not has_communication(schedule):
+        return
+    if schedule.has_shared_ops or not schedule.graph.is_chain:
+        rank, step, op = next(
+            (r, s, op) for r, row in enumerate(schedule.order) for s, op in enumerate(row) if op.kind in COMMUNICATION
+        )
+        message = "messages as ops are for plain chains of stages, each on one rank; leave them out here"
+        raise _error(schedule, "message", rank, step, op, message)
+    wrong = find_mismatch(schedule)
+    if wrong is not None:
+        raise _error(schedule, "message", wrong.rank, wrong.step, wrong.op, wrong.message, peer=wrong.peer)
 
 
 def _check_local_order(schedule: Schedule) -> None:

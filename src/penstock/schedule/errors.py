@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from penstock.schedule.op import Op
 
 
@@ -30,3 +32,16 @@ class ScheduleError(ValueError):
         super().__init__(message)
         self.rule, self.rank, self.step, self.op, self.peer = rule, rank, step, op, peer
         self.line, self.column = line, column
+
+    def in_file(self, path: str | Path) -> ScheduleError:
+        """The same error with the file named first."""
+        return ScheduleError(
+            f"{path}: {self}",
+            rule=self.rule,
+            rank=self.rank,
+            step=self.step,
+            op=self.op,
+            peer=self.peer,
+            line=self.line,
+            column=self.column,
+        )

@@ -276,4 +276,4 @@ def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: i
 
 
 def _fail(line: int, column: int, message: str) -> NoReturn:
-    raise ScheduleError(f"line {line}, column {column}: {message}", rule="text")
+    raise ScheduleError(f"line {line}, column {column}: {message}", rule="text", line=line, column=column)

@@ -1,0 +1,104 @@
+"""Schedules as files: the ending says the format, and for torch's CSV a dialect says the form.
+
+ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load("s.csv", dialect="torch")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.formats.native import from_json, to_json
+from penstock.formats.torch_csv import from_torch_csv
+from penstock.formats.torch_csv_write import to_torch_csv
+from penstock.passes.communication import add_communication, remove_communication
+from penstock.schedule import Schedule, ScheduleError, parse, to_text
+from penstock.schedule.messages import has_communication
+
+
+def _with_communication(schedule: Schedule) -> Schedule:
+    return schedule if has_communication(schedule) else add_communication(schedule)
+
+
+DIALECTS: dict[str, Callable[[Schedule], Schedule]] = {
+    "torch": lambda schedule: schedule,
+    "torch:compute_only": remove_communication,
+    "torch:compute_comms": _with_communication,
+}
+"""The dialects of `.csv`: torch's as it is, without communication ops, or with them."""
+
+ENDINGS = (".json", ".txt", ".csv")
+
+
+def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> None:
+    """Writes the schedule: `.json` native JSON, `.txt` the text grid, `.csv` torch's CSV.
+
+    Args:
+        dialect: of a `.csv`; "torch" (the default) writes what is there, "torch:compute_only" leaves
+            communication ops out, "torch:compute_comms" adds them where the schedule has none.
+
+    Raises:
+        ScheduleError: another ending or dialect, a disk that does not take it, or, for `.csv`, a schedule that
+            is not valid or needs what torch lacks.
+    """
+    path = Path(path)
+    _check_ending(path, dialect, "written as")
+    if path.suffix == ".csv":
+        text = to_torch_csv(DIALECTS[dialect or "torch"](schedule))
+    else:
+        text = to_json(schedule) if path.suffix == ".json" else to_text(schedule) + "\n"
+    write_whole(path, text)
+
+
+def load(path: str | Path, dialect: str | None = None) -> Schedule:
+    """Reads what `save` writes; what is read is not proved, `ps.check` does that.
+
+    Args:
+        dialect: of a `.csv`; "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
+            them out, "torch:compute_comms" adds them where there are none. A CSV holds no name: the file's is taken.
+
+    Raises:
+        ScheduleError: names the file and what is wrong in it, or another ending or dialect.
+    """
+    path = Path(path)
+    _check_ending(path, dialect, "read from")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".csv":
+            return DIALECTS[dialect or "torch"](from_torch_csv(text, name=_name_of(path)))
+        return from_json(text) if path.suffix == ".json" else parse(text)
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: not text", rule="file") from None
+    except ScheduleError as error:
+        raise error.in_file(path) from None
+
+
+def _check_ending(path: Path, dialect: str | None, done: str) -> None:
+    if path.suffix not in ENDINGS:
+        raise ScheduleError(f"{path}: schedules are {done} .json, .txt or .csv, not {path.suffix!r}", rule="file")
+    if dialect is None:
+        return
+    if dialect not in DIALECTS:
+        raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
+    if path.suffix != ".csv":
+        raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
+
+
+def _name_of(path: Path) -> str:
+    """A schedule's name made from the file's."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "torch"
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a kill at any moment leaves the old one or the new one, never half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None

@@ -1,0 +1,256 @@
+"""torch's CSV of a schedule: what `torch.distributed.pipelining` reads and writes, a line a rank, a cell an action.
+
+    0F0,0F1,,,0B0,,0B1              compute only; an empty cell is a bubble
+    ,1F0,1B0,,1F1,1B1
+
+    0UNSHARD,0F0,0SEND_F0,0F1,...   with communication
+    1UNSHARD,1RECV_F0,1F0,1B0,...
+
+A cell is the stage, the action and the microbatch. torch's own reader takes `2F0junk` for `2F0` and drops the
+microbatch of `0BW3`; this one takes the whole cell or none of it. Where ops are says where stages are.
+
+UNSHARD, RESHARD and REDUCE_GRAD tell torch when to gather a stage's sharded weights and when to scale and sum
+its gradients. They have no counterpart here (our runtime does the latter after a stage's last backward), so they
+are checked for their place and left out on reading, and put in on writing. `torch_csv_write` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from penstock.schedule import Op, Placement, Schedule, ScheduleError
+from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, WEIGHT
+
+BOOKKEEPING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+OVERLAP = "OVERLAP_F_B"
+ACTIONS = (*KINDS, *COMMUNICATION)
+"""The actions that are ops of ours, by the same names."""
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_ACTION = re.compile(r"(?P<stage>[0-9]{1,9})(?P<kind>[A-Z]+(?:_[A-Z]+)*)(?P<microbatch>[0-9]{1,9})?")
+_TOGETHER = re.compile(r"\((?P<parts>[^()]*)\)(?P<kind>[A-Z]+(?:_[A-Z]+)*)")
+_BLANK = " \t"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that holds something: its line and column, counted from 1, and the character it starts at."""
+
+    line: int
+    column: int
+    character: int
+    text: str
+
+    @property
+    def rank(self) -> int:
+        return self.line - 1
+
+
+def from_torch_csv(text: str, name: str = "torch", overlap: Literal["refuse", "in-order"] = "refuse") -> Schedule:
+    """Reads torch's CSV, `compute_only` or `compute_comms`; the schedule has one pipeline.
+
+    Cells may have blanks around them, and rows may differ in length, as torch writes them. What is read is in
+    its place, not proved: `ps.check` does that.
+
+    Args:
+        name: of the schedule; the file has none.
+        overlap: what to do with `(0F3;3B1)OVERLAP_F_B`, a forward and a backward that torch may run at
+            once: refuse it, or take its parts one after the other, as torch's runtime does unless it is
+            given a function for them.
+
+    Raises:
+        ScheduleError (rule "csv"): names the line and column, counted from 1, and has them as attributes.
+    """
+    if overlap not in ("refuse", "in-order"):
+        raise ScheduleError(f"overlap is {overlap!r}: write 'refuse' or 'in-order'", rule="options")
+    lines = _LINE_END.split(text)
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        _fail(Cell(1, 1, 1, ""), "the file holds no rank; it has a line for each, with its actions between commas")
+    spots: dict[Op, Cell] = {}
+    hosts: dict[int, Cell] = {}
+    reduced: dict[int, Cell] = {}
+    beside: list[tuple[str, int, Cell]] = []
+    rows: list[tuple[Op, ...]] = []
+    for line, content in enumerate(lines, start=1):
+        row: list[Op] = []
+        for cell in _cells(line, content):
+            for op in _actions(cell, overlap):
+                if isinstance(op, Op):
+                    _note(op, cell, spots, hosts, reduced)
+                    row.append(op)
+                    continue
+                kind, stage = op
+                if kind == "REDUCE_GRAD":
+                    if stage in reduced:
+                        _fail(cell, f"{_spelled(cell)}: stage {stage} has its REDUCE_GRAD at {_at(reduced[stage])}")
+                    reduced[stage] = cell
+                beside.append((kind, stage, cell))
+        if not row:
+            _fail(
+                Cell(line, 1, 1, content),
+                f"rank {line - 1} has no op; a line is a rank, and each runs at least one stage"
+                + ("; delete the blank line" if not content.strip(_BLANK) and line == len(lines) else ""),
+            )
+        rows.append(tuple(row))
+    for kind, stage, cell in beside:
+        if stage not in hosts or hosts[stage].rank != cell.rank:
+            _fail(cell, f"{_spelled(cell)}: {kind} is for stages of its own rank, and stage {stage} has no op here")
+    num_stages = _count_stages(hosts)
+    num_microbatches = _count_microbatches(spots, num_stages)
+    placement = Placement((tuple(hosts[stage].rank for stage in range(num_stages)),))
+    return Schedule.of(name, placement, rows, num_microbatches)
+
+
+def _cells(line: int, content: str) -> Iterator[Cell]:
+    """The cells of a line that are not bubbles."""
+    start = 1
+    for column, raw in enumerate(content.split(","), start=1):
+        text = raw.strip(_BLANK)
+        if text:
+            yield Cell(line, column, start + raw.index(text), text)
+        start += len(raw) + 1
+
+
+def _actions(cell: Cell, overlap: str) -> Iterator[Op | tuple[str, int]]:
+    """What the cell says: an op, a (kind, stage) of torch's bookkeeping, or the parts of an overlapped pair."""
+    together = _TOGETHER.fullmatch(cell.text)
+    if together is None:
+        yield _action(cell, cell.text)
+        return
+    if together["kind"] != OVERLAP:
+        _fail(cell, f"{_spelled(cell)}: torch writes pairs as (0F3;3B1){OVERLAP}, there is no {together['kind']}")
+    if overlap == "refuse":
+        _fail(
+            cell,
+            f"{_spelled(cell)}: {OVERLAP} runs two ops at once, which no rank does here; put "
+            f"{' and '.join(part.strip(_BLANK) for part in together['parts'].split(';'))} in cells of their own (or "
+            "read with overlap='in-order')",
+        )
+    for part in together["parts"].split(";"):
+        found = _action(cell, part.strip(_BLANK))
+        if not isinstance(found, Op) or found.kind not in KINDS:
+            _fail(cell, f"{_spelled(cell)}: {part.strip(_BLANK)} is no compute op, and only these overlap")
+        yield found
+
+
+def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        _fail(cell, f"{_spelled(cell)} is no action; write [stage][action][microbatch], like 2F0 or 3SEND_F1")
+    kind, stage, microbatch = match["kind"], int(match["stage"]), match["microbatch"]
+    if kind in BOOKKEEPING:
+        if microbatch is not None:
+            _fail(cell, f"{_spelled(cell)}: {kind} is for a whole stage; leave out microbatch {microbatch}")
+        return kind, stage
+    if kind == "BW":
+        _fail(
+            cell,
+            f"{_spelled(cell)}: BW was the full backward, and B its input half, in an older torch; they are B and I "
+            "now, so replace every B by I, then every IW by B",
+        )
+    if kind not in ACTIONS:
+        known = ", ".join((*ACTIONS, *BOOKKEEPING))
+        what = (
+            f"{kind} is an op of Penstock's, not of torch's" if kind in ("R", "U") else f"there is no action {kind}"
+        )
+        _fail(cell, f"{_spelled(cell)}: {what}; there are {known}")
+    if microbatch is None:
+        _fail(cell, f"{_spelled(cell)} names no microbatch; write one after {kind}, like {stage}{kind}0")
+    return Op(kind, stage, int(microbatch))
+
+
+def _note(op: Op, cell: Cell, spots: dict[Op, Cell], hosts: dict[int, Cell], reduced: dict[int, Cell]) -> None:
+    """Notes where an op is, or refuses it there."""
+    if op in spots:
+        _fail(cell, f"{op} is there twice, first at {_at(spots[op])}; each op runs once", op)
+    host = hosts.setdefault(op.stage, cell)
+    if host.rank != cell.rank:
+        _fail(
+            cell,
+            f"{op} puts stage {op.stage} on rank {cell.rank}, but it is on rank {host.rank} too, at {_at(host)}; "
+            "torch runs each stage on one rank",
+            op,
+        )
+    if op.stage in reduced and op.kind in ("B", "W"):
+        _fail(
+            cell,
+            f"{op} comes after the REDUCE_GRAD of its stage, at {_at(reduced[op.stage])}, so it would be lost",
+            op,
+        )
+    spots[op] = cell
+
+
+def _count_stages(hosts: dict[int, Cell]) -> int:
+    num_stages = max(hosts) + 1
+    if len(hosts) < num_stages:
+        missing = next(stage for stage in itertools.count() if stage not in hosts)
+        above = hosts[min(stage for stage in hosts if stage > missing)]
+        _fail(above, f"{_spelled(above)}: stage {missing} has no op anywhere, and stages are numbered without gaps")
+    return num_stages
+
+
+def _count_microbatches(spots: dict[Op, Cell], num_stages: int) -> int:
+    """The number of microbatches; each stage has F and B, or F, I and W, of every one."""
+    num_microbatches = max(op.microbatch for op in spots) + 1
+    there: list[dict[str, dict[int, Cell]]] = [{"F": {}, "I": {}, "W": {}} for _ in range(num_stages)]
+    for op, cell in spots.items():
+        for half in ("I", "W") if op.kind == BACKWARD else (op.kind,) if op.kind in KINDS else ():
+            if (other := there[op.stage][half].get(op.microbatch)) is not None:
+                _refuse_two_backwards(spots, op, cell, other)
+            there[op.stage][half][op.microbatch] = cell
+    for stage, of_kind in enumerate(there):
+        for kind, cells in of_kind.items():
+            if len(cells) == num_microbatches:
+                continue
+            missing = next(m for m in itertools.count() if m not in cells)
+            if kind != FORWARD and missing not in there[stage]["W" if kind == INPUT else "I"]:
+                kind = BACKWARD  # neither half is there
+            above = [m for m in cells if m > missing]
+            stages_cells = [cell for op, cell in spots.items() if op.stage == stage]
+            near = cells[min(above)] if above else max(stages_cells, key=lambda cell: cell.column)
+            op = Op(kind, stage, missing)
+            _fail(
+                near,
+                f"{op} is missing here or before; the microbatches go from 0 to {num_microbatches - 1} without gaps"
+                if above
+                else f"{op} is missing after this cell; the microbatches go from 0 to {num_microbatches - 1}",
+                op,
+            )
+    return num_microbatches
+
+
+def _refuse_two_backwards(spots: dict[Op, Cell], op: Op, cell: Cell, other: Cell) -> NoReturn:
+    old = Op(WEIGHT, *op[1:]) in spots and Op(INPUT, *op[1:]) not in spots
+    hint = "; an older torch wrote B for the input half: if this file is as old, replace every B by I" if old else ""
+    _fail(
+        max(cell, other, key=lambda c: c.column),
+        f"microbatch {op.microbatch} of stage {op.stage} has two backwards, at {_at(other)} and {_at(cell)}: "
+        f"B is the full backward, I and W are its halves{hint}",
+        op,
+    )
+
+
+def _spelled(cell: Cell) -> str:
+    text = cell.text if len(cell.text) <= 40 else cell.text[:40] + "..."
+    return repr(text)
+
+
+def _at(cell: Cell) -> str:
+    return f"line {cell.line}, column {cell.column}"
+
+
+def _fail(cell: Cell, message: str, op: Op | None = None) -> NoReturn:
+    raise ScheduleError(
+        f"{_at(cell)} (character {cell.character}): {message}",
+        rule="csv",
+        rank=cell.rank,
+        op=op,
+        line=cell.line,
+        column=cell.column,
+    )

@@ -1,0 +1,132 @@
+"""Writing torch's CSV: what `_PipelineScheduleRuntime` and its kin load, in the form the schedule itself has.
+
+A schedule without communication ops becomes a grid of unit steps (`compute_only`): torch puts messages in when it
+loads the file. One with them (`passes.add_communication`) becomes a list of actions a rank (`compute_comms`),
+which torch runs as it stands; so it also holds what torch would otherwise put in itself:
+
+    UNSHARD s        before the first op, for every stage of the rank
+    REDUCE_GRAD s    after the last backward of the stage; without it gradients are sums, not means
+    RESHARD s        after that
+
+The first and last do nothing unless the stage's module is sharded (FSDP).
+"""
+
+from __future__ import annotations
+
+from penstock.formats.torch_csv import ACTIONS
+from penstock.schedule import Op, Schedule, ScheduleError, check
+from penstock.schedule.messages import has_communication, run_rendezvous
+from penstock.schedule.op import BACKWARD, FORWARD, WEIGHT
+from penstock.schedule.text import unit_columns
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The schedule as torch's CSV, `compute_comms` where it has communication ops, else `compute_only`.
+
+    The name and the memory limit have no place in it.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or (rule "torch") needs what torch's pipelining lacks; the
+            message names it.
+    """
+    _refuse(schedule)
+    check(schedule)
+    _check_losses(schedule)
+    if has_communication(schedule):
+        _check_rendezvous(schedule)
+        rows = [_with_bookkeeping(row) for row in schedule.order]
+    else:
+        rows = [_spread(row, columns) for row, columns in zip(schedule.order, unit_columns(schedule), strict=True)]
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _spread(row: tuple[Op, ...], columns: list[int]) -> list[str]:
+    """The row with an empty cell for every step in which the rank waits."""
+    cells = [""] * (columns[-1] + 1)
+    for op, column in zip(row, columns, strict=True):
+        cells[column] = str(op)
+    return cells
+
+
+def _with_bookkeeping(row: tuple[Op, ...]) -> list[str]:
+    last_backward = {op.stage: step for step, op in enumerate(row) if op.kind in (BACKWARD, WEIGHT)}
+    cells = [f"{stage}UNSHARD" for stage in dict.fromkeys(op.stage for op in row)]
+    for step, op in enumerate(row):
+        cells.append(str(op))
+        if last_backward.get(op.stage) == step:
+            cells += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
+    return cells
+
+
+def _refuse(schedule: Schedule) -> None:
+    """Raises ScheduleError that names the first feature of the schedule that torch's pipelining lacks."""
+    if schedule.placement.num_pipelines > 1:
+        _lacks(
+            f"several pipelines ({schedule.placement.num_pipelines} here): one chain of stages, each on one rank, is "
+            "all it runs"
+        )
+    if schedule.placement.shared:
+        stage, ranks = schedule.placement.shared[0]
+        _lacks(f"stages that several ranks share (stage {stage} is on ranks {', '.join(map(str, ranks))})")
+    graph = schedule.graph
+    if graph.registered:
+        _lacks(f"op kinds of the user's own ({graph.registered[0].kind} here)")
+    if not graph.is_chain:
+        _lacks(
+            "a graph of stages: in its schedules stage s feeds stage s + 1 and no other, and all stages have as many "
+            "microbatches"
+        )
+    for rank, row in enumerate(schedule.order):
+        if not row:
+            _lacks(f"ranks with nothing to do (rank {rank} has no op): each hosts at least one stage")
+        for step, op in enumerate(row):
+            if op.kind == "R":
+                _lacks(
+                    "recomputation as an op of the schedule (R); checkpoint inside the stage's module instead, and "
+                    "leave R out",
+                    rank,
+                    step,
+                    op,
+                )
+            if op.kind not in ACTIONS:
+                _lacks(f"ops of kind {op.kind}", rank, step, op)
+
+
+def _check_losses(schedule: Schedule) -> None:
+    """torch finds a microbatch's loss by its place among the forwards of the last stage."""
+    last = schedule.num_stages - 1
+    for rank, row in enumerate(schedule.order):
+        forwards = [(step, op) for step, op in enumerate(row) if op.kind == FORWARD and op.stage == last]
+        for place, (step, op) in enumerate(forwards):
+            if op.microbatch != place:
+                _lacks(
+                    f"forwards of the last stage out of microbatch order ({op} is number {place} there): it would "
+                    "take another microbatch's loss for the backward",
+                    rank,
+                    step,
+                    op,
+                )
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """torch may let a send wait for its receive (NCCL does, on one line for all messages of two ranks)."""
+    run = run_rendezvous(schedule)
+    if run.blocked:
+        rank, (other, peer, _) = min(run.blocked.items())
+        step = run.steps[rank]
+        op = schedule.order[rank][step]
+        raise ScheduleError(
+            f"rank {rank}, step {step}, {op}: where a send waits until its receive is reached, as it may in torch, "
+            f"this waits for {other} on rank {peer} and that, in the end, for this (rule: deadlock); place the "
+            "messages anew with passes.add_communication",
+            rule="deadlock",
+            rank=rank,
+            step=step,
+            op=op,
+            peer=str(other),
+        )
+
+
+def _lacks(feature: str, rank: int | None = None, step: int | None = None, op: Op | None = None) -> None:
+    spot = "" if rank is None else f"rank {rank}, step {step}, {op}: "
+    raise ScheduleError(f"{spot}torch's pipelining has no {feature}", rule="torch", rank=rank, step=step, op=op)

@@ -1,0 +1,116 @@
+"""Messages as ops of their own: where ranks send and receive, written into the schedule.
+
+Penstock's runtime places messages itself and needs none of this. Runtimes that run a list of actions do,
+torch's pipelining among them.
+
+    before   rank 0 | F0 F1 .  .  B0 .  B1
+             rank 1 | .  F0 B0 .  F1 B1
+
+    after    rank 0 | F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1
+             rank 1 | RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 B1 SEND_B1
+
+A receive stands where its rank is when the message leaves: not later, so that it is posted before the op that
+needs it could run; not earlier, so that it blocks no other message on its line. Because a send and its
+receive are placed in one moment of one run, all rows agree on an order of all messages. A runtime that lets every
+send wait for its receive (a rendezvous, the strictest that there is) can follow that order, so none can hang,
+and two messages between the same ranks are never taken for each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+from penstock.cost import Costs
+from penstock.schedule import Op, Schedule, ScheduleError, check
+from penstock.schedule.dependencies import predecessors
+from penstock.schedule.messages import has_communication, other_end, send_of
+from penstock.schedule.op import COMMUNICATION
+
+_UNIT = {"B": 2.0}
+"""Time of an op where no costs are given, for those that do not take 1."""
+
+
+def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """The schedule with SEND_F, RECV_F, SEND_B and RECV_B for every message between two ranks.
+
+    The compute ops keep their order. Messages that were there already are placed anew; stages side by side
+    on one rank need none.
+
+    Args:
+        costs: when each op ends decides where receives stand; by default every op takes 1 and B takes 2.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or has shared stages, branches or registered kinds, whose
+            messages these four kinds cannot tell apart.
+    """
+    schedule = remove_communication(schedule)
+    _refuse_graphs(schedule)
+    check(schedule)
+    rank_of = {op: rank for rank, row in enumerate(schedule.order) for op in row}
+    needs = {op: predecessors(op, schedule.graph, rank_of) for op in rank_of}
+    rows: list[list[Op]] = [[] for _ in schedule.order]
+    step, free = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    end: dict[Op, float] = {}
+    waiting: dict[Op, list[int]] = {}
+    ready: list[tuple[float, int]] = []
+    unsent: list[tuple[float, int, Op, Op]] = []
+
+    def look_at(rank: int) -> None:
+        """Puts the rank among the ready ones if its next op has all it needs, else lets it wait."""
+        row = schedule.order[rank]
+        if step[rank] == len(row):
+            return
+        needed = needs[row[step[rank]]]
+        missing = next((op for op in needed if op not in end), None)
+        if missing is None:
+            heapq.heappush(ready, (max([free[rank], *(end[op] for op in needed)]), rank))
+        else:
+            waiting.setdefault(missing, []).append(rank)
+
+    def send_until(time: float) -> None:
+        while unsent and unsent[0][0] <= time:
+            _, sender, send, receive = heapq.heappop(unsent)
+            rows[sender].append(send)
+            rows[schedule.rank_of(receive.stage, receive.microbatch)].append(receive)
+
+    for rank in range(schedule.num_ranks):
+        look_at(rank)
+    while ready:
+        start, rank = heapq.heappop(ready)
+        send_until(start)
+        op = schedule.order[rank][step[rank]]
+        step[rank] += 1
+        rows[rank].append(op)
+        free[rank] = end[op] = start + (_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op[:2]))
+        if (send := send_of(op)) is not None:
+            receive = other_end(send)
+            if 0 <= receive.stage < schedule.num_stages and schedule.rank_of(receive.stage, op.microbatch) != rank:
+                heapq.heappush(unsent, (end[op], rank, send, receive))
+        for other in (rank, *waiting.pop(op, ())):
+            look_at(other)
+    send_until(float("inf"))
+    return replace(schedule, order=tuple(tuple(row) for row in rows))
+
+
+def remove_communication(schedule: Schedule) -> Schedule:
+    """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: the ranks send when they have, and take what came."""
+    if not has_communication(schedule):
+        return schedule
+    rows = tuple(tuple(op for op in row if op.kind not in COMMUNICATION) for row in schedule.order)
+    return replace(schedule, order=rows)
+
+
+def _refuse_graphs(schedule: Schedule) -> None:
+    if schedule.has_shared_ops:
+        raise ScheduleError(
+            "communication ops are between one rank and another, but this schedule has stages or ops that several "
+            "ranks run together; give each stage one rank",
+            rule="communication",
+        )
+    if not schedule.graph.is_chain:
+        raise ScheduleError(
+            "communication ops say which stage sends, not to which, so they fit a plain chain of stages; this "
+            "schedule has a stage graph (branches, counts of its own or registered kinds)",
+            rule="communication",
+        )
