@@ -1,0 +1,125 @@
+"""Merges the halves of split backwards where the split buys nothing: fewer ops to launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.cost import Costs, Links
+from penstock.passes.network import Network, network
+from penstock.schedule import Op, Schedule, check
+
+
+def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links | None = None) -> Schedule:
+    """I and its W become B again, at I's place, wherever that does not make the schedule longer.
+
+        before                                      after
+        rank 0 | F0 F1 .  .  I0 W0 I1 W1            rank 0 | F0 F1 .  .  B0 -- B1 --
+        rank 1 | .  F0 I0 F1 I1 W0 W1               rank 1 | .  F0 I0 F1 I1 W0 W1
+
+    On rank 0 nothing waits for the gradient. On rank 1 it must leave early, so its halves stay apart.
+
+    The backwards of a stage keep the order in which they add to the weights' gradients, so sums of floats stay
+    the same; a half that a registered op waits for by its name stays a half, and so do those that several ranks
+    run together. Memory never grows. The makespan (frozen order, decoupled messages) never grows.
+
+    Args:
+        costs: per stage; by default F = I = W = 1 ms.
+        links: delays; by default none.
+
+    Raises:
+        ScheduleError: the schedule is not valid.
+        CostError: costs for another number of stages, or a link between ranks that are not there.
+    """
+    check(schedule)
+    result = merged(schedule, costs or Costs.uniform(schedule.num_stages), links or Links())
+    check(result)
+    return result
+
+
+def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
+    """`merge_gradients` without its checks, for passes that make them."""
+    net = network(schedule, costs, links)
+    whole = _Merging(schedule, costs, net).whole()
+    if not whole:
+        return schedule
+    graph = net.graph
+    gone = {Op("W", op.stage, op.microbatch) for op in whole}
+    rows = tuple(
+        tuple(Op("B", op.stage, op.microbatch) if op in whole else op for op in row if op not in gone)
+        for row in (graph.ops[graph.first[r] : graph.first[r + 1]] for r in range(graph.num_ranks))
+    )
+    return replace(schedule, order=rows)
+
+
+class _Merging:
+    """Which halves can be merged while every op still starts by its latest start."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, net: Network) -> None:
+        self._net, self._costs = net, costs
+        graph = net.graph
+        named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}
+        self._weight: dict[int, int] = {}
+        """The W of each I that may be merged, by their nodes."""
+        self._adder_before: dict[int, int] = {}
+        """The B or W that adds to the same gradients just before this one, on the same rank."""
+        last: dict[tuple[int, int], int] = {}
+        for node, op in enumerate(graph.ops):
+            if op.kind in "BW":
+                key = graph.rank[node], op.stage
+                if key in last:
+                    self._adder_before[node] = last[key]
+                last[key] = node
+            both = [(kind, op.stage) for kind in "IW"]
+            if op.kind == "I" and graph.gang[node] < 0 and not named.intersection(both):
+                self._weight[node] = graph.number[Op("W", op.stage, op.microbatch)]
+
+    def whole(self) -> set[Op]:
+        """The I ops to become B."""
+        durations = list(self._net.durations)
+        place = {w: w for w in self._weight.values()}
+        _, horizon = self._net.earliest(durations)
+        found: set[Op] = set()
+        while more := self._round(durations, place, horizon):
+            for node in more:
+                op, weight = self._net.graph.ops[node], self._weight.pop(node)
+                durations[node], durations[weight] = self._costs.duration("B", op.stage), 0.0
+                place[weight] = node
+                found.add(op)
+        return found
+
+    def _round(self, durations: list[float], place: dict[int, int], horizon: float) -> list[int]:
+        """One walk through the ops in the order of time; merging here moves later ops within their slack.
+
+        The W that is merged stays in its row and takes no time: that is the same as being gone.
+        """
+        net = self._net
+        latest = net.latest(durations, horizon)
+        slack = 1e-9 * max(1.0, horizon)
+        starts = [0.0] * len(durations)
+        taken = list(durations)
+        place = dict(place)
+        found = []
+        for node in net.order:
+            start = max(
+                [0.0]
+                + [starts[s] + taken[s] + late for s, late in net.before[node]]
+                + [starts[s] + taken[s] for s in net.row_before[node]]
+            )
+            starts[node] = start
+            weight = self._weight.get(node)
+            if weight is None:
+                continue
+            adder = self._adder_before.get(weight)
+            if adder is not None and place.get(adder, adder) > node:
+                continue
+            end = start + self._costs.duration("B", net.graph.ops[node].stage)
+            if end > horizon + slack:
+                continue
+            if any(end + late > latest[t] + slack for t, late in net.after[node] if t != weight):
+                continue
+            if any(end > latest[t] + slack for t in net.row_after[node] if t != weight):
+                continue
+            taken[node], taken[weight] = end - start, 0.0
+            place[weight] = node
+            found.append(node)
+        return found

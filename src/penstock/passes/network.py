@@ -1,0 +1,215 @@
+"""A schedule as a network of times: when each op starts at the earliest, and at the latest.
+
+An op starts once the ones before it in its row have ended and all that it needs is there. An op that several
+ranks run together is one node with a place in each of their rows. The passes ask here what a change costs:
+which ops comes first does not depend on durations, so a network is made once and timed many times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from penstock.cost import CostError, Costs, Links
+from penstock.dispatch import Graph, lower
+from penstock.schedule import Schedule, ScheduleError
+from penstock.simulate.simulate import memory_changes
+
+_EPSILON = 1e-9
+"""Relative slack in comparisons of sums of floats."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes are op numbers of `graph`; an op of several ranks is the node of its first number.
+
+    Attributes:
+        graph: the schedule lowered.
+        durations: per node (ms).
+        node_of: op number -> node.
+        order: the nodes, each after all it waits for.
+        before, after: per node, (node, ms) of the dependencies: its message is that late.
+        row_before, row_after: per node, its neighbours in the rows it stands in.
+    """
+
+    graph: Graph
+    durations: list[float]
+    node_of: list[int]
+    order: list[int]
+    before: list[list[tuple[int, float]]]
+    after: list[list[tuple[int, float]]]
+    row_before: list[list[int]]
+    row_after: list[list[int]]
+
+    def ranks_of(self, node: int) -> list[int]:
+        """The ranks that run the node's op."""
+        graph = self.graph
+        gang = graph.gang[node]
+        if gang < 0:
+            return [graph.rank[node]]
+        return [graph.rank[o] for o in graph.gang_ops[graph.gang_first[gang] : graph.gang_first[gang + 1]]]
+
+    def earliest(self, durations: Sequence[float]) -> tuple[list[float], float]:
+        """The start of every node as soon as possible, and the makespan (ms)."""
+        starts = [0.0] * len(durations)
+        makespan = 0.0
+        for node in self.order:
+            start = 0.0
+            for source, late in self.before[node]:
+                start = max(start, starts[source] + durations[source] + late)
+            for source in self.row_before[node]:
+                start = max(start, starts[source] + durations[source])
+            starts[node] = start
+            makespan = max(makespan, start + durations[node])
+        return starts, makespan
+
+    def latest(self, durations: Sequence[float], horizon: float) -> list[float]:
+        """The latest start of every node with which all end by `horizon` (ms)."""
+        starts = [horizon] * len(durations)
+        for node in reversed(self.order):
+            end = horizon
+            for target, late in self.after[node]:
+                end = min(end, starts[target] - late)
+            for target in self.row_after[node]:
+                end = min(end, starts[target])
+            starts[node] = end - durations[node]
+        return starts
+
+
+def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
+    """The network of a schedule that `check` accepts.
+
+    Raises:
+        CostError: costs for another number of stages, or a link between ranks that are not there.
+        ScheduleError: an op is missing, or the ranks wait for one another.
+    """
+    if costs.num_stages != schedule.num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+    links.check_ranks(schedule.num_ranks)
+    graph = lower(schedule)
+    node_of = [
+        o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)
+    ]
+    delays = [[0.0 if a == b else links.delay(a, b) for b in range(graph.num_ranks)] for a in range(graph.num_ranks)]
+    before: list[list[tuple[int, float]]] = [[] for _ in node_of]
+    after: list[list[tuple[int, float]]] = [[] for _ in node_of]
+    row_before: list[list[int]] = [[] for _ in node_of]
+    row_after: list[list[int]] = [[] for _ in node_of]
+    for o, source in enumerate(node_of):
+        for target in graph.edge_to[graph.edge_first[o] : graph.edge_first[o + 1]]:
+            late = delays[graph.rank[o]][graph.rank[target]]
+            before[node_of[target]].append((source, late))
+            after[source].append((node_of[target], late))
+    for rank in range(graph.num_ranks):
+        for o in range(graph.first[rank] + 1, graph.first[rank + 1]):
+            row_before[node_of[o]].append(node_of[o - 1])
+            row_after[node_of[o - 1]].append(node_of[o])
+    table: dict[tuple[str, int], float] = {}
+    durations = []
+    for op in graph.ops:
+        key = op.kind, op.stage
+        if key not in table:
+            table[key] = costs.duration(*key)
+        durations.append(table[key])
+    order = _order(schedule, node_of, before, after, row_before, row_after)
+    return Network(graph, durations, node_of, order, before, after, row_before, row_after)
+
+
+def _order(
+    schedule: Schedule,
+    node_of: list[int],
+    before: list[list[tuple[int, float]]],
+    after: list[list[tuple[int, float]]],
+    row_before: list[list[int]],
+    row_after: list[list[int]],
+) -> list[int]:
+    missing = [len(a) + len(b) for a, b in zip(before, row_before, strict=True)]
+    ready = [o for o, node in enumerate(node_of) if o == node and missing[o] == 0]
+    order = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for target in [*(t for t, _ in after[node]), *row_after[node]]:
+            missing[target] -= 1
+            if missing[target] == 0:
+                ready.append(target)
+    if len(order) < sum(o == node for o, node in enumerate(node_of)):
+        raise ScheduleError(
+            f"the ranks of {schedule.name} wait for one another (rule: deadlock); ps.check(schedule) shows where",
+            rule="deadlock",
+        )
+    return order
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What ops do to the activations a rank holds, and how many it may hold.
+
+    Attributes:
+        change: per op number, in the units of the costs: above 0 held from its start, below 0 freed at its end.
+        caps: per rank, in the units of the costs; inf for no limit.
+        max_count: most stage activations a rank may hold from F to B or W: the schedule's own limit, or inf.
+    """
+
+    change: list[float]
+    caps: list[float]
+    max_count: float
+
+    def levels(self, graph: Graph, rank: int) -> list[float]:
+        """What `rank` holds from the start of each op of its row (those that free: after their end)."""
+        return list(accumulate(self.change[graph.first[rank] : graph.first[rank + 1]]))
+
+    def room(self, rank: int) -> float:
+        """The cap with a little slack for sums of floats."""
+        return self.caps[rank] * (1 + _EPSILON)
+
+
+COUNTED = {"F": 1, "B": -1, "W": -1}
+"""What ops do to the number of stage activations held, as `check` counts them."""
+
+
+def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: float | Sequence[float] | None) -> Memory:
+    """The memory of a schedule under a limit, and under its own.
+
+    Args:
+        memory_limit: in the units of the costs' activations, one for all ranks or one a rank; None for none.
+
+    Raises:
+        ScheduleError: limits of the wrong number, or not above 0.
+    """
+    count = math.inf if schedule.memory_limit is None else schedule.memory_limit
+    return Memory(memory_changes(graph, costs), _caps(schedule, memory_limit), count)
+
+
+def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> None:
+    """Raises ScheduleError where the schedule as it is holds more than it may."""
+    for rank in range(graph.num_ranks):
+        for step, level in enumerate(memory.levels(graph, rank)):
+            if level > memory.room(rank):
+                op = schedule.order[rank][step]
+                raise ScheduleError(
+                    f"rank {rank}, step {step}, {op.short()} of stage {op.stage}: the rank would hold {level:g}, the "
+                    f"limit is {memory.caps[rank]:g} (rule: memory); {hint}",
+                    rule="memory",
+                    rank=rank,
+                    step=step,
+                    op=op,
+                )
+
+
+def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> list[float]:
+    if memory_limit is None:
+        return [math.inf] * schedule.num_ranks
+    given = [memory_limit] * schedule.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
+    if len(given) != schedule.num_ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(given)} entries, one a rank is needed: {schedule.num_ranks}", rule="memory"
+        )
+    for rank, cap in enumerate(given):
+        if not cap > 0:
+            raise ScheduleError(
+                f"rank {rank}: the memory limit is {cap}: give a number above 0, or None", rule="memory", rank=rank
+            )
+    return [float(cap) for cap in given]

@@ -1,0 +1,248 @@
+"""Separates gradients to fill bubbles: FlexPipe's gradient separation (section 5.2, Figure 10), for any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.cost import Costs, Links
+from penstock.passes.merge import merged
+from penstock.passes.network import COUNTED, Memory, Network, check_fits, memory_of, network
+from penstock.schedule import Op, Schedule, check
+
+_HORIZONS = 4
+"""How many makespans are aimed at, from the one that no order of the weight gradients can beat."""
+
+
+def separate_gradients(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    links: Links | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Schedule:
+    """Splits the backwards that hold up others: I runs early, W goes into a later bubble.
+
+        before  (B is two steps)                               after
+        rank 0 | F0 F1 F2 .  .  .  .  B0 -- ...                rank 0 | F0 F1 F2 .  .  B0 -- ...
+        rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- ...             rank 1 | .  F0 F1 .  I0 F2 W0 I1 ...
+        rank 2 | .  .  F0 B0 -- F1 B1 -- F2 B2 --              rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+
+    A bubble stands before an op that is blocked. Whatever it waited for is followed back, along messages and
+    along the rows, and every B on the way is split; then the schedule is timed again without the weight halves,
+    until no bubble has a B behind it. The weight halves are put into the bubbles that are left, where an op may
+    be kept waiting as long as that does not make the whole longer. Splits that bought nothing are undone
+    (`merge_gradients`), so all other Bs stay whole.
+
+    Decided beyond the paper, which gives the idea and a figure, on a chain of actors with even times:
+
+    - any costs and links: bubbles are those of the timed schedule, not empty cells of a grid;
+    - any schedule: several stages a rank, several pipelines, stage graphs; other ops stay in their order;
+      backwards that several ranks run together stay whole;
+    - the chain is followed through rows as well as through messages, to the start of the step: what a rank did
+      before is as much a cause as what it waited for;
+    - a weight half need not fit its bubble exactly: it may end as late as the next op may start;
+    - the backwards of a stage add to the weights' gradients in the order they had, so sums of floats stay the same
+      (a B behind a W that waits is split too);
+    - memory: with `memory_limit`, or the schedule's own limit, W runs before the forward that needs its room;
+    - the result is never longer than what came in, in the frozen order with decoupled messages; where nothing is
+      gained the schedule comes back as it was.
+
+    Args:
+        costs: per stage; by default F = I = W = 1 ms.
+        links: delays; by default none.
+        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
+            The schedule's own limit, in stage activations, holds besides.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or is itself above the limit.
+        CostError: costs for another number of stages, or a link between ranks that are not there.
+    """
+    check(schedule)
+    costs, links = costs or Costs.uniform(schedule.num_stages), links or Links()
+    net = network(schedule, costs, links)
+    memory = memory_of(schedule, net.graph, costs, memory_limit)
+    check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
+    separation = _Separation(schedule, costs, net, memory)
+    rows = separation.best_rows()
+    if rows is None:
+        return schedule
+    result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links)
+    check(result)
+    return result
+
+
+class _Separation:
+    def __init__(self, schedule: Schedule, costs: Costs, net: Network, memory: Memory) -> None:
+        self._net, self._memory = net, memory
+        graph = net.graph
+        stages = range(schedule.num_stages)
+        self._time_i = [costs.duration("I", s) for s in stages]
+        self._time_w = [costs.duration("W", s) for s in stages]
+        self._frees_i = [costs.memory_change("I", s) for s in stages]
+        self._frees_w = [costs.memory_change("W", s) for s in stages]
+        self._can_split = [op.kind == "B" and graph.gang[o] < 0 for o, op in enumerate(graph.ops)]
+
+    def best_rows(self) -> list[list[Op]] | None:
+        """The best order found, or None where none is shorter than the one there is."""
+        net = self._net
+        _, before = net.earliest(net.durations)
+        split, durations, least = self._split_what_blocks()
+        if not split:
+            return None
+        slack = 1e-9 * max(1.0, before)
+        least = max(least, self._work_bound(split, durations))
+        best: tuple[float, list[list[Op]]] | None = None
+        for step in range(_HORIZONS):
+            horizon = least + (before - least) * step / _HORIZONS
+            for eager in (True, False):
+                if horizon > before - slack or (best is not None and best[0] <= horizon + slack):
+                    break
+                makespan, rows = _Filling(self, split, durations, horizon, eager).run()
+                if makespan < (before if best is None else best[0]) - slack:
+                    best = makespan, rows
+        return None if best is None else best[1]
+
+    def _split_what_blocks(self) -> tuple[set[int], list[float], float]:
+        """The backwards behind the bubbles, the durations without their W, and the makespan with these."""
+        net, graph = self._net, self._net.graph
+        durations = list(net.durations)
+        split: set[int] = set()
+        while True:
+            starts, makespan = net.earliest(durations)
+            slack = 1e-9 * max(1.0, makespan)
+            found: set[int] = set()
+            seen: set[int] = set()
+            for rank in range(graph.num_ranks):
+                free = 0.0
+                for o in range(graph.first[rank], graph.first[rank + 1]):
+                    node = net.node_of[o]
+                    if starts[node] > free + slack:
+                        self._follow_back(node, starts, durations, slack, seen, found)
+                    free = starts[node] + durations[node]
+            if not found:
+                return split, durations, makespan
+            split |= found
+            for node in found:
+                durations[node] = self._time_i[graph.ops[node].stage]
+
+    def _follow_back(
+        self, blocked: int, starts: list[float], durations: list[float], slack: float, seen: set[int], found: set[int]
+    ) -> None:
+        """Adds to `found` the whole backwards on the paths that made `blocked` as late as it is."""
+        net, ops = self._net, self._net.graph.ops
+        pending = [blocked]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - slack]
+            causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - slack]
+            for cause in causes:
+                if self._can_split[cause] and durations[cause] > self._time_i[ops[cause].stage]:
+                    found.add(cause)
+            pending += causes
+
+    def _work_bound(self, split: set[int], durations: list[float]) -> float:
+        """No rank ends before its first op could start and all its work is done."""
+        net, graph = self._net, self._net.graph
+        starts, _ = net.earliest(durations)
+        bound = 0.0
+        for rank in range(graph.num_ranks):
+            nodes = [net.node_of[o] for o in range(graph.first[rank], graph.first[rank + 1])]
+            if nodes:
+                work = sum(durations[n] + (self._time_w[graph.ops[n].stage] if n in split else 0.0) for n in nodes)
+                bound = max(bound, starts[nodes[0]] + work)
+        return bound
+
+
+class _Filling:
+    """Lays the weight halves into the bubbles: one walk through the ops in an order they can run in."""
+
+    def __init__(
+        self, parts: _Separation, split: set[int], durations: list[float], horizon: float, eager: bool
+    ) -> None:
+        self._parts, self._split, self._durations, self._eager = parts, split, durations, eager
+        self._net, self._memory = parts._net, parts._memory
+        num_ranks = self._net.graph.num_ranks
+        self._latest = self._net.latest(durations, horizon)
+        self._slack = 1e-9 * max(1.0, horizon)
+        self._rows: list[list[Op]] = [[] for _ in range(num_ranks)]
+        self._free = [0.0] * num_ranks
+        self._held = [0.0] * num_ranks
+        self._count = [0] * num_ranks
+        self._waiting: list[list[Op]] = [[] for _ in range(num_ranks)]
+
+    def run(self) -> tuple[float, list[list[Op]]]:
+        """The makespan and every rank's ops."""
+        net, ops = self._net, self._net.graph.ops
+        ends = [0.0] * len(ops)
+        for node in net.order:
+            ready = max([0.0, *(ends[source] + late for source, late in net.before[node])])
+            ranks = net.ranks_of(node)
+            ready = max([ready, *(self._free[rank] for rank in ranks if len(ranks) > 1)])
+            for rank in ranks:
+                self._fill(rank, ready, max(ready, self._latest[node]))
+                self._make_way(rank, node)
+            start = max([ready, *(self._free[rank] for rank in ranks)])
+            ends[node] = start + self._run(node, ranks, start)
+        for rank, waiting in enumerate(self._waiting):
+            while waiting:
+                self._run_weight(rank, 0)
+        return max(self._free, default=0.0), self._rows
+
+    def _fill(self, rank: int, ready: float, latest: float) -> None:
+        """Runs weight halves in the bubble before an op that is ready then and must start by `latest`."""
+        while self._eager or self._free[rank] < ready - self._slack:
+            stages: set[int] = set()
+            for index, op in enumerate(self._waiting[rank]):
+                end = self._free[rank] + self._parts._time_w[op.stage]
+                if op.stage not in stages and end <= latest + self._slack:
+                    self._run_weight(rank, index)
+                    break
+                stages.add(op.stage)
+            else:
+                return
+
+    def _make_way(self, rank: int, node: int) -> None:
+        """Runs the weight halves that must come before this op: those that hold the memory it needs, and those
+        that add to the same gradients as it."""
+        op, memory = self._net.graph.ops[node], self._memory
+        waiting = self._waiting[rank]
+        if op.kind in ("B", "W") and not self._splits(node):
+            while index := next((i + 1 for i, other in enumerate(waiting) if other.stage == op.stage), 0):
+                self._run_weight(rank, index - 1)
+        more, counted = memory.change[node], COUNTED.get(op.kind, 0)
+        while waiting and (
+            (more > 0 and self._held[rank] + more > memory.room(rank))
+            or (counted > 0 and self._count[rank] + counted > memory.max_count)
+        ):
+            self._run_weight(rank, 0)
+
+    def _splits(self, node: int) -> bool:
+        """Whether this backward runs as two halves: it was chosen, or a half of its stage waits before it."""
+        if node in self._split:
+            return True
+        stage, rank = self._net.graph.ops[node].stage, self._net.graph.rank[node]
+        return self._parts._can_split[node] and any(op.stage == stage for op in self._waiting[rank])
+
+    def _run(self, node: int, ranks: list[int], start: float) -> float:
+        op, parts = self._net.graph.ops[node], self._parts
+        duration, change, counted = self._durations[node], self._memory.change[node], COUNTED.get(op.kind, 0)
+        if self._splits(node):
+            self._waiting[ranks[0]].append(Op("W", op.stage, op.microbatch))
+            op = Op("I", op.stage, op.microbatch)
+            duration, change, counted = parts._time_i[op.stage], parts._frees_i[op.stage], 0
+        for rank in ranks:
+            self._rows[rank].append(op)
+            self._free[rank] = start + duration
+            self._held[rank] += change
+            self._count[rank] += counted
+        return duration
+
+    def _run_weight(self, rank: int, index: int) -> None:
+        op = self._waiting[rank].pop(index)
+        self._rows[rank].append(op)
+        self._free[rank] += self._parts._time_w[op.stage]
+        self._held[rank] += self._parts._frees_w[op.stage]
+        self._count[rank] -= 1
