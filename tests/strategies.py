@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.schedule import Op
 
+TWO_WAYS = ("dualpipe", "amdp")
+"""Schedules with pipelines in both directions, which need even counts."""
+
 
 @st.composite
 def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 10) -> ps.Schedule:
@@ -17,7 +20,16 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
     p = draw(st.integers(1, max_ranks))
     n = draw(st.integers(1, max_microbatches))
     options: dict[str, Any] = {}
-    if name == "interleaved-1f1b":
+    if name in TWO_WAYS:
+        p += p % 2
+        n += n % 2
+    if name in ("dualpipe", "dualpipe-v"):
+        n = max(n, 2 * p)
+    elif name == "looped-bfs":
+        options["num_stages"] = p * draw(st.integers(1, 3))
+    elif name == "amdp":
+        options["forward"], options["backward"] = draw(st.sampled_from([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]))
+    elif name == "interleaved-1f1b":
         n = p * draw(st.integers(1, max(1, max_microbatches // p)))
         options["num_stages"] = p * draw(st.integers(1, 3))
     elif name == "zb-h2":

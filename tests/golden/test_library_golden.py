@@ -17,6 +17,14 @@ SIZES: dict[str, list[tuple[int, int, dict]]] = {
     "zb-h1": [(1, 2, {}), (4, 3, {}), (4, 8, {})],
     "zb-h2": [(2, 3, {}), (4, 8, {})],
     "zb-v": [(1, 3, {}), (2, 4, {}), (4, 3, {}), (4, 8, {})],
+    "looped-bfs": [(1, 2, {}), (2, 3, {}), (4, 2, {}), (2, 4, {"num_stages": 6})],
+    "v-half": [(1, 3, {}), (2, 4, {}), (3, 5, {}), (4, 8, {})],
+    "v-min": [(1, 3, {}), (2, 4, {}), (3, 5, {}), (4, 8, {})],
+    "dualpipe": [(2, 4, {}), (4, 8, {})],
+    "dualpipe-v": [(1, 2, {}), (2, 5, {}), (4, 8, {})],
+    "pipedream": [(1, 2, {}), (4, 8, {})],
+    "pipedream-2bw": [(1, 2, {}), (4, 8, {})],
+    "amdp": [(2, 4, {}), (4, 6, {}), (4, 8, {"backward": 1.0}), (8, 16, {})],
     "zb": [(4, 12, {}), (4, 12, {"warmup": [9, 6, 3, 1]}), (4, 8, {"warmup": [4, 3, 2, 1], "memory_limit": 4})],
 }
 
@@ -34,7 +42,9 @@ def test_the_docstring_draws_the_schedule(name: str) -> None:
     lines = [line.split("|", 1)[1] for line in str(function.__doc__).splitlines() if line.strip().startswith("rank ")]
     drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
     options = {"zb": {"warmup": [5, 3, 1]}}.get(name, {})
-    microbatches = {"gpipe": 3, "zb-h2": 8, "zb": 8}.get(name, 6)
+    microbatches = {"gpipe": 3, "zb-h2": 8, "zb": 8, "looped-bfs": 3, "dualpipe": 8, "v-half": 4, "v-min": 4}.get(
+        name, 6
+    )
     schedule = function(len(drawn), microbatches, **options)
     for rank, cells in enumerate(drawn):
         stages = schedule.stages_of(rank)

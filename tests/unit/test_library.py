@@ -116,7 +116,7 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
     ("name", "options", "message"),
     [
         ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
-        ("qqq", {}, "no schedule named 'qqq'; there are gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, zb"),
+        ("qqq", {}, f"no schedule named 'qqq'; there are {', '.join(ps.SCHEDULES)}"),
         ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
         ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, memory_limit"),
         (

@@ -7,9 +7,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from penstock.library.amdp import amdp
+from penstock.library.dualpipe import dualpipe, dualpipe_v
 from penstock.library.gpipe import gpipe
 from penstock.library.interleaved import interleaved
+from penstock.library.looped_bfs import looped_bfs
 from penstock.library.one_f_one_b import one_f_one_b
+from penstock.library.pipedream import pipedream, pipedream_2bw
+from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
 from penstock.schedule import Schedule, ScheduleError, check
@@ -18,10 +23,18 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved-1f1b": interleaved,
+    "looped-bfs": looped_bfs,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,
     "zb": zb,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
+    "amdp": amdp,
 }
 
 

@@ -1,0 +1,121 @@
+"""DualPipe and DualPipeV (DeepSeek-V3 technical report, 2024): two streams of microbatches that meet.
+
+Every rank hosts two stages, one near the input and one near the loss of a pipeline (`near` and `far` below), and
+runs a forward of one beside a backward of the other. The original overlaps the two on the device. Here they are
+ops of their own, F before B, which is what its own code runs where nothing overlaps them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from penstock.library.options import at_least, whole_multiple
+from penstock.schedule import Op, Placement, Schedule, v_shape
+
+Side = Literal["near", "far"]
+Pair = Callable[[Side], tuple[int, Callable[[int], int]]]
+"""What a rank hosts on a side: the stage, and the microbatch that comes k-th there."""
+
+
+def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two pipelines, one down the ranks and one up: rank i hosts stage i of one, stage p - 1 - i of the other.
+
+    Even microbatches go down, odd ones up. Two ranks, eight microbatches:
+
+        rank 0 | 0F0 1F1 0F2 1B1 1F3 0B0 0F4 1B3 1F5 0B2 0F6 1B5 1F7 0B4 1B7 0I6 0W6
+        rank 1 | 0F1 1F0 0F3 1B0 1F2 0B1 0F5 1B2 1F4 0B3 0F7 1B4 1F6 0B5 1B6 0I7 0W7
+
+    Bubble (p/2 - 1)(f + i - w) where w <= i <= f <= i + w; peak p + 1 activations. The bubble in the authors'
+    README counts an F beside a B as one op of its own length. The gradients of the two copies of a stage add up.
+    Needs an even p, an even N and N >= 2p.
+    """
+    whole_multiple("dualpipe", "ranks", num_ranks, "pipelines", 2)
+    whole_multiple("dualpipe", "microbatches", num_microbatches, "pipelines", 2)
+    at_least(f"dualpipe over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
+    last = num_ranks - 1
+    rows = []
+    for rank in range(num_ranks):
+
+        def hosted(side: Side, rank: int = rank) -> tuple[int, Callable[[int], int]]:
+            down = (side == "near") == (rank < num_ranks // 2)
+            return (rank, lambda k: 2 * k) if down else (last - rank, lambda k: 2 * k + 1)
+
+        rows.append(_eight_phases(hosted, min(rank, last - rank), num_ranks // 2, num_microbatches // 2))
+    down = tuple(range(num_ranks))
+    pipelines = tuple(m % 2 for m in range(num_microbatches))
+    return Schedule("dualpipe", Placement((down, down[::-1])), tuple(map(tuple, rows)), pipelines)
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipe cut in half: one pipeline in a V, stages i and 2p - 1 - i on rank i, so no stage is there twice.
+
+    Two ranks, stages 0 1 1 0 going down and up:
+
+        rank 0 | 0F0 0F1 0F2 .   3F0 3I0 3W0 3F1 0F3 3B1 ...
+        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 ...
+
+    Bubble (p - 1)(f + i - w) in stage times where w <= i <= f <= i + w; peak 2p + 1 stage activations. Needs
+    N >= 2p, odd or even, as nothing runs the other way.
+    """
+    at_least(f"dualpipe-v over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
+    rows = []
+    for rank in range(num_ranks):
+
+        def hosted(side: Side, rank: int = rank) -> tuple[int, Callable[[int], int]]:
+            return (rank if side == "near" else 2 * num_ranks - 1 - rank), lambda k: k
+
+        rows.append(_eight_phases(hosted, rank, num_ranks, num_microbatches))
+    return Schedule.of("dualpipe-v", v_shape(num_ranks), rows, num_microbatches)
+
+
+def _eight_phases(hosted: Pair, place: int, depth: int, num_microbatches: int) -> list[Op]:
+    """One rank's row: `place` ranks lie between it and the ends, `depth` ranks make half a round trip.
+
+    Each side gets `num_microbatches`. A backward is split where its W can fill a bubble; a W that waits is run
+    in the order in which its I ran.
+    """
+    row: list[Op] = []
+    count = {(kind, side): 0 for kind in "FB" for side in ("near", "far")}
+    late: deque[Op] = deque()
+
+    def forward(side: Side) -> None:
+        stage, nth = hosted(side)
+        row.append(Op("F", stage, nth(count["F", side])))
+        count["F", side] += 1
+
+    def backward(side: Side, split: bool = False) -> None:
+        stage, nth = hosted(side)
+        m = nth(count["B", side])
+        count["B", side] += 1
+        row.append(Op("I" if split else "B", stage, m))
+        if split:
+            late.append(Op("W", stage, m))
+
+    below, above = depth - place - 1, place + 1
+    for _ in range(2 * below):
+        forward("near")
+    for _ in range(above):
+        forward("near")
+        forward("far")
+    for _ in range(below):
+        backward("far", split=True)
+        row.append(late.popleft())
+        forward("far")
+    for _ in range(num_microbatches - 2 * depth + above):
+        forward("near")
+        backward("far")
+        forward("far")
+        backward("near")
+    for _ in range(below):
+        backward("far")
+        forward("far")
+        backward("near")
+    for k in range(2 * above):
+        backward("near" if k % 2 else "far", split=k >= above)
+    for _ in range(below):
+        row.append(late.popleft())
+        backward("near", split=True)
+    row += late
+    return row

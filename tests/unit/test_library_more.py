@@ -1,0 +1,188 @@
+"""The later library schedules against their formulas: bubble, span and peak, for many ranks and microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.schedule import peak_in_flight
+
+pytestmark = pytest.mark.unit
+
+TIMES = ((1, 1, 1), (2, 3, 1), (10, 20, 10), (1, 2, 3))
+"""f, i, w of a stage."""
+
+
+def timed(schedule: ps.Schedule, f: float, i: float, w: float) -> ps.Timeline:
+    return ps.simulate(schedule, ps.Costs.uniform(schedule.num_stages, f, i, w))
+
+
+def bubble(schedule: ps.Schedule, f: float, i: float, w: float) -> float:
+    """Makespan above a rank's busy time, in ms; every rank hosts as much as the others."""
+    timeline = timed(schedule, f, i, w)
+    return timeline.makespan - sum(timeline.busy) / schedule.num_ranks
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 12])
+def test_looped_bfs(p: int, v: int, n: int) -> None:
+    schedule = ps.build("looped-bfs", p, n, num_stages=v * p)
+    for f, i, w in TIMES:
+        assert bubble(schedule, f, i, w) == (p - 1 + (v - 1) * max(p - n, 0)) * (f + i + w)
+    assert peak_in_flight(schedule) == (v * n,) * p
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_v_half(p: int, rounds: int) -> None:
+    n = rounds * p
+    schedule = ps.build("v-half", p, n)
+    if p > 2:
+        assert timed(schedule, 1, 1, 1).span - 6 * n == (3 * p - 4 if p % 2 else 3 * p - 7)
+    elif n > 2:
+        assert timed(schedule, 1, 1, 1).span == 6 * n
+    assert max(peak_in_flight(schedule)) <= p + 2 - p % 2
+    if n >= p > 1:
+        assert max(peak_in_flight(schedule)) == p + 2 - p % 2
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_v_min(p: int, rounds: int) -> None:
+    n = rounds * p
+    schedule = ps.build("v-min", p, n)
+    found = timed(schedule, 1, 1, 1).span - 6 * n
+    if p % 3 == 2:
+        assert found <= 4 * p - 6
+    elif p > 1:
+        assert found == (4 * p - 5 if p % 3 == 1 else 4 * p - 7)
+    assert max(peak_in_flight(schedule)) == 2 * (-(-p // 3) + (p % 3 != 1))
+
+
+@pytest.mark.parametrize(("p", "peak"), [(4, 2), (8, 4), (16, 6), (24, 9)])
+def test_v_min_holds_as_few_full_stages_as_its_authors_say(p: int, peak: int) -> None:
+    assert max(peak_in_flight(ps.build("v-min", p, p))) == 2 * peak
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_v_patterns_with_any_number_of_microbatches(name: str, p: int, n: int) -> None:
+    """A single microbatch leaves every rank the whole chain's F and I but its own; more can only fill bubbles."""
+    found = timed(ps.build(name, p, n), 1, 1, 1).makespan
+    assert found <= n * (4 * p + 2)
+    if n == 1:
+        assert found == 4 * p + (2 if p == 1 else 1)
+
+
+EVEN = ((1, 1, 1), (3, 2, 1), (4, 4, 2), (2, 2, 1), (4, 3, 2))
+"""Times with w <= i <= f <= i + w."""
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize("more", [0, 2, 6])
+def test_dualpipe(p: int, more: int) -> None:
+    schedule = ps.build("dualpipe", p, 2 * p + more)
+    for f, i, w in EVEN:
+        assert bubble(schedule, f, i, w) == (p // 2 - 1) * (f + i - w)
+    assert peak_in_flight(schedule) == (p + 1,) * p
+    assert schedule.microbatch_pipeline == (0, 1) * (p + more // 2)
+    for rank in range(p):
+        assert schedule.stages_of(rank) == tuple(sorted({rank, p - 1 - rank}))
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipe_v(p: int, more: int) -> None:
+    schedule = ps.build("dualpipe-v", p, 2 * p + more)
+    for f, i, w in EVEN:
+        assert bubble(schedule, f, i, w) == (p - 1) * (f + i - w)
+    assert peak_in_flight(schedule) == (2 * p + 1,) * p
+
+
+def test_dualpipe_v_is_half_of_dualpipe() -> None:
+    """Rank i of the one runs what rank i of the other, twice as long, does."""
+    whole, half = ps.build("dualpipe", 8, 20), ps.build("dualpipe-v", 4, 10)
+    for rank in range(4):
+        near = [(op.kind, op.microbatch // 2, op.stage) for op in whole.order[rank]]
+        assert near == [(op.kind, op.microbatch, op.stage) for op in half.order[rank]]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("n", [1, 3, 8, 24])
+def test_pipedream_fills_and_drains_once(name: str, p: int, n: int) -> None:
+    schedule = ps.build(name, p, n)
+    for f, i, w in TIMES:
+        assert bubble(schedule, f, i, w) == (p - 1) * (f + i + w)
+    assert peak_in_flight(schedule) == tuple(min(p - rank, n) for rank in range(p))
+    for rank, row in enumerate(schedule.order):
+        steady = [op.kind for op in row[min(p - rank, n) - 1 : -min(p - rank, n) or None]]
+        assert steady == (["F", "B"] * n)[: len(steady)]
+
+
+@pytest.mark.parametrize(("d", "busy"), [(4, 0.98), (8, 0.98), (12, 0.98), (16, 0.98), (6, 0.9), (10, 0.9)])
+def test_amdp_keeps_ranks_busy(d: int, busy: float) -> None:
+    schedule = ps.build("amdp", d, 40 * d)
+    assert 1 - ps.simulate(schedule, ps.Costs.uniform(d, 1, 1, 1)).bubble_ratio > busy
+    assert max(peak_in_flight(schedule)) <= 2 * d
+
+
+@pytest.mark.parametrize("d", [4, 8, 12, 16])
+def test_amdp_needs_no_more_than_d_and_one_activations_where_the_directions_are_alike(d: int) -> None:
+    schedule = ps.build("amdp", d, 40 * d, backward=1.0)
+    assert 1 - ps.simulate(schedule, ps.Costs.uniform(d, 1, 1, 0)).bubble_ratio > 0.99
+    assert max(peak_in_flight(schedule)) == d + 1
+
+
+@pytest.mark.parametrize("d", [2, 4, 6, 8, 10, 16])
+def test_amdp_places_each_stage_once_in_every_pipeline(d: int) -> None:
+    placement = ps.build("amdp", d, 1).placement
+    assert placement.num_pipelines == d // 2
+    for j, hosts in enumerate(placement.pipelines):
+        assert sorted(hosts) == list(range(d))
+        assert hosts == tuple((2 * j + i if j % 2 == 0 else 2 * j - i + d + 1) % d for i in range(d))
+    for rank in range(d):
+        assert len(placement.stages_of(rank)) == d // 2
+
+
+def test_amdp_places_pipelines_as_figure_4_of_the_paper() -> None:
+    assert ps.build("amdp", 8, 8).placement.pipelines[:2] == ((0, 1, 2, 3, 4, 5, 6, 7), (3, 2, 1, 0, 7, 6, 5, 4))
+
+
+@pytest.mark.parametrize(("backward", "ahead"), [(0.5, 0), (1.0, 1), (2.0, 2), (3.5, 3)])
+def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(backward: float, ahead: int) -> None:
+    schedule = ps.build("amdp", 8, 64, backward=backward)
+    held = 0
+    for j, hosts in enumerate(schedule.placement.pipelines):
+        open_now = 0
+        for op in schedule.order[hosts[0]]:
+            if op.stage == 0 and schedule.microbatch_pipeline[op.microbatch] == j:
+                open_now += 1 if op.kind == "F" else -1
+                held = max(held, open_now)
+    assert held == 2 + ahead
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "n", "options", "message"),
+    [
+        ("looped-bfs", 4, 8, {"num_stages": 6},
+            "looped-bfs needs stages in a multiple of the 4 ranks, got 6; use 4 or 8"),
+        ("dualpipe", 3, 8, {}, "dualpipe needs ranks in a multiple of the 2 pipelines, got 3; use 2 or 4"),
+        ("dualpipe", 4, 9, {}, "dualpipe needs microbatches in a multiple of the 2 pipelines, got 9; use 8 or 10"),
+        ("dualpipe", 4, 6, {}, "dualpipe over 4 ranks needs at least 8 microbatches, got 6"),
+        ("dualpipe-v", 4, 7, {}, "dualpipe-v over 4 ranks needs at least 8 microbatches, got 7"),
+        ("amdp", 5, 10, {}, "amdp needs ranks in a multiple of the 2 that each pipeline takes, got 5; use 4 or 6"),
+        ("amdp", 4, 8, {"backward": 0.0}, "amdp: backward is 0.0; give a time above 0"),
+        ("amdp", 4, 8, {"forward": float("nan")}, "amdp: forward is nan; give a time above 0"),
+        ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes no options"),
+    ],
+)  # fmt: skip
+def test_wrong_options_say_what_was_given_and_the_rule(
+    name: str, p: int, n: int, options: dict, message: str
+) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build(name, p, n, **options)
+    assert str(caught.value) == message
+    assert caught.value.rule == "options"
