@@ -12,6 +12,7 @@ from penstock.library.dualpipe import dualpipe, dualpipe_v
 from penstock.library.gpipe import gpipe
 from penstock.library.interleaved import interleaved
 from penstock.library.looped_bfs import looped_bfs
+from penstock.library.mllm import mllm
 from penstock.library.one_f_one_b import one_f_one_b
 from penstock.library.pipedream import pipedream, pipedream_2bw
 from penstock.library.v_half import v_half, v_min
@@ -35,6 +36,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
     "amdp": amdp,
+    "mllm": mllm,
 }
 
 

@@ -8,8 +8,8 @@ from penstock.schedule import Op, Placement, Schedule
 def mllm(num_ranks: int, num_microbatches: int) -> Schedule:
     """Stage 0 (embedding) and stage p + 1 (head with loss) on all ranks at once, stage i + 1 on rank i.
 
-    Large vocabularies make the first and last stage many times slower than the others; cut along the vocabulary
-    they weigh the same on every rank. Two ranks; E e H h are forward and backward of embedding and head, and
+    A large vocabulary makes the first and the last stage several times slower than the others; cut along it they
+    weigh the same on every rank. Two ranks; E e H h are forward and backward of embedding and head, and
     stand in both rows at once; F and B are the rank's own stage:
 
         rank 0 | E0 F0 .  E1 H0 h0 F1 .  .  .  E2 H1 h1 F2 B0-----> e0 H2 h2 B1-----> e1 B2-----> e2
@@ -22,9 +22,8 @@ def mllm(num_ranks: int, num_microbatches: int) -> Schedule:
     at all. No order of these ops is shorter: the last rank is idle while the first microbatch comes down to it
     and while the last one goes back up, and meanwhile a shared op cannot run.
 
-    Peak on rank i: p - i + (p - 1)/2 - (i - 1)/2, halves rounded down (i + 1 in place of i - 1 where p is odd),
-    activations of its own stage, so 3p/2 on rank 0 where p is even and 1 on the last; besides them
-    those of embedding and head, where they keep any.
+    Peak on rank i: 1 + 3(p - 1 - i)/2, rounded up, activations of its own stage (fewer if N is), so about 3p/2
+    on the first rank and 1 on the last; besides them those of embedding and head, where they keep any.
     """
     last = num_ranks - 1
     odd = num_ranks % 2
