@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.dispatch import Dispatch, Dispatcher
+from penstock.passes.communication import remove_communication
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same
 from penstock.runtime.clip import global_norm, scale_gradients
@@ -72,7 +73,8 @@ class Pipeline:
     Args:
         model: an `nn.Sequential`, cut into stages of equal cost; or a list with one module, or function
             that makes one (called only where its stage runs), for each stage.
-        schedule: checked here. With one rank a process, all must give the same.
+        schedule: checked here; messages in it are left out, for the transport places them. With one rank a
+            process, all must give the same.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
             counts.
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
@@ -113,7 +115,7 @@ class Pipeline:
         timeout: float = 60.0,
         transport: str = "host",
     ) -> None:
-        self.schedule = schedule
+        self.schedule = schedule = remove_communication(schedule)  # the transport places messages
         self.dispatch = as_dispatch(dispatch)
         self.clip_norm = clip_norm
         self.num_updates = 0
