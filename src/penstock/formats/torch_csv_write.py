@@ -5,7 +5,7 @@ loads the file. One with them (`passes.add_communication`) becomes a list of act
 which torch runs as it stands; so it also holds what torch would otherwise put in itself:
 
     UNSHARD s        before the first op, for every stage of the rank
-    REDUCE_GRAD s    after the last backward of the stage; without it gradients are sums, not means
+    REDUCE_GRAD s    after the last op of the stage; without it gradients are sums, not means
     RESHARD s        after that
 
 The first and last do nothing unless the stage's module is sharded (FSDP).
@@ -16,7 +16,7 @@ from __future__ import annotations
 from penstock.formats.torch_csv import ACTIONS
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.schedule.messages import has_communication, run_rendezvous
-from penstock.schedule.op import BACKWARD, FORWARD, WEIGHT
+from penstock.schedule.op import FORWARD
 from penstock.schedule.text import unit_columns
 
 
@@ -49,11 +49,11 @@ def _spread(row: tuple[Op, ...], columns: list[int]) -> list[str]:
 
 
 def _with_bookkeeping(row: tuple[Op, ...]) -> list[str]:
-    last_backward = {op.stage: step for step, op in enumerate(row) if op.kind in (BACKWARD, WEIGHT)}
-    cells = [f"{stage}UNSHARD" for stage in dict.fromkeys(op.stage for op in row)]
+    last = {op.stage: step for step, op in enumerate(row)}
+    cells = [f"{stage}UNSHARD" for stage in last]
     for step, op in enumerate(row):
         cells.append(str(op))
-        if last_backward.get(op.stage) == step:
+        if last[op.stage] == step:
             cells += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
     return cells
 
@@ -129,4 +129,4 @@ def _check_rendezvous(schedule: Schedule) -> None:
 
 def _lacks(feature: str, rank: int | None = None, step: int | None = None, op: Op | None = None) -> None:
     spot = "" if rank is None else f"rank {rank}, step {step}, {op}: "
-    raise ScheduleError(f"{spot}torch's pipelining has no {feature}", rule="torch", rank=rank, step=step, op=op)
+    raise ScheduleError(f"{spot}torch's pipelining lacks {feature}", rule="torch", rank=rank, step=step, op=op)
