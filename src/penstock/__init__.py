@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
+from penstock.plan import Plan, plan
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
@@ -34,6 +35,7 @@ __all__ = [
     "Op",
     "Pipeline",
     "Placement",
+    "Plan",
     "Schedule",
     "ScheduleError",
     "StepResult",
@@ -42,6 +44,7 @@ __all__ = [
     "check",
     "load",
     "parse",
+    "plan",
     "save",
     "simulate",
 ]

@@ -1,5 +1,16 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
+from penstock.plan.plan import Plan, plan
+from penstock.plan.progress import Progress
 from penstock.plan.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
-__all__ = ["adapted_warmups", "initial_warmups", "needed_slack", "tolerance", "tolerances"]
+__all__ = [
+    "Plan",
+    "Progress",
+    "adapted_warmups",
+    "initial_warmups",
+    "needed_slack",
+    "plan",
+    "tolerance",
+    "tolerances",
+]

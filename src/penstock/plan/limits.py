@@ -1,0 +1,83 @@
+"""How much each rank may hold while it plans: in stage activations, in bytes, or without limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+from penstock.cost import Costs
+from penstock.schedule import Placement, ScheduleError
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps per rank, and what a forward of each stage holds in their unit, with the share of it that I frees."""
+
+    cap: tuple[float, ...]
+    held: tuple[tuple[float, float], ...]
+    in_flight: float | None = None
+
+
+def limits_of(
+    costs: Costs,
+    placement: Placement,
+    num_ranks: int,
+    max_in_flight: float | Sequence[float] | None,
+    memory_limit: float | Sequence[float] | None,
+    split: bool,
+) -> Limits:
+    """Reads the limits. Without any, caps are infinite.
+
+    Raises:
+        ScheduleError: both are given, a wrong number of entries, or a cap below what one microbatch holds.
+    """
+    if max_in_flight is not None and memory_limit is not None:
+        raise ScheduleError(
+            f"max_in_flight {max_in_flight} and memory_limit {memory_limit} both limit memory; give one of them",
+            rule="options",
+        )
+    share = costs.freed_by_input if split else 0.0
+    if max_in_flight is None:
+        held = tuple((float(a), float(share)) for a in costs.activation)
+        if memory_limit is None:
+            return Limits((math.inf,) * num_ranks, held)
+        cap = _per_rank("memory_limit", memory_limit, num_ranks)
+        limits = Limits(cap, held)
+    else:
+        cap = _per_rank("max_in_flight", max_in_flight, num_ranks)
+        in_flight = max(cap) if min(cap) == max(cap) < math.inf else None
+        limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight)
+    _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit")
+    return limits
+
+
+def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    values = [value] * num_ranks if isinstance(value, Real) else list(value)  # type: ignore[arg-type]
+    if len(values) != num_ranks:
+        raise ScheduleError(
+            f"{name} has {len(values)} entries; give one number, or one a rank: {num_ranks}", rule="options"
+        )
+    for rank, cap in enumerate(values):
+        if not isinstance(cap, Real) or isinstance(cap, bool) or not float(cap) > 0:
+            raise ScheduleError(f"{name} of rank {rank} is {cap!r}: give a number above 0", rule="options")
+    return tuple(float(cap) for cap in values)
+
+
+def _check_room(limits: Limits, placement: Placement, name: str) -> None:
+    for pipeline, hosts in enumerate(placement.pipelines):
+        for rank, cap in enumerate(limits.cap):
+            mine = [stage for stage, host in enumerate(hosts) if host == rank]
+            needed = sum(limits.held[stage][0] for stage in mine)
+            if needed > cap * (1 + _EPSILON):
+                unit = "activations" if name == "max_in_flight" else "of memory"
+                raise ScheduleError(
+                    f"rank {rank} holds {needed:g} {unit} for one microbatch (stages "
+                    f"{', '.join(map(str, mine))} of pipeline {pipeline}), but {name} is {cap:g}; no schedule fits: "
+                    f"raise {name} or place fewer stages there",
+                    rule="memory",
+                    rank=rank,
+                )

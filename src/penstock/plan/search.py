@@ -1,0 +1,176 @@
+"""The search, from what is cheap to what is dear: bound, greedy, justification, local search, exact solving.
+
+Each step keeps the best orders so far and stops as soon as they are proved good enough or the time is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.dispatch.compiled import compiled
+from penstock.plan import justify, listing
+from penstock.plan.problem import BACKWARD_CLASS, Array, Problem
+from penstock.plan.progress import Progress
+
+_FIRST_TRIALS = 4
+_SLICE = 0.1
+"""Seconds that compiled code runs before it comes back to look at the clock."""
+
+
+class Space:
+    """Working space for the compiled functions: one for each thread."""
+
+    def __init__(self, problem: Problem) -> None:
+        queues = problem.queues
+        num_ops, num_ranks, num_queues = queues.num_ops, queues.num_ranks, len(queues.rank)
+        leaves = 1
+        while leaves < num_ranks:
+            leaves *= 2
+        self.start = np.empty(num_ops)
+        self.values = np.empty(num_ops)
+        self.row = np.empty(num_ops, np.int64)
+        self.wait = np.zeros(num_ranks)
+        self.state = np.empty(num_queues + 2 * num_ranks, np.int64)
+        self.times = np.empty(num_queues + 3 * num_ranks + 2 * leaves)
+
+
+@dataclass
+class Search:
+    """The state of a search for the shortest makespan.
+
+    Attributes:
+        problem: what to plan.
+        lower_bound: ms.
+        seed: of the random numbers.
+        value, row, how: the best so far.
+    """
+
+    problem: Problem
+    lower_bound: float
+    seed: int = 0
+    stop_at_gap: float = 0.0
+    value: float = float("inf")
+    row: Array = None
+    how: str = ""
+    on_progress: Callable[[Progress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best is proved good enough."""
+        return self.value <= self.target
+
+    @property
+    def target(self) -> float:
+        """The makespan (ms) at which the search may stop."""
+        return self.lower_bound * (1 + max(self.stop_at_gap, 1e-9))
+
+    def report(self, how: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(how, self.seconds, self.value, self.lower_bound))
+
+    def take(self, value: float, row: Array, how: str) -> None:
+        """Keeps an order if it is the best so far."""
+        if value < self.value * (1 - 1e-12) or self.row is None:
+            self.value, self.row, self.how = float(value), row.copy(), how
+
+
+def class_rows(problem: Problem) -> Array:
+    """Orders of kinds to start from: backward, forward, weight gradients; and with the last two exchanged."""
+    classes = problem.priority_class
+    swapped = np.where(classes == BACKWARD_CLASS, classes, 3 - classes)
+    return np.stack([classes, swapped])
+
+
+def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
+    """List scheduling by class, then by microbatch; the row is left in `space.row`."""
+    queues = problem.queues
+    counts = queues.size
+    number = np.arange(queues.num_ops) - np.repeat(queues.op_first[:-1], counts)
+    space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
+    space.wait[:] = 0.0
+    module: Any = compiled(listing)
+    return float(
+        module.list_ops(queues, space.values, space.wait, False, space.start, space.row, space.state, space.times)
+    )
+
+
+def greedy(search: Search, space: Space) -> None:
+    """Step 1: backward before forward before weight gradients."""
+    made = list_by_class(search.problem, search.problem.priority_class, space)
+    if made >= 0:
+        search.take(made, space.row, "greedy")
+    else:
+        search.take(*one_by_one(search.problem), "one microbatch at a time")
+    search.report("greedy")
+
+
+def one_by_one(problem: Problem) -> tuple[float, Array]:
+    """Every microbatch alone, which fits whatever the caps: the start where greedy gets stuck."""
+    queues = problem.queues
+    kinds = {"F": 0, "I": 1, "B": 1, "W": 2}
+    rows = []
+    for r in range(queues.num_ranks):
+        mine = range(queues.rank_first[r], queues.rank_first[r + 1])
+        order = sorted(
+            (
+                j,
+                queues.pipeline[q],
+                kinds[problem.kind[q]],
+                problem.stage[q] * (1 if problem.kind[q] == "F" else -1),
+                q,
+            )
+            for q in mine
+            for j in range(queues.size[q])
+        )
+        rows += [entry[-1] for entry in order]
+    row = np.array(rows, np.int64)
+    return time_of(problem, row), row
+
+
+def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
+    """The makespan of fixed orders, started as soon as possible; -1 where they deadlock."""
+    queues = problem.queues
+    num_ranks = queues.num_ranks
+    module: Any = compiled(listing)
+    return float(
+        module.time_row(
+            queues,
+            row,
+            np.empty(queues.num_ops) if start is None else start,
+            np.empty(len(queues.rank), np.int64),
+            np.empty(num_ranks, np.int64),
+            np.empty(num_ranks),
+            np.empty(2 * num_ranks, np.int64),
+        )
+    )
+
+
+def justified(search: Search, space: Space, until: float) -> None:
+    """Step 2: justification from random starts, until `until` (seconds since the search began)."""
+    module: Any = compiled(justify)
+    queues = search.problem.queues
+    back, classes = queues.turned(), class_rows(search.problem)
+    scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
+    module.seed(search.seed)
+    row = search.row.copy()
+    num_trials = 1
+    while not search.closed and search.seconds < until:
+        before = time.perf_counter()
+        best = module.trials(
+            queues, back, classes, scale, num_trials, 10, search.target, search.value, row, space.start, space.row,
+            space.wait, space.values, space.state, space.times,
+        )  # fmt: skip
+        if time.perf_counter() - before < _SLICE / 2:
+            num_trials *= 2
+        search.take(best, row, "justified")
+        search.report("justified")

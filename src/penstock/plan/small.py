@@ -1,0 +1,27 @@
+"""Small compiled pieces that listing, bounds and search share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any
+
+
+def least_of(tree: Array, leaves: int) -> int:
+    """The number of the least leaf of a tree of minima (its root is `tree[1]`), the first of equals."""
+    node = 1
+    while node < leaves:
+        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
+    return node - leaves
+
+
+def sift(tree: Array, node: int, value: float) -> None:
+    """Gives a leaf another value and brings the minima above it up to date."""
+    tree[node] = value
+    node //= 2
+    while node > 0:
+        least = min(tree[2 * node], tree[2 * node + 1])
+        if tree[node] == least:
+            return
+        tree[node] = least
+        node //= 2

@@ -1,0 +1,178 @@
+"""`ps.plan`: schedules within their limits, bounds that hold, and errors that say what to change."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound
+from penstock.plan.problem import pose
+from penstock.plan.search import time_of
+from penstock.schedule import one_to_one, v_shape
+
+
+def family(num_ranks: int, seed: int) -> tuple[ps.Costs, ps.Links]:
+    """Uneven stages and one slow link."""
+    draw = np.random.default_rng(seed)
+    costs = ps.Costs(
+        draw.uniform(90, 110, num_ranks), draw.uniform(90, 130, num_ranks), draw.uniform(70, 110, num_ranks)
+    )
+    rank = int(draw.integers(num_ranks - 1))
+    return costs, ps.Links({(rank, rank + 1): float(draw.uniform(100, 300))})
+
+
+def peaks(schedule: ps.Schedule) -> list[int]:
+    """Most F - W (or F - B) on each rank."""
+    found = []
+    for row in schedule.order:
+        held = peak = 0
+        for op in row:
+            held += {"F": 1, "W": -1, "B": -1}.get(op.kind, 0)
+            peak = max(peak, held)
+        found.append(peak)
+    return found
+
+
+def test_the_paper_example_is_planned_at_its_bound() -> None:
+    """4 stages, 12 microbatches, 10 ms ops, a link of 20 ms: 410 is reached and proved."""
+    plan = ps.plan(ps.Costs.uniform(4, f=10, i=10, w=10), 4, 12, ps.Links({(0, 1): 20.0}))
+    assert plan.makespan == plan.lower_bound == 410.0
+    assert plan.gap == 0.0
+    assert plan.how == "greedy"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tight_cap_is_kept_and_the_simulation_agrees(seed: int) -> None:
+    costs, links = family(5, seed)
+    plan = ps.plan(costs, 5, 12, links, max_in_flight=5, time_limit=0.3, seed=seed)
+    assert max(peaks(plan.schedule)) <= 5
+    assert plan.schedule.memory_limit == 5
+    assert ps.simulate(plan.schedule, costs, links=links).makespan == pytest.approx(plan.makespan)
+    assert plan.makespan >= plan.lower_bound * (1 - 1e-12)
+    assert plan.gap < 0.08
+
+
+def test_bytes_freed_partly_at_the_input_half() -> None:
+    costs, links = family(4, 1)
+    costs = ps.Costs(costs.f, costs.i, costs.w, activation=[4e9, 3e9, 2e9, 1e9], freed_by_input=0.4)
+    plan = ps.plan(costs, 4, 10, links, memory_limit=1e10, time_limit=0.3)
+    timeline = ps.simulate(plan.schedule, costs, links=links)
+    assert max(timeline.peak_activations) <= 1e10 * (1 + 1e-9)
+    assert timeline.makespan >= plan.lower_bound * (1 - 1e-12)
+
+
+def test_caps_may_differ_from_rank_to_rank() -> None:
+    costs, links = family(4, 2)
+    plan = ps.plan(costs, 4, 10, links, max_in_flight=[4, 3, 2, 1], time_limit=0.2)
+    assert all(peak <= cap for peak, cap in zip(peaks(plan.schedule), [4, 3, 2, 1], strict=True))
+
+
+def test_a_backward_that_is_not_split() -> None:
+    costs, links = family(4, 3)
+    plan = ps.plan(costs, 4, 8, links, max_in_flight=4, split=False, time_limit=0.2)
+    assert {op.kind for row in plan.schedule.order for op in row} == {"F", "B"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_ranks"),
+    [
+        (v_shape(3), 3),
+        (ps.Placement(((0, 1, 2, 0, 1, 2),)), 3),
+        (ps.Placement(((0, 1, 2, 3), (3, 2, 1, 0))), 4),
+        (ps.Placement(((0, 1, 1, 0), (1, 0, 0, 1))), 2),
+    ],
+    ids=["v", "circular", "bidirectional", "two v"],
+)
+@pytest.mark.parametrize("cap", [math.inf, 4.0, 3.0])
+def test_any_placement(placement: ps.Placement, num_ranks: int, cap: float) -> None:
+    costs = ps.Costs(
+        [3, 4, 3, 5, 4, 3][: placement.num_stages], [5] * placement.num_stages, [2] * placement.num_stages
+    )
+    plan = ps.plan(costs, num_ranks, 7, max_in_flight=cap, placement=placement, time_limit=0.1)
+    assert max(peaks(plan.schedule)) <= cap
+    assert plan.schedule.placement == placement
+    assert plan.makespan >= plan.lower_bound * (1 - 1e-12)
+
+
+def test_bounds_from_the_weakest_to_the_strongest() -> None:
+    for seed in range(20):
+        costs, links = family(4, seed)
+        problem = pose(costs, one_to_one(4), 4, 9, links, [(1.0, 0.0)] * 4, [4.0] * 4, split=True)
+        busy, trip = busy_bound(problem), round_trip_bound(problem)
+        path, jackson = path_bound(problem), jackson_bound(problem)
+        assert jackson >= max(busy, trip, path) * (1 - 1e-12)
+
+
+def test_every_order_is_above_the_bound() -> None:
+    """A thousand random orders that run: none ends before the bound."""
+    costs, links = family(3, 7)
+    problem = pose(costs, one_to_one(3), 3, 4, links, [(1.0, 0.0)] * 3, [2.0] * 3, split=True)
+    bound, draw, ran = jackson_bound(problem), np.random.default_rng(0), 0
+    for _ in range(1000):
+        row: list[int] = []
+        for rank in range(3):
+            left, held, ended = [4, 4, 4], 0, [0, 0, 0]
+            while sum(left):
+                able = [
+                    kind for kind in range(3) if left[kind] and (ended[kind - 1] > ended[kind] if kind else held < 2)
+                ]
+                kind = int(draw.choice(able))
+                left[kind] -= 1
+                ended[kind] += 1
+                held += {0: 1, 1: 0, 2: -1}[kind]
+                row.append(3 * rank + kind)
+        value = time_of(problem, np.array(row, np.int64))
+        if value >= 0:
+            ran += 1
+            assert value >= bound * (1 - 1e-12)
+    assert ran > 10
+
+
+def test_progress_is_told_and_what_it_raises_is_not_swallowed() -> None:
+    seen: list[Any] = []
+    costs, links = family(4, 0)
+    ps.plan(costs, 4, 12, links, max_in_flight=4, time_limit=0.3, progress=seen.append)
+    assert seen
+    assert seen[0].how == "greedy"
+    assert all(later.value <= earlier.value for earlier, later in zip(seen, seen[1:], strict=False))
+
+
+def test_an_interrupt_returns_the_best_so_far() -> None:
+    costs, links = family(6, 0)
+
+    def interrupt(progress: Any) -> None:
+        if progress.how != "greedy":
+            raise KeyboardInterrupt
+
+    plan = ps.plan(costs, 6, 24, links, max_in_flight=6, time_limit=600.0, progress=interrupt)
+    ps.check(plan.schedule)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_in_flight": 0.5}, "rank 0 holds 1 activations for one microbatch"),
+        ({"max_in_flight": 0}, "max_in_flight of rank 0 is 0"),
+        ({"max_in_flight": math.nan}, "max_in_flight of rank 0 is nan"),
+        ({"max_in_flight": [4, 4]}, "max_in_flight has 2 entries"),
+        ({"memory_limit": -1.0}, "memory_limit of rank 0 is -1.0"),
+        ({"memory_limit": 0.5}, "rank 0 holds 1 of memory for one microbatch"),
+        ({"max_in_flight": 4, "memory_limit": 4.0}, "give one of them"),
+        ({"time_limit": 0}, "time_limit is 0"),
+        ({"time_limit": math.nan}, "time_limit is nan"),
+        ({"num_ranks": 3}, "the costs are for 4 stages"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"links": ps.Links({(0, 9): 1.0})}, "link 0:9"),
+        ({"placement": v_shape(4)}, "the placement for 8"),
+        ({"placement": ps.Placement(((0, 1, 2, 4),))}, "places a stage on rank 4"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"costs": ps.Costs.uniform(4), "num_ranks": 4, "num_microbatches": 8, **change}
+    with pytest.raises((ps.ScheduleError, ps.CostError), match=message.replace("(", r"\(")):
+        ps.plan(**given)
