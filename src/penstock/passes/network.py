@@ -15,6 +15,7 @@ from itertools import accumulate
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.untimed import activations_added
 from penstock.simulate.simulate import memory_changes
 
 _EPSILON = 1e-9
@@ -65,6 +66,10 @@ class Network:
             makespan = max(makespan, start + durations[node])
         return starts, makespan
 
+    def earliest_frozen(self) -> tuple[list[float], float]:
+        """`earliest` with the schedule's own durations."""
+        return self.earliest(self.durations)
+
     def latest(self, durations: Sequence[float], horizon: float) -> list[float]:
         """The latest start of every node with which all end by `horizon` (ms)."""
         starts = [horizon] * len(durations)
@@ -78,6 +83,12 @@ class Network:
         return starts
 
 
+def check_costs(schedule: Schedule, costs: Costs) -> None:
+    """Raises CostError for costs of another number of stages."""
+    if costs.num_stages != schedule.num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+
+
 def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
     """The network of a schedule that `check` accepts.
 
@@ -85,8 +96,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
         CostError: costs for another number of stages, or a link between ranks that are not there.
         ScheduleError: an op is missing, or the ranks wait for one another.
     """
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+    check_costs(schedule, costs)
     links.check_ranks(schedule.num_ranks)
     graph = lower(schedule)
     node_of = [
@@ -149,11 +159,13 @@ class Memory:
 
     Attributes:
         change: per op number, in the units of the costs: above 0 held from its start, below 0 freed at its end.
+        count: per op number, the same in stage activations, as `check` counts them.
         caps: per rank, in the units of the costs; inf for no limit.
         max_count: most stage activations a rank may hold from F to B or W: the schedule's own limit, or inf.
     """
 
     change: list[float]
+    count: list[int]
     caps: list[float]
     max_count: float
 
@@ -166,10 +178,6 @@ class Memory:
         return self.caps[rank] * (1 + _EPSILON)
 
 
-COUNTED = {"F": 1, "B": -1, "W": -1}
-"""What ops do to the number of stage activations held, as `check` counts them."""
-
-
 def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: float | Sequence[float] | None) -> Memory:
     """The memory of a schedule under a limit, and under its own.
 
@@ -179,8 +187,10 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
     Raises:
         ScheduleError: limits of the wrong number, or not above 0.
     """
-    count = math.inf if schedule.memory_limit is None else schedule.memory_limit
-    return Memory(memory_changes(graph, costs), _caps(schedule, memory_limit), count)
+    most = math.inf if schedule.memory_limit is None else schedule.memory_limit
+    again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
+    count = [activations_added(op, again) for op in graph.ops]
+    return Memory(memory_changes(graph, costs), count, _caps(schedule, memory_limit), most)
 
 
 def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> None:

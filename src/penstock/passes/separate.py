@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.cost import Costs, Links
 from penstock.passes.merge import merged
-from penstock.passes.network import COUNTED, Memory, Network, check_fits, memory_of, network
+from penstock.passes.network import Memory, Network, check_fits, memory_of, network
 from penstock.schedule import Op, Schedule, check
 
 _HORIZONS = 4
@@ -62,8 +62,7 @@ def separate_gradients(
     net = network(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
-    separation = _Separation(schedule, costs, net, memory)
-    rows = separation.best_rows()
+    rows = Separation(schedule, costs, net, memory).best_rows()
     if rows is None:
         return schedule
     result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links)
@@ -71,7 +70,9 @@ def separate_gradients(
     return result
 
 
-class _Separation:
+class Separation:
+    """A schedule with its times and its memory, and which of its backwards may run as two halves."""
+
     def __init__(self, schedule: Schedule, costs: Costs, net: Network, memory: Memory) -> None:
         self._net, self._memory = net, memory
         graph = net.graph
@@ -84,11 +85,17 @@ class _Separation:
 
     def best_rows(self) -> list[list[Op]] | None:
         """The best order found, or None where none is shorter than the one there is."""
-        net = self._net
-        _, before = net.earliest(net.durations)
+        _, before = self._net.earliest(self._net.durations)
         split, durations, least = self._split_what_blocks()
-        if not split:
-            return None
+        return self.filled(split, durations, least, before) if split else None
+
+    def filled(self, split: set[int], durations: list[float], least: float, before: float) -> list[list[Op]] | None:
+        """The order with the weight halves of `split` where they do least harm, if shorter than `before` (ms).
+
+        Args:
+            durations: of every node, without those weight halves.
+            least: the makespan with these durations (ms).
+        """
         slack = 1e-9 * max(1.0, before)
         least = max(least, self._work_bound(split, durations))
         best: tuple[float, list[list[Op]]] | None = None
@@ -97,10 +104,15 @@ class _Separation:
             for eager in (True, False):
                 if horizon > before - slack or (best is not None and best[0] <= horizon + slack):
                     break
-                makespan, rows = _Filling(self, split, durations, horizon, eager).run()
+                makespan, rows = Filling(self, split, durations, horizon, eager).run()
                 if makespan < (before if best is None else best[0]) - slack:
                     best = makespan, rows
         return None if best is None else best[1]
+
+    def filled_lazily(self, split: set[int], durations: list[float], horizon: float) -> list[list[Op]]:
+        """The order with the weight halves of `split` in bubbles alone, where nothing starts later than it must
+        for an end by `horizon` (ms); those that find no bubble come last."""
+        return Filling(self, split, durations, horizon, eager=False).run()[1]
 
     def _split_what_blocks(self) -> tuple[set[int], list[float], float]:
         """The backwards behind the bubbles, the durations without their W, and the makespan with these."""
@@ -156,11 +168,11 @@ class _Separation:
         return bound
 
 
-class _Filling:
+class Filling:
     """Lays the weight halves into the bubbles: one walk through the ops in an order they can run in."""
 
     def __init__(
-        self, parts: _Separation, split: set[int], durations: list[float], horizon: float, eager: bool
+        self, parts: Separation, split: set[int], durations: list[float], horizon: float, eager: bool
     ) -> None:
         self._parts, self._split, self._durations, self._eager = parts, split, durations, eager
         self._net, self._memory = parts._net, parts._memory
@@ -212,7 +224,7 @@ class _Filling:
         if op.kind in ("B", "W") and not self._splits(node):
             while index := next((i + 1 for i, other in enumerate(waiting) if other.stage == op.stage), 0):
                 self._run_weight(rank, index - 1)
-        more, counted = memory.change[node], COUNTED.get(op.kind, 0)
+        more, counted = memory.change[node], memory.count[node]
         while waiting and (
             (more > 0 and self._held[rank] + more > memory.room(rank))
             or (counted > 0 and self._count[rank] + counted > memory.max_count)
@@ -228,7 +240,7 @@ class _Filling:
 
     def _run(self, node: int, ranks: list[int], start: float) -> float:
         op, parts = self._net.graph.ops[node], self._parts
-        duration, change, counted = self._durations[node], self._memory.change[node], COUNTED.get(op.kind, 0)
+        duration, change, counted = self._durations[node], self._memory.change[node], self._memory.count[node]
         if self._splits(node):
             self._waiting[ranks[0]].append(Op("W", op.stage, op.microbatch))
             op = Op("I", op.stage, op.microbatch)

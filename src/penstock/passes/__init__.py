@@ -1,0 +1,16 @@
+"""Schedule -> Schedule: separate and merge gradients, recompute, retime, messages as ops."""
+
+from penstock.passes.communication import add_communication, remove_communication
+from penstock.passes.merge import merge_gradients
+from penstock.passes.recompute import recompute
+from penstock.passes.retime import retime
+from penstock.passes.separate import separate_gradients
+
+__all__ = [
+    "add_communication",
+    "merge_gradients",
+    "recompute",
+    "remove_communication",
+    "retime",
+    "separate_gradients",
+]

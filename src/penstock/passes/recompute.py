@@ -1,0 +1,137 @@
+"""Recomputes activations where memory asks: less is held between a forward and its backward, for more time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.cost import Costs
+from penstock.dispatch import Graph, lower
+from penstock.passes.network import Memory, check_costs, memory_of
+from penstock.schedule import Op, Schedule, ScheduleError, check
+
+
+def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> Schedule:
+    """Puts an R before the backwards whose forwards shall keep only their input, until every rank is under its limit.
+
+        before, peak 3                          limit 2 (nothing kept by recompute)
+        rank 0 | F0 F1 F2 .  .  B0 B1 B2        rank 0 | F0 F1 F2 .  .  B0 B1 R2 B2
+
+    R runs the forward again right before its backward, from the input that F kept (`costs.kept_by_recompute` of
+    the activation), and then holds the whole activation. Each rank's row is walked from its start; where it is
+    above the limit, the forward is chosen that saves most above the limit for its time, until it is not; at the
+    end every R that turned out not to be needed is taken out again. On a rank whose stages cost and keep alike
+    this is the fewest R that do.
+
+    Ops that several ranks run together are not recomputed. The order of the other ops stays as it is.
+
+    Args:
+        memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or a rank is above its limit even with every R that helps.
+        CostError: costs for another number of stages.
+    """
+    check(schedule)
+    check_costs(schedule, costs)
+    graph = lower(schedule)
+    memory = memory_of(schedule, graph, costs, memory_limit)
+    rows = []
+    for rank in range(graph.num_ranks):
+        chosen = _Row(schedule, graph, costs, memory, rank).chosen()
+        row: list[Op] = []
+        for op in schedule.order[rank]:
+            if op.kind in "BI" and (op.stage, op.microbatch) in chosen:
+                row.append(Op("R", op.stage, op.microbatch))
+            row.append(op)
+        rows.append(tuple(row))
+    if tuple(rows) == schedule.order:
+        return schedule
+    result = replace(schedule, order=tuple(rows))
+    check(result)
+    return result
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """What recomputing one forward saves: `amount` at the steps `first` to `last` of the row, for `time` ms."""
+
+    key: tuple[int, int]
+    first: int
+    last: int
+    amount: float
+    time: float
+
+
+class _Row:
+    """The row of one rank: what it holds above its limit, and the savings to choose from."""
+
+    def __init__(self, schedule: Schedule, graph: Graph, costs: Costs, memory: Memory, rank: int) -> None:
+        self._row = schedule.order[rank]
+        self._rank, self._cap = rank, memory.caps[rank]
+        room = memory.room(rank)
+        self._levels = memory.levels(graph, rank)
+        self._excess = [level - room for level in self._levels]
+        again = {(op.stage, op.microbatch) for op in self._row if op.kind == "R"}
+        start: dict[tuple[int, int], int] = {}
+        self._savings = []
+        for step, op in enumerate(self._row):
+            key = op.stage, op.microbatch
+            if graph.gang[graph.first[rank] + step] >= 0 or key in again:
+                continue
+            if op.kind == "F":
+                start[key] = step
+            elif op.kind in ("B", "I") and key in start:
+                # While R itself runs, right before the backward, all is held again: the last step saved is the
+                # one before the op before it.
+                amount, time = costs.memory_change("R", op.stage), costs.duration("R", op.stage)
+                if amount > 0 and step - 2 >= start[key]:
+                    self._savings.append(_Saving(key, start[key], step - 2, amount, time))
+
+    def chosen(self) -> set[tuple[int, int]]:
+        """The (stage, microbatch) pairs to recompute."""
+        left = sorted(self._savings, key=lambda saving: saving.first)
+        open_savings: list[_Saving] = []
+        chosen: list[_Saving] = []
+        for step in range(len(self._row)):
+            while left and left[0].first <= step:
+                open_savings.append(left.pop(0))
+            open_savings = [saving for saving in open_savings if saving.last >= step]
+            while self._excess[step] > 0:
+                if not open_savings:
+                    raise self._too_much(step, chosen)
+                best = min(open_savings, key=lambda saving: self._price(saving, step))
+                open_savings.remove(best)
+                self._save(best, 1.0)
+                chosen.append(best)
+        for saving in sorted(chosen, key=lambda saving: -saving.time):
+            if all(self._excess[step] + saving.amount <= 0 for step in range(saving.first, saving.last + 1)):
+                self._save(saving, -1.0)
+                chosen.remove(saving)
+        return {saving.key for saving in chosen}
+
+    def _price(self, saving: _Saving, step: int) -> tuple[float, int]:
+        """Its time for each unit that it saves above the limit from `step` on."""
+        useful = sum(
+            min(saving.amount, self._excess[later])
+            for later in range(step, saving.last + 1)
+            if self._excess[later] > 0
+        )
+        return saving.time / useful, -saving.last
+
+    def _save(self, saving: _Saving, sign: float) -> None:
+        for step in range(saving.first, saving.last + 1):
+            self._excess[step] -= sign * saving.amount
+
+    def _too_much(self, step: int, chosen: list[_Saving]) -> ScheduleError:
+        op = self._row[step]
+        saved = sum(saving.amount for saving in chosen if saving.first <= step <= saving.last)
+        return ScheduleError(
+            f"rank {self._rank}, step {step}, {op.short()} of stage {op.stage}: the rank would hold "
+            f"{self._levels[step] - saved:g} even with every forward recomputed that can be, the limit is "
+            f"{self._cap:g} (rule: memory); give more memory, or build the schedule with fewer in flight",
+            rule="memory",
+            rank=self._rank,
+            step=step,
+            op=op,
+        )
