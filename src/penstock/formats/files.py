@@ -13,9 +13,9 @@ from pathlib import Path
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import to_torch_csv
-from penstock.passes.communication import add_communication, remove_communication
+from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, parse, to_text
-from penstock.schedule.messages import has_communication
+from penstock.schedule.messages import has_communication, remove_communication
 
 
 def _with_communication(schedule: Schedule) -> Schedule:

@@ -65,13 +65,16 @@ def messages_of(timeline: Timeline) -> list[Message]:
     """
     if timeline.messages:
         return list(timeline.messages)
-    ran = {timed.op: timed for timed in timeline.ops}
-    present = {op: timed.rank for op, timed in ran.items()}
+    ran: dict[Op, list[TimedOp]] = {}
+    for timed in timeline.ops:
+        ran.setdefault(timed.op, []).append(timed)
+    present = {op: together[0].rank for op, together in ran.items()}
     implied = []
     for target in timeline.ops:
         for op in predecessors(target.op, timeline.schedule.graph, present):
-            source = ran.get(op)
-            if source is not None and source.rank != target.rank and carries_message(op, target.op):
+            together = ran.get(op, [])
+            if together and all(timed.rank != target.rank for timed in together):
+                source = together[0]
                 arrived = max(source.end, target.start)
                 implied.append(Message(op, target.op, source.rank, target.rank, source.end, arrived))
     return implied

@@ -24,8 +24,9 @@ from dataclasses import replace
 from penstock.cost import Costs
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.messages import has_communication, other_end, send_of
-from penstock.schedule.op import COMMUNICATION
+from penstock.schedule.messages import other_end, remove_communication, send_of
+
+__all__ = ["add_communication", "remove_communication"]
 
 _UNIT = {"B": 2.0}
 """Time of an op where no costs are given, for those that do not take 1."""
@@ -91,14 +92,6 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
             look_at(other)
     send_until(float("inf"))
     return replace(schedule, order=tuple(tuple(row) for row in rows))
-
-
-def remove_communication(schedule: Schedule) -> Schedule:
-    """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: the ranks send when they have, and take what came."""
-    if not has_communication(schedule):
-        return schedule
-    rows = tuple(tuple(op for op in row if op.kind not in COMMUNICATION) for row in schedule.order)
-    return replace(schedule, order=rows)
 
 
 def _refuse_graphs(schedule: Schedule) -> None:

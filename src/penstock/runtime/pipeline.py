@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.dispatch import Dispatch, Dispatcher
-from penstock.passes.communication import remove_communication
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same
 from penstock.runtime.clip import global_norm, scale_gradients
@@ -42,6 +41,7 @@ from penstock.runtime.tree import flatten, unflatten
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
 from penstock.simulate.simulate import as_dispatch
 

@@ -10,7 +10,7 @@ order, activations and gradients together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, Op
@@ -32,6 +32,14 @@ class Mismatch:
 def has_communication(schedule: Schedule) -> bool:
     """Whether any message is an op of the schedule."""
     return any(op.kind in COMMUNICATION for row in schedule.order for op in row)
+
+
+def remove_communication(schedule: Schedule) -> Schedule:
+    """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: ranks send what they have, and take what has come."""
+    if not has_communication(schedule):
+        return schedule
+    rows = tuple(tuple(op for op in row if op.kind not in COMMUNICATION) for row in schedule.order)
+    return replace(schedule, order=rows)
 
 
 def other_end(op: Op) -> Op:

@@ -12,6 +12,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch, Graph, lower
 from penstock.dispatch.compiled import compiled
 from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.messages import remove_communication
 from penstock.simulate import engine
 from penstock.simulate.timeline import Message, TimedOp, Timeline
 
@@ -64,6 +65,9 @@ def simulate(
 ) -> Timeline:
     """Runs `schedule` over `costs` and `links` and returns the timeline. Deterministic.
 
+    Messages that are ops of the schedule are timed as all messages are: a rank waits for one where an op needs
+    it, not where its receive is posted.
+
     Args:
         costs: per stage; by default F = I = W = 1 ms.
         links: delays in ms (pure latency); by default none.
@@ -77,6 +81,7 @@ def simulate(
         ScheduleError: the order deadlocks, or a cap is below what the frozen order itself needs.
         CostError: costs for another number of stages, or a link between ranks that are not there.
     """
+    schedule = remove_communication(schedule)
     costs = costs or Costs.uniform(schedule.num_stages)
     links = links or Links()
     if costs.num_stages != schedule.num_stages:
