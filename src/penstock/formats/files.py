@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
-from penstock.formats.torch_csv_write import to_torch_csv
+from penstock.formats.torch_csv_write import Form, to_torch_csv
 from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, parse, to_text
 from penstock.schedule.messages import has_communication, remove_communication
 
-
-def _with_communication(schedule: Schedule) -> Schedule:
-    return schedule if has_communication(schedule) else add_communication(schedule)
-
-
-DIALECTS: dict[str, Callable[[Schedule], Schedule]] = {
-    "torch": lambda schedule: schedule,
-    "torch:compute_only": remove_communication,
-    "torch:compute_comms": _with_communication,
+DIALECTS: dict[str, Form | None] = {
+    "torch": None,
+    "torch:compute_only": "compute_only",
+    "torch:compute_comms": "compute_comms",
 }
-"""The dialects of `.csv`: torch's as it is, without communication ops, or with them."""
+"""The dialects of `.csv`: torch's in the form that is there, without messages as ops, or with them."""
 
 ENDINGS = (".json", ".txt", ".csv")
 
@@ -46,7 +40,7 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
     path = Path(path)
     _check_ending(path, dialect, "written as")
     if path.suffix == ".csv":
-        text = to_torch_csv(DIALECTS[dialect or "torch"](schedule))
+        text = to_torch_csv(schedule, DIALECTS[dialect or "torch"])
     else:
         text = to_json(schedule) if path.suffix == ".json" else to_text(schedule) + "\n"
     write_whole(path, text)
@@ -67,7 +61,7 @@ def load(path: str | Path, dialect: str | None = None) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".csv":
-            return DIALECTS[dialect or "torch"](from_torch_csv(text, name=_name_of(path)))
+            return _in_form(from_torch_csv(text, name=_name_of(path)), DIALECTS[dialect or "torch"])
         return from_json(text) if path.suffix == ".json" else parse(text)
     except OSError as error:
         raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
@@ -86,6 +80,12 @@ def _check_ending(path: Path, dialect: str | None, done: str) -> None:
         raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
     if path.suffix != ".csv":
         raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
+
+
+def _in_form(schedule: Schedule, form: Form | None) -> Schedule:
+    if form == "compute_only":
+        return remove_communication(schedule)
+    return add_communication(schedule) if form and not has_communication(schedule) else schedule
 
 
 def _name_of(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Writing torch's CSV: what `_PipelineScheduleRuntime` and its kin load, in the form the schedule itself has.
+"""Writing torch's CSV, in the two forms that `_PipelineScheduleRuntime` loads.
 
-A schedule without communication ops becomes a grid of unit steps (`compute_only`): torch puts messages in when it
-loads the file. One with them (`passes.add_communication`) becomes a list of actions a rank (`compute_comms`),
-which torch runs as it stands; so it also holds what torch would otherwise put in itself:
+`compute_only` is a grid of unit steps: torch puts messages in when it loads the file. `compute_comms` is a list of
+actions a rank with the messages among them (`passes.add_communication`). torch runs that as it stands, so it
+also holds what torch would otherwise put in itself:
 
     UNSHARD s        before the first op, for every stage of the rank
     REDUCE_GRAD s    after the last op of the stage; without it gradients are sums, not means
@@ -13,26 +13,40 @@ The first and last do nothing unless the stage's module is sharded (FSDP).
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.formats.torch_csv import ACTIONS
+from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
-from penstock.schedule.messages import has_communication, run_rendezvous
+from penstock.schedule.messages import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.op import FORWARD
 from penstock.schedule.text import unit_columns
 
+Form = Literal["compute_only", "compute_comms"]
+"""The name that torch's `_load_csv` has for it, too: load a file in the form it was written in."""
 
-def to_torch_csv(schedule: Schedule) -> str:
-    """The schedule as torch's CSV, `compute_comms` where it has communication ops, else `compute_only`.
 
-    The name and the memory limit have no place in it.
+def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
+    """The schedule as torch's CSV. Its name and memory limit have no place there.
+
+    Args:
+        form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none; by
+            default the form is that of the schedule.
 
     Raises:
         ScheduleError: the schedule is not valid, or (rule "torch") needs what torch's pipelining lacks; the
             message names it.
     """
+    if form is None:
+        form = "compute_comms" if has_communication(schedule) else "compute_only"
     _refuse(schedule)
+    if form == "compute_only":
+        schedule = remove_communication(schedule)
+    elif not has_communication(schedule):
+        schedule = add_communication(schedule)
     check(schedule)
     _check_losses(schedule)
-    if has_communication(schedule):
+    if form == "compute_comms":
         _check_rendezvous(schedule)
         rows = [_with_bookkeeping(row) for row in schedule.order]
     else:
