@@ -24,6 +24,8 @@ SIZES: dict[str, list[tuple[int, int, dict]]] = {
     "dualpipe-v": [(1, 2, {}), (2, 5, {}), (4, 8, {})],
     "pipedream": [(1, 2, {}), (4, 8, {})],
     "pipedream-2bw": [(1, 2, {}), (4, 8, {})],
+    "distmm": [(2, 3, {}), (4, 6, {"gather_every": 2}), (5, 6, {"branches": [3, 1, 1]})],
+    "mllm": [(1, 2, {}), (2, 3, {}), (4, 6, {})],
     "amdp": [(2, 4, {}), (4, 6, {}), (4, 8, {"backward": 1.0}), (8, 16, {})],
     "zb": [(4, 12, {}), (4, 12, {"warmup": [9, 6, 3, 1]}), (4, 8, {"warmup": [4, 3, 2, 1], "memory_limit": 4})],
 }
@@ -41,12 +43,27 @@ def test_the_docstring_draws_the_schedule(name: str) -> None:
     function = ps.SCHEDULES[name]
     lines = [line.split("|", 1)[1] for line in str(function.__doc__).splitlines() if line.strip().startswith("rank ")]
     drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
-    options = {"zb": {"warmup": [5, 3, 1]}}.get(name, {})
-    microbatches = {"gpipe": 3, "zb-h2": 8, "zb": 8, "looped-bfs": 3, "dualpipe": 8, "v-half": 4, "v-min": 4}.get(
-        name, 6
-    )
+    if name == "mllm":
+        drawn = [_by_stage(rank, cells, len(drawn) + 1) for rank, cells in enumerate(drawn)]
+    options = {"zb": {"warmup": [5, 3, 1]}, "distmm": {"gather_every": 2}}.get(name, {})
+    microbatches = {
+        "gpipe": 3,
+        "zb-h2": 8,
+        "zb": 8,
+        "looped-bfs": 3,
+        "dualpipe": 8,
+        "v-half": 4,
+        "v-min": 4,
+        "mllm": 3,
+    }.get(name, 6)
     schedule = function(len(drawn), microbatches, **options)
     for rank, cells in enumerate(drawn):
         stages = schedule.stages_of(rank)
         row = [op.short() if len(stages) == 1 else str(op) for op in schedule.order[rank]]
         assert row[: len(cells)] == cells, f"rank {rank}: {' '.join(row[: len(cells) + 2])}"
+
+
+def _by_stage(rank: int, cells: list[str], head: int) -> list[str]:
+    """Cells that name the shared stages by letters (E and H, e and h backwards), as ops."""
+    kinds = {"E": "0F", "e": "0B", "H": f"{head}F", "h": f"{head}B", "F": f"{rank + 1}F", "B": f"{rank + 1}B"}
+    return [kinds[cell[0]] + cell[1:].removesuffix("----->") for cell in cells]

@@ -186,3 +186,47 @@ def test_wrong_options_say_what_was_given_and_the_rule(
         ps.build(name, p, n, **options)
     assert str(caught.value) == message
     assert caught.value.rule == "options"
+
+
+@pytest.mark.parametrize("branches", [[1, 1], [2, 2], [3, 1], [4, 4], [2, 1, 3], [1, 1, 1, 1]])
+@pytest.mark.parametrize(("n", "every"), [(4, 1), (4, 4), (12, 2), (12, 3), (12, 4), (12, 12)])
+def test_distmm(branches: list[int], n: int, every: int) -> None:
+    p = sum(branches)
+    schedule = ps.build("distmm", p, n, branches=branches, gather_every=every)
+    for f, i, w in TIMES:
+        busy = n * (f + i + w)
+        assert timed(schedule, f, i, w).makespan == busy + (max(branches) - 1) * (f + i + w)
+        slow = ps.Costs([f] * p, [i] * p, [w] * p, other={"GATHER": 5})
+        assert ps.simulate(schedule, slow).makespan <= busy + (max(branches) - 1) * (f + i + w) + 5 * (n // every)
+    expected = [min(size - 1 - place + every, n) for size in branches for place in range(size)]
+    assert list(peak_in_flight(schedule)) == expected
+
+
+def test_distmm_backwards_wait_for_the_gather_of_both_branches() -> None:
+    schedule = ps.build("distmm", 4, 8, gather_every=4)
+    late = ps.Costs([1, 1, 1, 50], [1] * 4, [1] * 4)
+    ends = {t.op: (t.start, t.end) for t in ps.simulate(schedule, late).ops}
+    assert ends[ps.Op("B", 1, 0)][0] >= ends[ps.Op("F", 3, 3)][1]
+    assert [op for op in schedule.order[1] if op.kind == "GATHER"] == [
+        op for op in schedule.order[3] if op.kind == "GATHER"
+    ]
+
+
+RULE = "give at least two, each of at least 1 rank, that add up to the 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "options", "message"),
+    [
+        (1, 4, {}, "distmm needs at least 2 ranks, got 1"),
+        (4, 8, {"branches": [3, 2]}, f"distmm: branches are [3, 2]; {RULE}"),
+        (4, 8, {"branches": [4]}, f"distmm: branches are [4]; {RULE}"),
+        (4, 8, {"gather_every": 0}, "distmm needs at least 1 microbatches a gather, got 0"),
+        (4, 8, {"gather_every": 3},
+            "distmm needs microbatches in a multiple of the 3 that a gather takes, got 8; use 6 or 9"),
+    ],
+)  # fmt: skip
+def test_distmm_refuses(p: int, n: int, options: dict, message: str) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build("distmm", p, n, **options)
+    assert str(caught.value) == message

@@ -12,7 +12,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule import Op
+from penstock.schedule.dependencies import predecessors
 from penstock.simulate import Message, TimedOp, Timeline
 
 COMPUTE_TRACK = 1

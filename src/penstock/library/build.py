@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.library.amdp import amdp
+from penstock.library.distmm import distmm
 from penstock.library.dualpipe import dualpipe, dualpipe_v
 from penstock.library.gpipe import gpipe
 from penstock.library.interleaved import interleaved
@@ -33,6 +34,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "v-min": v_min,
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
+    "distmm": distmm,
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
     "amdp": amdp,

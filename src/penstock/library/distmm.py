@@ -1,0 +1,83 @@
+"""DistMM-Pipe (Huang et al. 2024; FlexPipe, section 2.2 and Figures 3 and 6): one branch of ranks a modality.
+
+A contrastive loss compares all outputs of all modalities in a batch. The branches run side by side and meet only
+there: a GATHER brings the outputs of several microbatches together on the last rank of each branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from penstock.library.options import at_least, whole_multiple
+from penstock.schedule import Needs, Op, Registered, Schedule, ScheduleError, StageGraph, one_to_one
+
+_MOST_A_GATHER = 4
+"""Microbatches a gather takes by default, or the largest divisor of their number below that."""
+
+
+def distmm(
+    num_ranks: int, num_microbatches: int, branches: Sequence[int] | None = None, gather_every: int | None = None
+) -> Schedule:
+    """Each branch is a 1F1B of its own, k - 1 forwards longer in warm-up; a GATHER every k microbatches joins them.
+
+    Two branches of two ranks, k = 2 (`GATHER0` is one op, run by ranks 1 and 3 together):
+
+        rank 0 | F0 F1 F2 .       .  B0 F3 B1 F4 B2 ...
+        rank 1 | .  F0 F1 GATHER0 B0 F2 B1 F3 GATHER1 B2 ...
+        rank 2 | F0 F1 F2 .       .  B0 F3 B1 F4 B2 ...
+        rank 3 | .  F0 F1 GATHER0 B0 F2 B1 F3 GATHER1 B2 ...
+
+    A rank i places before the end of its branch runs i + k - 1 forwards first; so when a gather has let k
+    backwards go, the forwards of the next one fill the places between them, and the branches wait for one another
+    only once every k microbatches. Bubble of a branch of q ranks: (q - 1)(f + b), and on its last rank the time of
+    the gathers; peak min(i + k, N) activations.
+
+    Args:
+        branches: ranks of each branch, one stage a rank; by default two, halves of the ranks.
+        gather_every: k, a divisor of N; by default the largest up to 4.
+    """
+    at_least("distmm", "ranks", num_ranks, 2)
+    sizes = (num_ranks - num_ranks // 2, num_ranks // 2) if branches is None else tuple(branches)
+    if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != num_ranks:
+        raise ScheduleError(
+            f"distmm: branches are {list(sizes)}; give at least two, each of at least 1 rank, "
+            f"that add up to the {num_ranks} ranks",
+            rule="options",
+        )
+    if gather_every is None:
+        gather_every = max(k for k in range(1, _MOST_A_GATHER + 1) if num_microbatches % k == 0)
+    at_least("distmm", "microbatches a gather", gather_every, 1)
+    whole_multiple("distmm", "microbatches", num_microbatches, "that a gather takes", gather_every)
+
+    ends = [end - 1 for end in accumulate(sizes)]
+    rows = []
+    for size, end in zip(sizes, ends, strict=True):
+        for rank in range(end - size + 1, end + 1):
+            warmup = min(end - rank + gather_every - 1, num_microbatches)
+            row = [Op("F", rank, m) for m in range(warmup)]
+            for m in range(num_microbatches):
+                if warmup + m < num_microbatches:
+                    row.append(Op("F", rank, warmup + m))
+                if rank == end and m % gather_every == 0:
+                    row.append(Op("GATHER", ends[0], m // gather_every))
+                row.append(Op("B", rank, m))
+            rows.append(row)
+    graph = _towers(num_ranks, ends, num_microbatches // gather_every, gather_every)
+    return Schedule(
+        "distmm",
+        one_to_one(num_ranks),
+        tuple(map(tuple, rows)),
+        (0,) * num_microbatches,
+        stage_graph=graph,
+    )
+
+
+def _towers(num_stages: int, ends: list[int], num_gathers: int, gather_every: int) -> StageGraph:
+    """Chains that end at the stages `ends`, and the gathers that their last stages run together."""
+    edges = tuple((stage, stage + 1) for stage in range(num_stages - 1) if stage not in ends)
+    gather = ("GATHER", ends[0])
+    before = [Needs(("F", end), gather, num_before=gather_every) for end in ends]
+    after = [Needs(gather, ("B", end), num_after=gather_every) for end in ends]
+    registered = Registered(*gather, num_gathers, ranks=tuple(ends))
+    return StageGraph(num_stages, edges, registered=(registered,), needs=(*before, *after))
