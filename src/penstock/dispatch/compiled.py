@@ -75,7 +75,7 @@ def _cache_folder(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
 
     def compile_function(function: Any) -> Any:
         try:
-            return numba.njit(cache=True)(function)
+            return numba.njit(cache=True, **getattr(module, "OPTIONS", {}))(function)
         except RuntimeError:  # numba found no folder it may write to
             return numba.njit(function)
 

@@ -1,0 +1,271 @@
+"""The decision core for schedules yet to be made: which queue a rank takes its next op from, by rules.
+
+Like `core`, plain functions over arrays that run as they stand or compiled, and know no clock: the time of
+the decision is told. `decide` says what a rank would do, `begin` takes note that it does so.
+
+A rank goes through its classes of ops in the order that its rules give (registered ops, then backward and
+forward in the order of `mode` and units, then weight gradients), and through the queues of a class in the
+order of the traversal. The first op that is ready and fits under the caps is the one.
+
+The arrays are those of `tables`: records by queue, rank, class slot and need, and lists of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.dispatch.tables import BACKWARD, FIRST, FORWARD, LAST, NUM_CLASSES, WEIGHT, Numbers, Records
+
+OPTIONS = {"_nrt": False}
+"""For the compiler: nothing here allocates, and without numba's counting of references to the arrays that are
+handed from function to function the compiled core is seven times as fast."""
+NOTHING = -1
+NEVER = math.inf
+EPSILON = 1e-9
+BACKWARD_FIRST, FORWARD_FIRST, INTERLEAVED = 0, 1, 2
+IN_ORDER, EARLIEST, BY_MICROBATCH = 0, 1, 2
+
+READY, DONE, WAITS, FULL, STAGE_FULL, REFUSED = range(6)
+"""Why the head of a queue can or can't start: see `standing`."""
+
+
+def ready_time(q: int, queues: Records, needs: Records, start_time: Numbers) -> float:
+    """When the next op of queue `q` has all it needs; NEVER while something that it needs has not started."""
+    index = queues[q].started
+    if index >= queues[q].length:
+        return NEVER
+    latest = 0.0
+    for n in range(queues[q].need_first, queues[q].need_last):
+        source = needs[n].queue
+        last = index
+        if needs[n].before > 1 or needs[n].after > 1:
+            last = (index // needs[n].after + 1) * needs[n].before - 1
+        if last >= queues[source].started:
+            return NEVER
+        ended = start_time[queues[source].first_op + last] + queues[source].duration
+        latest = max(latest, ended + needs[n].delay)
+    return latest
+
+
+def standing(q: int, time: float, queues: Records, ranks: Records, hosts: Numbers) -> int:
+    """Whether the next op of queue `q` could start at `time`, or why not."""
+    if queues[q].ready_at > time:
+        return WAITS if queues[q].started < queues[q].length else DONE
+    if queues[q].memory > 0 or queues[q].count > 0:
+        for h in range(queues[q].host_first, queues[q].host_last):
+            rank = hosts[h]
+            needed = ranks[rank].memory + queues[q].memory + queues[q].reserve
+            if needed > ranks[rank].cap_memory * (1 + EPSILON):
+                return FULL
+            in_flight = ranks[rank].in_flight + queues[q].count + queues[q].reserve_count
+            if in_flight > ranks[rank].cap_count * (1 + EPSILON):
+                return FULL
+        release = queues[q].release
+        if release >= 0 and queues[q].started - queues[release].started >= queues[q].cap:
+            return STAGE_FULL
+    return READY if queues[q].refused == 0 else REFUSED
+
+
+def pick_in_class(
+    rank: int,
+    kind: int,
+    time: float,
+    queues: Records,
+    ranks: Records,
+    slots: Records,
+    slot_queues: Numbers,
+    hosts: Numbers,
+) -> int:
+    """The queue of one class that a rank would take, or NOTHING."""
+    slot = rank * NUM_CLASSES + kind
+    first, size = slots[slot].first, slots[slot].last - slots[slot].first
+    if size == 0:
+        return NOTHING
+    pick = slots[slot].pick
+    best = NOTHING
+    begin_at = 0
+    if slots[slot].interval > 0:
+        begin_at = interval_position(slot, queues, slots, slot_queues)
+        q = slot_queues[first + begin_at]
+        if standing(q, time, queues, ranks, hosts) == READY:
+            return q
+        if slots[slot].hold != 0:
+            return NOTHING
+    for offset in range(size):
+        at = begin_at + offset
+        q = slot_queues[first + (at if at < size else at - size)]
+        if standing(q, time, queues, ranks, hosts) != READY:
+            continue
+        if pick == IN_ORDER:
+            return q
+        if (
+            best == NOTHING
+            or (pick == EARLIEST and queues[q].ready_at < queues[best].ready_at)
+            or (pick == BY_MICROBATCH and queues[q].started < queues[best].started)
+        ):
+            best = q
+    return best
+
+
+def interval_position(slot: int, queues: Records, slots: Records, slot_queues: Numbers) -> int:
+    """Where in its traversal a class slot stands: at the next queue with ops left once an interval is full."""
+    first, size = slots[slot].first, slots[slot].last - slots[slot].first
+    at = slots[slot].position
+    q = slot_queues[first + at]
+    if slots[slot].stepped < slots[slot].interval and queues[q].started < queues[q].length:
+        return at
+    for offset in range(1, size + 1):
+        q = slot_queues[first + (at + offset) % size]
+        if queues[q].started < queues[q].length:
+            return (at + offset) % size
+    return at
+
+
+def has_left(rank: int, kind: int, queues: Records, slots: Records, slot_queues: Numbers) -> bool:
+    """Whether a rank still has ops of a class to start."""
+    slot = rank * NUM_CLASSES + kind
+    for s in range(slots[slot].first, slots[slot].last):
+        q = slot_queues[s]
+        if queues[q].started < queues[q].length:
+            return True
+    return False
+
+
+def preferred(rank: int, ranks: Records) -> int:
+    """BACKWARD or FORWARD: which of the two the rules want next."""
+    if ranks[rank].turn_left > 0:
+        return ranks[rank].turn
+    if ranks[rank].mode == BACKWARD_FIRST:
+        return BACKWARD
+    if ranks[rank].mode == FORWARD_FIRST:
+        return FORWARD
+    return BACKWARD if ranks[rank].turn == FORWARD else FORWARD
+
+
+def decide(
+    rank: int, time: float, queues: Records, ranks: Records, slots: Records, slot_queues: Numbers, hosts: Numbers
+) -> int:
+    """The queue whose next op the rank takes at `time`, or NOTHING."""
+    if ranks[rank].warmup_left > 0:
+        return pick_in_class(rank, FORWARD, time, queues, ranks, slots, slot_queues, hosts)
+    q = pick_in_class(rank, FIRST, time, queues, ranks, slots, slot_queues, hosts)
+    if q != NOTHING:
+        return q
+    kind = preferred(rank, ranks)
+    q = pick_in_class(rank, kind, time, queues, ranks, slots, slot_queues, hosts)
+    if q != NOTHING:
+        return q
+    if ranks[rank].strict == 0 or not has_left(rank, kind, queues, slots, slot_queues):
+        other = FORWARD if kind == BACKWARD else BACKWARD
+        q = pick_in_class(rank, other, time, queues, ranks, slots, slot_queues, hosts)
+        if q != NOTHING:
+            return q
+    if ranks[rank].patience > 0 and comes_soon(rank, time, queues, ranks, slots, slot_queues, hosts):
+        return NOTHING
+    q = pick_in_class(rank, WEIGHT, time, queues, ranks, slots, slot_queues, hosts)
+    if q != NOTHING:
+        return q
+    return pick_in_class(rank, LAST, time, queues, ranks, slots, slot_queues, hosts)
+
+
+def comes_soon(
+    rank: int, time: float, queues: Records, ranks: Records, slots: Records, slot_queues: Numbers, hosts: Numbers
+) -> bool:
+    """Whether a forward or backward that fits becomes ready within the rank's patience."""
+    for kind in (BACKWARD, FORWARD):
+        slot = rank * NUM_CLASSES + kind
+        for s in range(slots[slot].first, slots[slot].last):
+            q = slot_queues[s]
+            ready = queues[q].ready_at
+            if time < ready <= time + ranks[rank].patience and standing(q, ready, queues, ranks, hosts) == READY:
+                return True
+    return False
+
+
+def begin(
+    q: int,
+    time: float,
+    queues: Records,
+    ranks: Records,
+    slots: Records,
+    slot_queues: Numbers,
+    hosts: Numbers,
+    needs: Records,
+    unlocks: Numbers,
+    start_time: Numbers,
+) -> float:
+    """Starts the next op of queue `q`, decided on at `time`; returns when it starts.
+
+    An op that several ranks run together starts when the last of them is free. Successors learn when they
+    are ready, and the ranks concerned when to decide again.
+    """
+    started_at = time
+    for h in range(queues[q].host_first, queues[q].host_last):
+        started_at = max(started_at, ranks[hosts[h]].free_at)
+    ends_at = started_at + queues[q].duration
+    start_time[queues[q].first_op + queues[q].started] = started_at
+    queues[q].started += 1
+    for h in range(queues[q].host_first, queues[q].host_last):
+        rank = hosts[h]
+        ranks[rank].free_at = ends_at
+        ranks[rank].wake = ends_at
+        ranks[rank].memory += queues[q].memory
+        ranks[rank].in_flight += queues[q].count
+        note_turn(rank, queues[q].op_class, ranks)
+        note_interval(rank, q, queues, slots, slot_queues)
+    queues[q].ready_at = ready_time(q, queues, needs, start_time)
+    for u in range(queues[q].unlock_first, queues[q].unlock_last):
+        target = unlocks[u]
+        if queues[target].ready_at != NEVER:
+            continue
+        ready = ready_time(target, queues, needs, start_time)
+        if ready == NEVER:
+            continue
+        queues[target].ready_at = ready
+        for h in range(queues[target].host_first, queues[target].host_last):
+            rank = hosts[h]
+            ranks[rank].wake = min(ranks[rank].wake, max(ready, ranks[rank].free_at))
+    return started_at
+
+
+def note_turn(rank: int, kind: int, ranks: Records) -> None:
+    """Whose turn it is after an op of a class."""
+    if kind != FORWARD and kind != BACKWARD:
+        return
+    if kind == FORWARD and ranks[rank].warmup_left > 0:
+        ranks[rank].warmup_left -= 1
+        ranks[rank].turn = FORWARD
+        ranks[rank].turn_left = 0
+    elif ranks[rank].turn_left > 0 and ranks[rank].turn == kind:
+        ranks[rank].turn_left -= 1
+    else:
+        unit = ranks[rank].unit_forward if kind == FORWARD else ranks[rank].unit_backward
+        ranks[rank].turn = kind
+        ranks[rank].turn_left = unit - 1
+
+
+def note_interval(rank: int, q: int, queues: Records, slots: Records, slot_queues: Numbers) -> None:
+    """How far an interval has got after an op of queue `q` (whose count already includes it)."""
+    slot = rank * NUM_CLASSES + queues[q].op_class
+    interval = slots[slot].interval
+    if interval <= 0:
+        return
+    first = slots[slot].first
+    current = slot_queues[first + slots[slot].position]
+    if q == current and slots[slot].stepped < interval:
+        slots[slot].stepped += 1
+    elif slots[slot].stepped >= interval or queues[current].started >= queues[current].length:
+        for s in range(first, slots[slot].last):
+            if slot_queues[s] == q:
+                slots[slot].position = s - first
+        slots[slot].stepped = 1
+
+
+def next_wake(rank: int, time: float, queues: Records, ranks: Records, own: Numbers) -> float:
+    """When a rank that found nothing at `time` may find something: as its next op becomes ready."""
+    soonest = NEVER
+    for s in range(ranks[rank].own_first, ranks[rank].own_last):
+        ready = queues[own[s]].ready_at
+        if time < ready < soonest:
+            soonest = ready
+    return soonest

@@ -1,0 +1,296 @@
+"""The compact form of a schedule yet to be made: which queues of ops there are and what waits for what.
+
+A queue is one kind of op of one stage in one pipeline. Its ops run in microbatch order, which costs nothing
+(any schedule can be rearranged so, by exchange) and makes the state of a queue a single count. What ops
+wait for is said between queues, once for all microbatches, so a problem of millions of ops is a few arrays.
+
+    queue 0  F of stage 0   4 ops, on rank 0         queue 2  F of stage 1   needs queue 0, + link delay
+    queue 1  B of stage 0   needs 0 and 3 (+ delay)  queue 3  B of stage 1   needs queue 2
+
+A rank's order is then a row of queue numbers: `listing` decides them by rules, `simulate.listing` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd, inf
+
+from penstock.cost import CostError, Costs, Links
+from penstock.dispatch.tables import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    LAST,
+    NUM_CLASSES,
+    WEIGHT,
+    NeedRecord,
+    QueueRecord,
+    RankRecord,
+    SlotRecord,
+    Tables,
+)
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
+
+CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
+
+
+@dataclass(frozen=True)
+class QueueGraph:
+    """A schedule yet to be made.
+
+    Attributes:
+        labels: (pipeline, kind, stage) of each queue.
+        microbatches: of each pipeline, its microbatches in order; the k-th op of a queue is of the k-th.
+        tables: as lists, with no rules yet: backward first, queues of a class in stage order, no caps.
+    """
+
+    placement: Placement
+    stage_graph: StageGraph | None
+    microbatch_pipeline: tuple[int, ...]
+    labels: tuple[tuple[int, str, int], ...]
+    microbatches: tuple[tuple[int, ...], ...]
+    tables: Tables
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tables.ranks)
+
+    @property
+    def num_queues(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_ops(self) -> int:
+        """All ops; one that several ranks run together counts once."""
+        return self.tables.num_ops
+
+    def hosts(self, queue: int) -> list[int]:
+        """The ranks that run a queue's ops."""
+        record = self.tables.queues[queue]
+        return self.tables.hosts[record.host_first : record.host_last]
+
+    def op(self, queue: int, index: int) -> Op:
+        """The `index`-th op of a queue."""
+        pipeline, kind, stage = self.labels[queue]
+        plain = kind in CLASS_OF and not (self.stage_graph and self.stage_graph.num_microbatches)
+        return Op(kind, stage, self.microbatches[pipeline][index] if plain else index)
+
+    def schedule(self, name: str, rows: Sequence[Sequence[int]], memory_limit: float | None = None) -> Schedule:
+        """The schedule whose ranks run the rows of queue numbers."""
+        order = []
+        graph = self.stage_graph
+        own_counts = bool(graph and graph.num_microbatches)
+        for row in rows:
+            seen = [0] * self.num_queues
+            ops = []
+            for queue in row:
+                pipeline, kind, stage = self.labels[queue]
+                index = seen[queue]
+                seen[queue] = index + 1
+                by_pipeline = not own_counts and kind in CLASS_OF
+                ops.append(Op(kind, stage, self.microbatches[pipeline][index] if by_pipeline else index))
+            order.append(tuple(ops))
+        return Schedule(name, self.placement, tuple(order), self.microbatch_pipeline, memory_limit, graph)
+
+
+def queue_graph(
+    placement: Placement,
+    num_ranks: int,
+    microbatch_pipeline: Sequence[int],
+    costs: Costs,
+    links: Links | None = None,
+    stage_graph: StageGraph | None = None,
+    split: bool | Callable[[int], bool] = False,
+    last_kinds: Sequence[str] = (),
+) -> QueueGraph:
+    """The queues of a model of `placement.num_stages` stages.
+
+    Args:
+        microbatch_pipeline: the pipeline of each microbatch.
+        split: whether backwards are I and W, for all stages or by a function of the stage.
+        last_kinds: registered kinds that run when nothing else can, instead of before everything else.
+
+    Raises:
+        ScheduleError: a stage on a rank that is not there, or counts that do not fit together.
+        CostError: costs for another number of stages, or a link between ranks that are not there.
+    """
+    links = links or Links()
+    links.check_ranks(num_ranks)
+    num_stages = placement.num_stages
+    if costs.num_stages != num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the placement has {num_stages}")
+    graph = stage_graph or StageGraph.chain(num_stages)
+    mine: list[list[int]] = [[] for _ in placement.pipelines]
+    for m, pipeline in enumerate(microbatch_pipeline):
+        mine[pipeline].append(m)
+    if (graph.num_microbatches or graph.registered) and len(mine) > 1:
+        raise ScheduleError(
+            "stages with microbatch counts of their own, and registered ops, need a placement with one pipeline",
+            rule="placement",
+        )
+
+    splits = split if callable(split) else (lambda _: bool(split))
+    labels: list[tuple[int, str, int]] = []
+    lengths: list[int] = []
+    hosts: list[tuple[int, ...]] = []
+    for k in range(len(mine)):
+        for stage in range(num_stages):
+            for kind in ("F", "I", "W") if splits(stage) else ("F", "B"):
+                labels.append((k, kind, stage))
+                lengths.append(graph.microbatches_of(stage, len(mine[k])))
+                hosts.append(placement.hosts(k, stage))
+    for registered in graph.registered:
+        labels.append((0, registered.kind, registered.stage))
+        lengths.append(registered.num_ops)
+        hosts.append(registered.ranks or placement.hosts(0, registered.stage))
+    for label, ranks in zip(labels, hosts, strict=True):
+        if max(ranks) >= num_ranks:
+            raise ScheduleError(
+                f"stage {label[2]} is placed on rank {max(ranks)}, but there are {num_ranks} ranks", rule="placement"
+            )
+
+    number = {label: q for q, label in enumerate(labels)}
+    needs = [_needs(label, graph, number, lengths) for label in labels]
+    classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
+    memory = [costs.memory_change(kind, stage) for _, kind, stage in labels]
+    count = [{FORWARD: 1.0, WEIGHT: -1.0}.get(c, 0.0) for c in classes]
+    for q, (_, kind, _) in enumerate(labels):
+        if kind == "B":
+            count[q] = -1.0
+    release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for q, ranks in enumerate(hosts):
+        for rank in ranks:
+            own[rank].append(q)
+    depth = _depths(graph)
+    reserve = [_reserve(q, memory, own, hosts, labels, depth) for q in range(len(labels))]
+    reserve_count = [_reserve(q, count, own, hosts, labels, depth) for q in range(len(labels))]
+    unlocks: list[list[int]] = [[] for _ in labels]
+    for q, found in enumerate(needs):
+        for p, _, _ in found:
+            unlocks[p].append(q)
+    starts = {
+        name: _running_total([len(row) for row in rows])
+        for name, rows in (("host", hosts), ("need", needs), ("unlock", unlocks), ("own", own))
+    }
+    first_op = _running_total(lengths)
+    slot_rows = [[q for q in row if classes[q] == kind] for row in own for kind in range(NUM_CLASSES)]
+    slot_first = _running_total([len(row) for row in slot_rows])
+    tables = Tables(
+        queues=[
+            QueueRecord(
+                length=lengths[q],
+                duration=costs.duration(label[1], label[2]),
+                op_class=classes[q],
+                memory=memory[q],
+                count=count[q],
+                reserve=reserve[q],
+                reserve_count=reserve_count[q],
+                release=release[q],
+                cap=inf,
+                first_op=first_op[q],
+                host_first=starts["host"][q],
+                host_last=starts["host"][q + 1],
+                need_first=starts["need"][q],
+                need_last=starts["need"][q + 1],
+                unlock_first=starts["unlock"][q],
+                unlock_last=starts["unlock"][q + 1],
+            )
+            for q, label in enumerate(labels)
+        ],
+        ranks=[RankRecord(starts["own"][r], starts["own"][r + 1]) for r in range(num_ranks)],
+        slots=[SlotRecord(slot_first[s], slot_first[s + 1]) for s in range(len(slot_rows))],
+        slot_queues=_flat(slot_rows),
+        hosts=_flat(hosts),
+        needs=[
+            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q]))
+            for q, found in enumerate(needs)
+            for p, before, after in found
+        ],
+        unlocks=_flat(unlocks),
+        own=_flat(own),
+    )
+    return QueueGraph(
+        placement, stage_graph, tuple(microbatch_pipeline), tuple(labels), tuple(map(tuple, mine)), tables
+    )
+
+
+def _needs(
+    label: tuple[int, str, int], graph: StageGraph, number: dict[tuple[int, str, int], int], lengths: list[int]
+) -> list[tuple[int, int, int]]:
+    """(queue, before, after) of everything an op of this queue waits for."""
+    pipeline, kind, stage = label
+
+    def backward(s: int, k: int = pipeline) -> int:
+        full = number.get((k, "B", s))
+        return number[k, "I", s] if full is None else full
+
+    def across(other: int) -> tuple[int, int, int]:
+        there, here = lengths[other], lengths[number[label]]
+        unit = gcd(there, here) or 1
+        return other, max(1, there // unit), max(1, here // unit)
+
+    found: list[tuple[int, int, int]] = []
+    if kind == "F":
+        found = [across(number[pipeline, "F", source]) for source in graph.sources[stage]]
+    elif kind == "W":
+        found = [(number[pipeline, "I", stage], 1, 1)]
+    elif kind in ("B", "I"):
+        found = [(number[pipeline, "F", stage], 1, 1)]
+        found += [across(backward(target)) for target in graph.targets[stage]]
+    for need in graph.needs_of.get((kind, stage), ()):
+        before_kind, before = need.before
+        k = pipeline if (pipeline, before_kind, before) in number or before_kind == "B" else 0
+        source = backward(before, k) if before_kind == "B" else number[k, before_kind, before]
+        found.append((source, need.num_before, need.num_after))
+    return found
+
+
+def _delay(links: Links, source: tuple[int, ...], target: tuple[int, ...]) -> float:
+    """Until all ranks of `target` have what `source` made: each has it already, or the first of `source` sends."""
+    return max(0.0 if rank in source else links.delay(source[0], rank) for rank in target)
+
+
+def _depths(graph: StageGraph) -> list[int]:
+    """Of each stage, the most stages on a path to it."""
+    depth = [0] * graph.num_stages
+    waiting = [len(sources) for sources in graph.sources]
+    ready = [s for s, left in enumerate(waiting) if not left]
+    while ready:
+        stage = ready.pop()
+        for target in graph.targets[stage]:
+            depth[target] = max(depth[target], depth[stage] + 1)
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    return depth
+
+
+def _reserve(
+    queue: int,
+    memory: list[float],
+    own: list[list[int]],
+    hosts: list[tuple[int, ...]],
+    labels: list[tuple[int, str, int]],
+    depth: list[int],
+) -> float:
+    """Room for one op of every deeper F on the same rank; the most over the queue's ranks."""
+    if labels[queue][1] != "F":
+        return 0.0
+    here = depth[labels[queue][2]]
+    return max(
+        sum(memory[q] for q in own[rank] if labels[q][1] == "F" and depth[labels[q][2]] > here)
+        for rank in hosts[queue]
+    )
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [value for row in rows for value in row]
+
+
+def _running_total(values: Sequence[int]) -> list[int]:
+    total = [0]
+    for value in values:
+        total.append(total[-1] + value)
+    return total

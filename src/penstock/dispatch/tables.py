@@ -1,0 +1,189 @@
+"""The tables that `listing` works on: records by queue, rank, class slot and need, and lists of numbers.
+
+As lists of plain objects they serve uncompiled code (users' own functions, stepping); as numpy records,
+compiled code. Both are read alike: `queues[3].started`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+FIRST, BACKWARD, FORWARD, WEIGHT, LAST = range(5)
+"""Classes of ops, as rules see them: registered kinds come before everything else, or after it."""
+NUM_CLASSES = 5
+
+Records = Any
+"""A list of records, or a numpy record array."""
+Numbers = Any
+"""A list of numbers, or a numpy array."""
+INFINITY = float("inf")
+
+
+@dataclass(slots=True)
+class QueueRecord:
+    """One queue: what it is, and how far it has got.
+
+    Attributes:
+        length: how many ops; duration: ms of one; op_class: FIRST to LAST.
+        memory: what an op adds to what its ranks hold (above 0) or takes away at its end.
+        count: the same in forwards in flight: 1 for F, -1 for B or W.
+        reserve, reserve_count: room that must stay free on its ranks when an F starts, so that what is deeper in
+            the model can still pass: without it two stages of a rank lock each other out under a cap.
+        release: of an F queue, the queue that ends its life (B or W), else -1; cap: most in flight.
+        first_op: where its ops begin when all are laid out queue by queue.
+        host_first, host_last: its ranks in `hosts`; need_first, need_last: what it waits for in `needs`;
+        unlock_first, unlock_last: who waits for it in `unlocks`.
+        started: ops that have started; ready_at: when the next has all it needs (infinite: not known yet).
+        refused: 1 where the user's check refuses the next op.
+    """
+
+    length: int
+    duration: float
+    op_class: int
+    memory: float
+    count: float
+    reserve: float
+    reserve_count: float
+    release: int
+    cap: float
+    first_op: int
+    host_first: int
+    host_last: int
+    need_first: int
+    need_last: int
+    unlock_first: int
+    unlock_last: int
+    started: int = 0
+    ready_at: float = INFINITY
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class NeedRecord:
+    """Every `before` ops of `queue` unlock `after` ops of who needs it, `delay` ms after the last one ends."""
+
+    queue: int
+    before: int
+    after: int
+    delay: float
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """One rank: its rules, and where it stands.
+
+    Attributes:
+        own_first, own_last: its queues in `own`.
+        mode: which of backward and forward it prefers; strict: 1 where it waits for the kind whose turn it is.
+        unit_forward, unit_backward: how many of a kind run at one go.
+        cap_memory, cap_count: most memory, most forwards in flight.
+        patience: ms before a forward or backward that is known to come in which no weight gradient starts.
+        warmup_left: forwards still to run before anything else.
+        free_at: when its last op ends; wake: when it decides next.
+        memory, in_flight: what it holds.
+        turn, turn_left: the class that ran last, backward or forward, and how many of it are still to follow.
+    """
+
+    own_first: int
+    own_last: int
+    mode: int = 0
+    strict: int = 0
+    unit_forward: int = 1
+    unit_backward: int = 1
+    cap_memory: float = INFINITY
+    cap_count: float = INFINITY
+    patience: float = 0.0
+    warmup_left: int = 0
+    free_at: float = 0.0
+    wake: float = INFINITY
+    memory: float = 0.0
+    in_flight: float = 0.0
+    turn: int = BACKWARD
+    turn_left: int = 0
+
+
+@dataclass(slots=True)
+class SlotRecord:
+    """The queues of one class on one rank, in the order of traversal, at `rank * NUM_CLASSES + class`.
+
+    Attributes:
+        first, last: in `slot_queues`.
+        pick: which of those that are ready; interval: how many ops of one queue follow one another (0: no
+            interval); hold: 1 where the class waits for that queue.
+        position, stepped: the queue whose interval runs, and how far it has got.
+    """
+
+    first: int
+    last: int
+    pick: int = 0
+    interval: int = 0
+    hold: int = 0
+    position: int = 0
+    stepped: int = 0
+
+
+@dataclass(slots=True)
+class Tables:
+    """All tables of one run. `copy()` before a run: it changes them in place."""
+
+    queues: Records
+    ranks: Records
+    slots: Records
+    slot_queues: Numbers
+    hosts: Numbers
+    needs: Records
+    unlocks: Numbers
+    own: Numbers
+
+    @property
+    def num_ops(self) -> int:
+        """Ops laid out queue by queue; one that several ranks run together counts once."""
+        last = self.queues[len(self.queues) - 1]
+        return int(last.first_op + last.length)
+
+    def copy(self) -> Tables:
+        """The same tables with records of their own."""
+        if isinstance(self.queues, list):
+            records = {n: [copy.copy(r) for r in getattr(self, n)] for n in ("queues", "ranks", "slots")}
+        else:
+            records = {n: getattr(self, n).copy() for n in ("queues", "ranks", "slots")}
+        return Tables(
+            **records,
+            slot_queues=self.slot_queues,
+            hosts=self.hosts,
+            needs=self.needs,
+            unlocks=self.unlocks,
+            own=self.own,
+        )
+
+    def as_numpy(self) -> Tables:
+        """The same tables for compiled code."""
+        import numpy as np
+
+        numbers = {n: np.asarray(getattr(self, n), np.int64) for n in ("slot_queues", "hosts", "unlocks", "own")}
+        records = {
+            "queues": _record_array(self.queues, QueueRecord),
+            "ranks": _record_array(self.ranks, RankRecord),
+            "slots": _record_array(self.slots, SlotRecord),
+            "needs": _record_array(self.needs, NeedRecord),
+        }
+        return Tables(**numbers, **records)
+
+
+@functools.cache
+def _dtype(record: type) -> Any:
+    import numpy as np
+
+    fields = record.__dataclass_fields__  # type: ignore[attr-defined]
+    return np.dtype([(n, np.float64 if f.type == "float" else np.int64) for n, f in fields.items()])
+
+
+def _record_array(records: list[Any], record: type) -> Any:
+    import numpy as np
+
+    dtype = _dtype(record)
+    names = dtype.names or ()
+    return np.array([tuple(getattr(r, n) for n in names) for r in records], dtype)

@@ -1,0 +1,156 @@
+"""Makes or times the rows of a queue graph, compiled where that pays.
+
+lister = Lister(graph)                 # buffers and compiled code, to be used many times
+listed = lister.list_by_rules(tables)  # tables: the graph's, with rules filled in
+listed.makespan, listed.schedule("mine")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from penstock.dispatch.compiled import compiled
+from penstock.dispatch.queues import QueueGraph
+from penstock.dispatch.tables import Tables
+from penstock.schedule import Schedule
+from penstock.simulate import listing
+
+COMPILE_ABOVE = 20_000
+"""Ops above which loading compiled code (about 0.6 s, once a process) pays for a single run."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows and times of a run.
+
+    Attributes:
+        tables: as the run left them.
+        num_started: ops that have run; fewer than `graph.num_ops` where the ranks got stuck.
+        makespan: first op's start to last op's end (ms).
+
+    `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
+    """
+
+    graph: QueueGraph
+    tables: Tables
+    rows: Any
+    row_first: Sequence[int]
+    start_time: Any
+    num_started: int
+    makespan: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every op has run."""
+        return self.num_started == self.graph.num_ops
+
+    def copy_rows(self) -> list[list[int]]:
+        """Each rank's queue numbers in order, up to where it got."""
+        ranks = range(self.graph.num_ranks)
+        done = [0] * self.graph.num_ranks
+        for q, record in enumerate(self.tables.queues):
+            for rank in self.graph.hosts(q):
+                done[rank] += int(record.started if hasattr(record, "started") else record["started"])
+        return [[int(q) for q in self.rows[self.row_first[r] : self.row_first[r] + done[r]]] for r in ranks]
+
+    def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
+        """The schedule that was made."""
+        return self.graph.schedule(name, self.copy_rows(), memory_limit)
+
+
+class Lister:
+    """Runs one queue graph, many times, in buffers of its own.
+
+    Args:
+        compile: whether to run compiled; by default for large graphs, or where numba is loaded already.
+    """
+
+    def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
+        self.graph = graph
+        lengths = [0] * graph.num_ranks
+        for q, record in enumerate(graph.tables.queues):
+            for rank in graph.hosts(q):
+                lengths[rank] += record.length
+        self.row_first = [0]
+        for length in lengths:
+            self.row_first.append(self.row_first[-1] + length)
+        if compile is None:
+            compile = graph.num_ops > COMPILE_ABOVE or "numba" in sys.modules
+        self._compiled = compile
+        self._loop: ModuleType = compiled(listing) if compile else listing
+        self._rows = self._numbers(self.row_first[-1], small=True)
+        self._start_time = self._numbers(graph.num_ops, floats=True)
+        self._row_first = self._as_numbers(self.row_first)
+        leaves = 1 << (graph.num_ranks - 1).bit_length()
+        self._winners = self._numbers(2 * leaves)
+
+    def list_by_rules(self, tables: Tables) -> Listed:
+        """Makes rows by the rules in `tables`, which are left as they are."""
+        run = self._ready(tables)
+        started = self._loop.run(
+            run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
+            self._start_time, self._rows, self._row_first, self._numbers(self.graph.num_ranks), self._winners,
+        )  # fmt: skip
+        return self._listed(run, started, self._rows)
+
+    def time_rows(self, rows: Any) -> Listed:
+        """Times rows laid out rank by rank, or one list a rank."""
+        if isinstance(rows, list) and rows and isinstance(rows[0], list):
+            rows = self._as_numbers([q for row in rows for q in row])
+        run = self._ready(self.graph.tables)
+        space = [self._numbers(self.graph.num_ranks) for _ in range(3)]
+        started = self._loop.time_rows(
+            run.queues, run.ranks, run.hosts, run.needs, run.unlocks, self._start_time, rows, self._row_first, *space
+        )
+        return self._listed(run, started, rows)
+
+    def _listed(self, run: Tables, started: int, rows: Any) -> Listed:
+        ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
+        return Listed(self.graph, run, rows, self.row_first, self._start_time, int(started), float(ends))
+
+    def _ready(self, tables: Tables) -> Tables:
+        if self._compiled and isinstance(tables.queues, list):
+            return tables.as_numpy()
+        return tables.copy()
+
+    def _numbers(self, length: int, floats: bool = False, small: bool = False) -> Any:
+        if not self._compiled:
+            return [0.0 if floats else 0] * length
+        import numpy as np
+
+        # Written to once, so that the pages are there before anybody takes the time.
+        array = np.empty(length, np.float64 if floats else np.int32 if small else np.int64)
+        array.fill(0)
+        return array
+
+    def _as_numbers(self, values: list[int]) -> Any:
+        if not self._compiled:
+            return values
+        import numpy as np
+
+        return np.asarray(values, np.int64)
+
+
+def rows_of(graph: QueueGraph, schedule: Schedule) -> list[list[int]]:
+    """A schedule's rows as queue numbers; its ops must be those of the graph, each queue's in microbatch order.
+
+    Raises ValueError for a schedule that is not of this graph.
+    """
+    number = {label: q for q, label in enumerate(graph.labels)}
+    seen: dict[tuple[int, int], int] = {}
+    rows = []
+    for rank, row in enumerate(schedule.order):
+        numbers = []
+        for op in row:
+            pipeline = schedule.microbatch_pipeline[op.microbatch] if len(graph.microbatches) > 1 else 0
+            q = number.get((pipeline, op.kind, op.stage))
+            if q is None or graph.op(q, seen.get((rank, q), 0)) != op:
+                raise ValueError(f"rank {rank}: {op} is not the next op of its queue in microbatch order")
+            seen[rank, q] = seen.get((rank, q), 0) + 1
+            numbers.append(q)
+        rows.append(numbers)
+    return rows

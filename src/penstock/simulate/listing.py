@@ -1,0 +1,157 @@
+"""List scheduling: drives the deciding core through time until every op has its place. Also runs compiled.
+
+`run` makes the rows by rules; `time_rows` times rows that are given. Both fill in every op's start, laid out
+queue by queue. Rows are laid out rank by rank: rank r's queue numbers are `rows[row_first[r]:row_first[r + 1]]`.
+"""
+
+from __future__ import annotations
+
+from penstock.dispatch import listing
+from penstock.dispatch.listing import NEVER, NOTHING, begin, decide, next_wake, ready_time
+from penstock.dispatch.tables import Numbers, Records
+
+COMPILED_WITH = (listing,)
+OPTIONS = listing.OPTIONS
+
+
+def run(
+    queues: Records,
+    ranks: Records,
+    slots: Records,
+    slot_queues: Numbers,
+    hosts: Numbers,
+    needs: Records,
+    unlocks: Numbers,
+    own: Numbers,
+    start_time: Numbers,
+    rows: Numbers,
+    row_first: Numbers,
+    filled: Numbers,
+    winners: Numbers,
+) -> int:
+    """Makes the rows. Returns how many ops started: fewer than all means that no rank can go on.
+
+    Working space: `filled[rank]` is how long a row is, 0 at first; `winners` has `2 * num_leaves` entries, with
+    `num_leaves` the power of two that holds all ranks: a tree in which each node names the rank below it that
+    wakes first, the lower one where two wake at once.
+    """
+    for q in range(len(queues)):
+        queues[q].ready_at = ready_time(q, queues, needs, start_time)
+        if queues[q].ready_at < NEVER:
+            for h in range(queues[q].host_first, queues[q].host_last):
+                ranks[hosts[h]].wake = 0.0
+    num_leaves = len(winners) // 2
+    for leaf in range(num_leaves):
+        winners[num_leaves + leaf] = leaf if leaf < len(ranks) else NOTHING
+    for node in range(num_leaves - 1, 0, -1):
+        winners[node] = earlier(winners[2 * node], winners[2 * node + 1], ranks)
+    started = 0
+    while True:
+        rank = winners[1]
+        time = ranks[rank].wake
+        if time == NEVER:
+            return started
+        q = decide(rank, time, queues, ranks, slots, slot_queues, hosts)
+        if q == NOTHING:
+            ranks[rank].wake = next_wake(rank, time, queues, ranks, own)
+            replay(rank, winners, ranks)
+            continue
+        begin(q, time, queues, ranks, slots, slot_queues, hosts, needs, unlocks, start_time)
+        started += 1
+        for h in range(queues[q].host_first, queues[q].host_last):
+            host = hosts[h]
+            rows[row_first[host] + filled[host]] = q
+            filled[host] += 1
+            replay(host, winners, ranks)
+        for u in range(queues[q].unlock_first, queues[q].unlock_last):
+            target = unlocks[u]
+            for h in range(queues[target].host_first, queues[target].host_last):
+                replay(hosts[h], winners, ranks)
+
+
+def earlier(a: int, b: int, ranks: Records) -> int:
+    """Which of two ranks wakes first, `a` where they wake at once; either may be NOTHING."""
+    if b == NOTHING or (a != NOTHING and ranks[a].wake <= ranks[b].wake):
+        return a
+    return b
+
+
+def replay(rank: int, winners: Numbers, ranks: Records) -> None:
+    """Settles the tree after a rank's wake has changed, up to where nothing changes any more."""
+    node = (len(winners) // 2 + rank) // 2
+    while node > 0:
+        winner = earlier(winners[2 * node], winners[2 * node + 1], ranks)
+        if winner == winners[node] and winner != rank:
+            return
+        winners[node] = winner
+        node //= 2
+
+
+def time_rows(
+    queues: Records,
+    ranks: Records,
+    hosts: Numbers,
+    needs: Records,
+    unlocks: Numbers,
+    start_time: Numbers,
+    rows: Numbers,
+    row_first: Numbers,
+    done: Numbers,
+    waiting: Numbers,
+    listed: Numbers,
+) -> int:
+    """Times rows, each op as soon as its rank comes to it and has what it needs.
+
+    Returns how many ops started; fewer than all means a deadlock. `ranks[r].free_at` is then when rank r ends.
+    An op of several ranks starts when all of them have come to it. Working space, an entry a rank: `done`,
+    `waiting` (a stack of the ranks that may go on), `listed` (whether a rank is on it); `done` is 0 at first.
+    """
+    num_ranks = len(ranks)
+    depth = num_ranks
+    for r in range(num_ranks):
+        waiting[r] = num_ranks - 1 - r
+        listed[r] = 1
+    started = 0
+    while depth > 0:
+        depth -= 1
+        rank = waiting[depth]
+        listed[rank] = 0
+        while done[rank] < row_first[rank + 1] - row_first[rank]:
+            q = rows[row_first[rank] + done[rank]]
+            time = ready_time(q, queues, needs, start_time)
+            if time == NEVER or not all_there(q, queues, hosts, rows, row_first, done):
+                break
+            for h in range(queues[q].host_first, queues[q].host_last):
+                time = max(time, ranks[hosts[h]].free_at)
+            start_time[queues[q].first_op + queues[q].started] = time
+            queues[q].started += 1
+            started += 1
+            for h in range(queues[q].host_first, queues[q].host_last):
+                host = hosts[h]
+                ranks[host].free_at = time + queues[q].duration
+                done[host] += 1
+                if host != rank and listed[host] == 0:
+                    listed[host] = 1
+                    waiting[depth] = host
+                    depth += 1
+            for u in range(queues[q].unlock_first, queues[q].unlock_last):
+                target = unlocks[u]
+                for h in range(queues[target].host_first, queues[target].host_last):
+                    host = hosts[h]
+                    if host != rank and listed[host] == 0:
+                        listed[host] = 1
+                        waiting[depth] = host
+                        depth += 1
+    return started
+
+
+def all_there(q: int, queues: Records, hosts: Numbers, rows: Numbers, row_first: Numbers, done: Numbers) -> bool:
+    """Whether all ranks that run the next op of queue `q` together have come to it."""
+    if queues[q].host_last - queues[q].host_first < 2:
+        return True
+    for h in range(queues[q].host_first, queues[q].host_last):
+        host = hosts[h]
+        at = row_first[host] + done[host]
+        if at >= row_first[host + 1] or rows[at] != q:
+            return False
+    return True

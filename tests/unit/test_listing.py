@@ -1,0 +1,73 @@
+"""List scheduling over queue graphs: compiled and not, by rules and of given rows, against the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import penstock as ps
+from penstock.dispatch.queues import QueueGraph, queue_graph
+from penstock.schedule import one_to_one, v_shape
+from penstock.simulate.lister import Lister, rows_of
+
+
+def graph_of(placement: ps.Placement, num_ranks: int, num: int, costs: ps.Costs, links: ps.Links) -> QueueGraph:
+    graph = queue_graph(placement, num_ranks, (0,) * num, costs, links, split=True)
+    for rank, record in enumerate(graph.tables.ranks):
+        record.warmup_left = min(num, 2 * (num_ranks - rank) - 1)
+    return graph
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("shape", [one_to_one, v_shape])
+def test_compiled_and_not_agree_and_the_simulator_agrees_with_both(num_ranks: int, shape: type) -> None:
+    draw = random.Random(num_ranks)
+    placement = shape(num_ranks)
+    n = placement.num_stages
+    costs = ps.Costs(*([draw.uniform(5, 15) for _ in range(n)] for _ in range(3)))
+    links = ps.Links({(0, 1): 12.5}) if num_ranks > 1 else ps.Links()
+    graph = graph_of(placement, num_ranks, 3 * num_ranks, costs, links)
+    plain = Lister(graph, compile=False).list_by_rules(graph.tables)
+    fast = Lister(graph, compile=True).list_by_rules(graph.tables)
+    assert plain.complete and fast.complete
+    assert plain.copy_rows() == fast.copy_rows()
+    assert list(fast.start_time) == plain.start_time
+
+    schedule = plain.schedule("listed")
+    ps.check(schedule)
+    simulated = ps.simulate(schedule, costs, links=links)
+    assert plain.makespan == pytest.approx(simulated.makespan, rel=1e-12)
+    assert rows_of(graph, schedule) == plain.copy_rows()
+    for compile in (False, True):
+        timed = Lister(graph, compile=compile).time_rows(plain.copy_rows())
+        assert timed.complete
+        assert timed.makespan == plain.makespan
+
+
+def test_the_order_is_that_of_the_decision_core_for_zb() -> None:
+    warmup = [7, 5, 3, 1]
+    graph = queue_graph(one_to_one(4), 4, (0,) * 12, ps.Costs.uniform(4), split=True)
+    for record, count in zip(graph.tables.ranks, warmup, strict=True):
+        record.warmup_left = count
+    listed = Lister(graph, compile=False).list_by_rules(graph.tables)
+    assert listed.schedule("zb") == ps.build("zb", 4, 12, warmup=warmup)
+
+
+def test_rows_that_deadlock_stop_and_say_so() -> None:
+    graph = queue_graph(one_to_one(2), 2, (0, 0), ps.Costs.uniform(2))
+    f0, b0, f1, b1 = range(4)
+    lister = Lister(graph, compile=False)
+    assert lister.time_rows([[f0, b0, f0, b0], [f1, b1, f1, b1]]).complete
+    stuck = lister.time_rows([[f0, b0, f0, b0], [f1, f1, b1, b1]])
+    assert not stuck.complete
+    assert stuck.copy_rows() == [[f0], [f1]]
+
+
+def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
+    graph = queue_graph(v_shape(3), 3, (0,) * 9, ps.Costs.uniform(6), split=True)
+    for record in graph.tables.ranks:
+        record.cap_count = 2.0
+    listed = Lister(graph, compile=False).list_by_rules(graph.tables)
+    assert listed.complete
+    assert max(ps.schedule.peak_in_flight(listed.schedule("tight"))) == 2
