@@ -26,7 +26,7 @@ from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.peers import GroupPeers
-from penstock.runtime.plan import StepPlan, plan_step
+from penstock.runtime.plan import StepPlan, pairs_with, plan_step
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.setup import device_of, optimizer_of, peers_of, transport_of
 from penstock.runtime.split import prepare, unprepare
@@ -141,7 +141,8 @@ class Pipeline:
         for stage in stages.values():
             stage.to(self._device)
         self.notices: list[str] = []
-        self._split = frozenset((op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == "I")
+        self._split = pairs_with(schedule, "I")
+        self._recomputed = pairs_with(schedule, "R")
         self._ties = self._find_ties(sources, stages, tied)
         local_ties = {
             (slot, stage): dict(stages[stage].named_parameters())[name]
@@ -294,7 +295,8 @@ class Pipeline:
         self._tied.begin()
         try:
             with restored(self._device):
-                self._run(StepSettings(batch, Purpose.TRAIN, mix(self._seed, self._num_steps), self._split))
+                seed = mix(self._seed, self._num_steps)
+                self._run(StepSettings(batch, Purpose.TRAIN, seed, self._split, self._recomputed))
             self._share_tied()
             result = self._result(batch)
         except BaseException:

@@ -9,7 +9,7 @@ from penstock.cost import Costs
 from penstock.runtime.transports.channel import Expected, Tags, expected_by_channel
 from penstock.runtime.wiring import Wiring, wire
 from penstock.schedule import Schedule
-from penstock.schedule.check import peak_in_flight, run_untimed
+from penstock.schedule.untimed import most_ahead, run_untimed
 from penstock.simulate.simulate import frozen_peaks, memory_changes
 
 EVALUATION_WINDOW = 4
@@ -41,9 +41,14 @@ def plan_step(
     caps = frozen_peaks(wiring.graph, change)
     expected = expected_by_channel(((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank)), tags)
     if training:
-        # A tied stage is at most as far ahead of the next one up as that has forwards in flight.
-        bound = 2 * max(peak_in_flight(schedule)) + 1
+        # A tied stage is at most as far ahead of the next one up as that is ahead of its backwards.
+        bound = 2 * most_ahead(schedule) + 1
         window = dict.fromkeys(range(1, len(tied_stages) + 1), bound)
     else:
         window = {} if run_untimed(schedule, EVALUATION_WINDOW).blocked else {0: EVALUATION_WINDOW}
     return StepPlan(wiring, change, caps, expected, window)
+
+
+def pairs_with(schedule: Schedule, kind: str) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) pairs that have an op of this kind."""
+    return frozenset((op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == kind)

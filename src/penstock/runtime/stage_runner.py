@@ -1,7 +1,8 @@
-"""Runs the ops of one stage: forward, backward, and the two halves of a split backward.
+"""Runs the ops of one stage: forward, backward, the two halves of a split backward, and a forward run again.
 
 For each microbatch between its F and its backward it keeps the stage's inputs and outputs (their autograd
-graph is the held activation); between I and W only what the deferred weight gradients need.
+graph is the held activation); between I and W only what the deferred weight gradients need; between F and R
+only the input.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.runtime.entry import Entry
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches, Signature
+from penstock.runtime.replay import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.rng import mix
 from penstock.runtime.split import Tape
 from penstock.runtime.stage import Stage
@@ -52,12 +54,14 @@ class StepSettings:
         purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
         seed: of this step; None where nothing random may run.
         split: (stage, microbatch) pairs whose backward is split into I and W.
+        recomputed: those whose forward is run again (R) before their backward.
     """
 
     microbatches: Microbatches
     purpose: Purpose
     seed: int | None = None
     split: frozenset[tuple[int, int]] = frozenset()
+    recomputed: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def training(self) -> bool:
@@ -92,6 +96,9 @@ class StageRunner:
         self._autocast = autocast
         self._can_split = can_split
         self._held: dict[int, Held] = {}
+        self._kept: dict[int, Payload | None] = {}
+        """What microbatches between F and R came in with; None on the first stage."""
+        self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False
@@ -107,6 +114,8 @@ class StageRunner:
         """Starts a step; whatever a broken step left is dropped."""
         self._settings = settings
         self._held.clear()
+        self._kept.clear()
+        self._buffers.begin()
         self.losses.clear()
         self.results.clear()
 
@@ -114,18 +123,42 @@ class StageRunner:
         """Ends a step, however it went: lets go of the batch and of what was held."""
         self._settings = None
         self._held.clear()
+        self._kept.clear()
+        self._buffers.begin()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
         """Runs F and returns what the next stage gets; nothing, from the last."""
-        settings = self.settings
-        value, entry = self._input(m, received)
-        if not settings.training:
+        if not self.settings.training:
+            value, _ = self._input(m, received)
             with torch.no_grad(), self._casting():
                 output = self._call(value, m)
                 if self._is_last:
                     self._keep_result(m, output)
                     return Payload([])
             return self._outgoing(output)[0]
+        if (self.index, m) in self.settings.recomputed:
+            return self._forward_keeping_input(m, received)
+        return self._forward_keeping_all(m, received)
+
+    def recompute(self, m: int) -> None:
+        """Runs R: the forward of a microbatch again, this time keeping what its backward needs."""
+        with self._buffers.as_found(m):
+            self._forward_keeping_all(m, self._kept.pop(m))
+
+    def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
+        if received is not None:
+            leaves = [None if leaf is None else leaf.to(self._device) for leaf in received.leaves]
+            received = Payload(leaves, received.skeleton, received.needs_grad)
+        value, _ = self._input(m, received, copied=True)
+        with self._buffers.noted(m), self._casting(), keeping_nothing():
+            output = self._call(value, m)
+            if self._is_last:
+                output = self._loss(m, output)
+        self._kept[m] = received
+        return self._outgoing(output)[0]
+
+    def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
+        value, entry = self._input(m, received)
         tape = self._tape(m)
         with self._casting(), tape.recording() if tape is not None else nullcontext():
             output = self._call(value, m)
@@ -133,7 +166,7 @@ class StageRunner:
                 output = self._loss(m, output)
         if tape is not None and not self._defers:
             self._defers = tape.deferring
-            self._plain.add(settings.microbatches.signatures[m])
+            self._plain.add(self.settings.microbatches.signatures[m])
         entry.close()
         payload, outputs = self._outgoing(output)
         self._held[m] = Held(entry, outputs, tape)
@@ -150,13 +183,18 @@ class StageRunner:
         known_plain = not self._defers and self.settings.microbatches.signatures[m] in self._plain
         return None if known_plain else Tape()
 
-    def _input(self, m: int, received: Payload | None) -> tuple[Any, Entry]:
+    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry]:
         """What the stage is called with, and where those of it that want a gradient enter."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.inputs[m]))
+            if copied:
+                copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
+                return unflatten(copies, skeleton), Entry([])
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             return unflatten([leaf if leaf.requires_grad else leaf.data for leaf in leaves], skeleton), Entry([])
         leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
+        if copied:
+            leaves = [copy_of(leaf) for leaf in leaves]
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
         entry = Entry([leaves[place] for place in wanted])
         for place, tensor in zip(wanted, entry.tensors, strict=True):

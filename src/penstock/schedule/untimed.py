@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import FORWARD, INPUT, KINDS, RECOMPUTE, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import ranks_together
 
@@ -146,8 +146,19 @@ def needed_channel_depth(schedule: Schedule) -> int:
         return max(peak_in_flight(schedule))
     if not run_untimed(schedule, 1).blocked:
         return 1
-    depths = range(2, max(peak_in_flight(schedule)) + 1)
+    depths = range(2, most_ahead(schedule) + 1)
     return depths[bisect_left(depths, True, key=lambda depth: not run_untimed(schedule, depth).blocked)]
+
+
+def most_ahead(schedule: Schedule) -> int:
+    """Most forwards any rank has run without their backward, recomputed or not: what a channel may have to hold."""
+    most = 0
+    for row in schedule.order:
+        ahead = 0
+        for op in row:
+            ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(op.kind, 0)
+            most = max(most, ahead)
+    return most
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ class TorchDevice:
         elif op.kind == "W":
             runner.backward_weight(op.microbatch)
             self._outcome = None
+        elif op.kind == "R":
+            runner.recompute(op.microbatch)
+            self._outcome = None
         else:
             main, sums = self._tied.sort(op, received)
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)

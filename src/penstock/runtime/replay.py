@@ -1,0 +1,118 @@
+"""Forwards that are run a second time before their backward, and what the second run must find as it was.
+
+The first run gives the outputs and keeps nothing but its input; the second one (op R) makes the graph that the
+backward needs. Both must compute the same, to the bit:
+
+- inputs: the first run works on copies, as the stage may change them in place;
+- random draws: each layer draws from the seed of this step, microbatch and layer, both times;
+- buffers (BatchNorm's statistics): the second run finds them as the first one did, and what it changes in them
+  is thrown away, so they are updated once;
+- the first run has gradients switched on, so that no layer takes another path; what it would keep is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.errors import RuntimeFailure
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """The same values in memory of their own, laid out alike."""
+    tensor = tensor.detach()
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor  # an expanded tensor: nothing can be changed in place there
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Forwards in here have gradients switched on, yet hold no activation for a backward."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _asked_for):
+        yield
+
+
+def _asked_for(nothing: Any) -> Tensor:
+    raise RuntimeFailure(
+        "a forward that is to be recomputed asked for a gradient of its own, and nothing was kept for that; "
+        "use a schedule without R for this model"
+    )
+
+
+Place = tuple[nn.Module, str]
+"""A buffer: its module, its name there."""
+
+
+class BufferHistory:
+    """The buffers of a stage as each forward to be recomputed found them.
+
+    Most buffers never change (masks, tables), and those need no copy. The first such forward of a step copies
+    all and sees which it changes; the others copy these.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._stage = stage
+        self._changing: set[Place] | None = None
+        self._found: dict[int, dict[Place, Tensor | None]] = {}
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self._changing = None
+        self._found.clear()
+
+    @contextmanager
+    def noted(self, m: int) -> Iterator[None]:
+        """Around the first run of microbatch `m`."""
+        before = {
+            (module, name): (buffer, None if buffer is None else buffer._version)
+            for module in self._stage.modules()
+            for name, buffer in module._buffers.items()
+        }
+        copies = {
+            place: None if buffer is None else copy_of(buffer)
+            for place, (buffer, _) in before.items()
+            if self._changing is None or place in self._changing
+        }
+        yield
+        if self._changing is None:
+            self._changing = {place for place, copied in copies.items() if _changed(place, before[place], copied)}
+        found = {place: copy for place, copy in copies.items() if place in self._changing}
+        for place, (buffer, version) in before.items():
+            now = place[0]._buffers.get(place[1])
+            if place in self._changing:
+                continue
+            if now is not buffer:
+                found[place] = buffer
+            elif buffer is not None and buffer._version != version:
+                raise RuntimeFailure(
+                    f"buffer {place[1]!r} of {type(place[0]).__name__} changed in microbatch {m} and in none before, "
+                    "so this forward cannot be run again as it was; use a schedule without R for this model"
+                )
+        self._found[m] = found
+
+    @contextmanager
+    def as_found(self, m: int) -> Iterator[None]:
+        """Around the second run of microbatch `m`: buffers are as the first run found them, then as they are now."""
+        found = self._found.pop(m)
+        now = {(module, name): module._buffers.get(name) for module, name in found}
+        try:
+            for (module, name), buffer in found.items():
+                module._buffers[name] = buffer
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+
+def _changed(place: Place, before: tuple[Tensor | None, int | None], copied: Tensor | None) -> bool:
+    """Whether a buffer is another tensor now, or holds other values (some kernels change it unnoticed)."""
+    module, name = place
+    now, (buffer, version) = module._buffers.get(name), before
+    if now is None or buffer is None or copied is None:
+        return now is not buffer
+    return now is not buffer or now._version != version or not torch.equal(now, copied)

@@ -1,0 +1,196 @@
+"""Forwards that are run again before their backward: the same loss, gradients and buffers, and less memory."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.passes import recompute
+from penstock.runtime.errors import RuntimeFailure
+from plain_loop import differences, gradients, plain_step
+from runtime_cases import CASES, compare
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def with_recompute(schedule: ps.Schedule, every: int = 1) -> ps.Schedule:
+    """An R before each backward of every `every`-th microbatch."""
+
+    def row(ops: tuple[ps.Op, ...]) -> Iterator[ps.Op]:
+        for op in ops:
+            if op.kind in "BI" and op.microbatch % every == 0:
+                yield ps.Op("R", op.stage, op.microbatch)
+            yield op
+
+    result = replace(schedule, order=tuple(tuple(row(ops)) for ops in schedule.order))
+    ps.check(result)
+    return result
+
+
+RUNS = [
+    ("1f1b", 1, "frozen", False, 1),
+    ("1f1b", 4, "dynamic", False, 1),
+    ("1f1b", 3, "frozen", False, 2),
+    ("zb-h1", 3, "frozen", True, 1),
+    ("zb-v", 2, "dynamic", True, 2),
+    ("interleaved-1f1b", 2, "frozen", False, 1),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_plain_loop(name: str) -> None:
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for schedule, ranks, dispatch, defer, every in RUNS:
+            built = with_recompute(ps.build(schedule, ranks, 4), every)
+            found += [f"{schedule} {ranks} {dispatch} {every}: {d}" for d in compare(name, built, dispatch, defer)]
+    assert not found, "\n".join(found)
+
+
+class Counting(nn.Module):
+    """Its buffers change with every forward, and its output depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x) * self.mask + self.last * (1 + self.seen)
+        self.seen += 1
+        self.last = out.detach().mean(0)
+        return out
+
+
+class Scaling(nn.Module):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(1.5)
+
+
+def normalised() -> list[nn.Module]:
+    """Stages that draw, change buffers, and change their input in place."""
+    return [
+        nn.Sequential(Scaling(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)),
+        nn.Sequential(Scaling(), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+        nn.Sequential(Counting(), nn.Dropout(0.3), nn.Linear(4, 4)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_buffers_change_once_and_draws_are_drawn_again(name: str, dispatch: str) -> None:
+    torch.manual_seed(1)
+    plain = normalised()
+    torch.manual_seed(1)
+    piped = normalised()
+    schedule = with_recompute(ps.build(name, 3, 4))
+    pipe = ps.Pipeline(piped, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch)
+    for step in (1, 2):
+        x, y = torch.randn(12, 4), torch.randn(12, 4)
+        want = plain_step(plain, x.clone(), y, 4, nn.MSELoss(), step=step)
+        assert torch.equal(want, pipe.step(x.clone(), y, update=False).loss)
+    assert not differences(gradients(plain), gradients(piped))
+    want_buffers, buffers = dict(nn.ModuleList(plain).named_buffers()), dict(nn.ModuleList(piped).named_buffers())
+    assert set(want_buffers) == set(buffers)
+    assert len(buffers) == 9
+    assert all(torch.equal(want_buffers[place], buffer) for place, buffer in buffers.items())
+
+
+DEPTH = 3
+
+
+class Watched(nn.Module):
+    """Counts how many of its intermediate results are alive at once; each `sin` keeps one until its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(DEPTH))
+        self.kept: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.peak = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            inner = layer(x)
+            self.kept.add(inner)
+            self.peak = max(self.peak, len(self.kept))
+            x = inner.sin()
+            del inner
+        return x
+
+
+@pytest.mark.parametrize(("name", "limit"), [("gpipe", 3), ("1f1b", 2), ("zb-h1", 2)])
+def test_no_more_is_held_than_the_limit(name: str, limit: int) -> None:
+    schedule = ps.build(name, 3, 6)
+    costs = ps.Costs.uniform(3, freed_by_input=1.0)
+    lighter = recompute(schedule, costs, limit)
+    stages = [Watched() for _ in range(3)]
+    pipe = ps.Pipeline(stages, lighter, loss_fn=nn.MSELoss())
+    x = torch.randn(6, 4)
+    gc.disable()  # nothing may hang on a cycle
+    try:
+        pipe.step(x, x)
+        # While a forward runs that keeps nothing, one intermediate result is there besides what is kept.
+        assert DEPTH < max(stage.peak for stage in stages) <= DEPTH * limit + 1
+        assert sum(len(stage.kept) for stage in stages) == 0
+    finally:
+        gc.enable()
+    assert max(ps.simulate(lighter, costs).peak_activations) <= limit
+    assert max(ps.simulate(schedule, costs).peak_activations) > limit
+
+
+class Differentiating(nn.Module):
+    """Takes a gradient inside its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin().sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return slope
+
+
+def test_a_forward_that_differentiates_is_refused() -> None:
+    stages = [nn.Linear(4, 4), nn.Sequential(Differentiating(), nn.Linear(4, 4))]
+    pipe = ps.Pipeline(stages, with_recompute(ps.build("1f1b", 2, 2)), loss_fn=nn.MSELoss())
+    with pytest.raises(RuntimeFailure, match="use a schedule without R"):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+class ChangingLater(nn.Module):
+    """Its buffer changes in place in one microbatch only, and not the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            self.level += 1
+        return x * (1 + self.level)
+
+
+def test_a_buffer_that_changes_unforeseen_is_refused() -> None:
+    pipe = ps.Pipeline(
+        [nn.Sequential(ChangingLater(), nn.Linear(2, 2))],
+        with_recompute(ps.build("gpipe", 1, 2)),
+        loss_fn=nn.MSELoss(),
+    )
+    x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
+    with pytest.raises(RuntimeFailure, match="'level' of ChangingLater changed in microbatch 1 and in none before"):
+        pipe.step(x, x)
