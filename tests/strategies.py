@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.schedule import Op
 
-TWO_WAYS = ("dualpipe", "amdp")
-"""Schedules with pipelines in both directions, which need even counts."""
+TWO_WAYS = ("chimera", "bitpipe", "vchimera", "dualpipe", "amdp")
+"""Schedules with pipelines in both directions, which need an even number of ranks."""
 
 RUN_TOGETHER = ("distmm", "mllm")
 """Schedules with ops that several ranks run together, which the reference does not know."""
@@ -25,13 +25,16 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
     options: dict[str, Any] = {}
     if name in TWO_WAYS:
         p += p % 2
-        n += n % 2
-    if name in ("dualpipe", "dualpipe-v"):
+    if name in ("chimera", "hanayo", "bitpipe", "vchimera"):
+        options["backward"] = draw(st.sampled_from(["whole", "split"]))
+    elif name == "dualpipe":
+        n = max(n + n % 2, 2 * p)
+    elif name == "dualpipe-v":
         n = max(n, 2 * p)
     elif name == "looped-bfs":
         options["num_stages"] = p * draw(st.integers(1, 3))
     elif name == "amdp":
-        options["forward"], options["backward"] = draw(st.sampled_from([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]))
+        options["f"], options["b"] = draw(st.sampled_from([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]))
     elif name == "interleaved-1f1b":
         n = p * draw(st.integers(1, max(1, max_microbatches // p)))
         options["num_stages"] = p * draw(st.integers(1, 3))

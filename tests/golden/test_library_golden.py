@@ -25,8 +25,12 @@ SIZES: dict[str, list[tuple[int, int, dict]]] = {
     "pipedream": [(1, 2, {}), (4, 8, {})],
     "pipedream-2bw": [(1, 2, {}), (4, 8, {})],
     "distmm": [(2, 3, {}), (4, 6, {"gather_every": 2}), (5, 6, {"branches": [3, 1, 1]})],
+    "chimera": [(2, 4, {}), (4, 8, {}), (4, 8, {"backward": "split"}), (4, 6, {})],
+    "hanayo": [(2, 3, {}), (4, 4, {"waves": 1}), (4, 8, {"waves": 1, "backward": "split"}), (4, 4, {})],
+    "bitpipe": [(2, 4, {}), (4, 8, {}), (4, 4, {"backward": "split"})],
+    "vchimera": [(2, 4, {}), (4, 8, {}), (4, 4, {"backward": "split"})],
     "mllm": [(1, 2, {}), (2, 3, {}), (4, 6, {})],
-    "amdp": [(2, 4, {}), (4, 6, {}), (4, 8, {"backward": 1.0}), (8, 16, {})],
+    "amdp": [(2, 4, {}), (4, 6, {}), (4, 8, {"b": 1.0}), (8, 16, {})],
     "zb": [(4, 12, {}), (4, 12, {"warmup": [9, 6, 3, 1]}), (4, 8, {"warmup": [4, 3, 2, 1], "memory_limit": 4})],
 }
 
@@ -55,6 +59,8 @@ def test_the_docstring_draws_the_schedule(name: str) -> None:
         "v-half": 4,
         "v-min": 4,
         "mllm": 3,
+        "chimera": 4,
+        "hanayo": 2,
     }.get(name, 6)
     schedule = function(len(drawn), microbatches, **options)
     for rank, cells in enumerate(drawn):

@@ -131,7 +131,7 @@ def test_amdp_keeps_ranks_busy(d: int, busy: float) -> None:
 
 @pytest.mark.parametrize("d", [4, 8, 12, 16])
 def test_amdp_needs_no_more_than_d_and_one_activations_where_the_directions_are_alike(d: int) -> None:
-    schedule = ps.build("amdp", d, 40 * d, backward=1.0)
+    schedule = ps.build("amdp", d, 40 * d, b=1.0)
     assert 1 - ps.simulate(schedule, ps.Costs.uniform(d, 1, 1, 0)).bubble_ratio > 0.99
     assert max(peak_in_flight(schedule)) == d + 1
 
@@ -151,9 +151,9 @@ def test_amdp_places_pipelines_as_figure_4_of_the_paper() -> None:
     assert ps.build("amdp", 8, 8).placement.pipelines[:2] == ((0, 1, 2, 3, 4, 5, 6, 7), (3, 2, 1, 0, 7, 6, 5, 4))
 
 
-@pytest.mark.parametrize(("backward", "ahead"), [(0.5, 0), (1.0, 1), (2.0, 2), (3.5, 3)])
-def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(backward: float, ahead: int) -> None:
-    schedule = ps.build("amdp", 8, 64, backward=backward)
+@pytest.mark.parametrize(("ratio", "ahead"), [(0.5, 0), (1.0, 1), (2.0, 2), (3.5, 3)])
+def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(ratio: float, ahead: int) -> None:
+    schedule = ps.build("amdp", 8, 64, b=ratio)
     held = 0
     for j, hosts in enumerate(schedule.placement.pipelines):
         open_now = 0
@@ -174,8 +174,8 @@ def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(backward: fl
         ("dualpipe", 4, 6, {}, "dualpipe over 4 ranks needs at least 8 microbatches, got 6"),
         ("dualpipe-v", 4, 7, {}, "dualpipe-v over 4 ranks needs at least 8 microbatches, got 7"),
         ("amdp", 5, 10, {}, "amdp needs ranks in a multiple of the 2 that each pipeline takes, got 5; use 4 or 6"),
-        ("amdp", 4, 8, {"backward": 0.0}, "amdp: backward is 0.0; give a time above 0"),
-        ("amdp", 4, 8, {"forward": float("nan")}, "amdp: forward is nan; give a time above 0"),
+        ("amdp", 4, 8, {"b": 0.0}, "amdp: b is 0.0; give a time above 0"),
+        ("amdp", 4, 8, {"f": float("nan")}, "amdp: f is nan; give a time above 0"),
         ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes no options"),
     ],
 )  # fmt: skip
@@ -229,4 +229,75 @@ RULE = "give at least two, each of at least 1 rank, that add up to the 4 ranks"
 def test_distmm_refuses(p: int, n: int, options: dict, message: str) -> None:
     with pytest.raises(ps.ScheduleError) as caught:
         ps.build("distmm", p, n, **options)
+    assert str(caught.value) == message
+
+
+ROUND_TRIPS = [
+    ("chimera", {}, 1, range(2, 17, 2)),
+    ("hanayo", {"waves": 1}, 2, range(1, 13)),
+    ("hanayo", {"waves": 2}, 4, range(1, 9)),
+    ("hanayo", {"waves": 3}, 6, range(1, 9)),
+    ("bitpipe", {}, 2, range(2, 13, 2)),
+    ("vchimera", {}, 2, range(2, 13, 2)),
+]
+"""Schedule, options, stages a rank for a full stage, ranks."""
+SIZES = [(name, options, full, p) for name, options, full, ranks in ROUND_TRIPS for p in ranks]
+
+
+def factor(name: str, p: int) -> int:
+    """The bubble at F = B = 1, in stage times."""
+    return 2 * (p - 1) if name == "hanayo" else p - 2
+
+
+@pytest.mark.parametrize(("name", "options", "full", "p"), SIZES)
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_deepest_first_with_whole_backwards(name: str, options: dict, full: int, p: int, rounds: int) -> None:
+    schedule = ps.build(name, p, rounds * p, **options)
+    for f, i, w in ((1, 0.5, 0.5), (1, 1, 1), (2, 2, 1), (1, 1, 2)):
+        assert bubble(schedule, f, i, w) == factor(name, p) * (f + (i + w - f) * rounds)
+    assert max(peak_in_flight(schedule)) == full * p
+
+
+@pytest.mark.parametrize(("name", "options", "full", "p"), SIZES)
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_deepest_first_with_split_backwards(name: str, options: dict, full: int, p: int, rounds: int) -> None:
+    schedule = ps.build(name, p, rounds * p, backward="split", **options)
+    assert bubble(schedule, 1, 1, 1) == factor(name, p) / 2
+    assert max(peak_in_flight(schedule)) == full * p
+
+
+@pytest.mark.parametrize(("name", "options", "full", "p"), [row for row in SIZES if row[3] in (2, 3, 4, 6)])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 9, 13])
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_deepest_first_with_any_number_of_microbatches(
+    name: str, options: dict, full: int, p: int, n: int, backward: str
+) -> None:
+    schedule = ps.build(name, p, n, backward=backward, **options)
+    assert max(peak_in_flight(schedule)) <= full * min(p, n)
+    assert {op.kind for row in schedule.order for op in row} == set("FB" if backward == "whole" else "FIW")
+
+
+def test_opposite_pipelines_mirror_one_another() -> None:
+    """With as many microbatches each way, the ranks read from the last to the first are the other pipeline."""
+    for name in ("chimera", "bitpipe", "vchimera"):
+        down, up = ps.build(name, 6, 12).placement.pipelines
+        assert tuple(5 - rank for rank in down) == up
+        order = ps.build(name, 6, 12).order
+        swapped = [[op._replace(microbatch=op.microbatch ^ 1) for op in row] for row in order[::-1]]
+        assert swapped == [list(row) for row in order]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "options", "message"),
+    [
+        ("chimera", 3, {}, "chimera needs ranks in a multiple of the 2 pipelines, got 3; use 2 or 4"),
+        ("bitpipe", 5, {}, "bitpipe needs ranks in a multiple of the 2 pipelines, got 5; use 4 or 6"),
+        ("vchimera", 1, {}, "vchimera needs ranks in a multiple of the 2 pipelines, got 1; use 2"),
+        ("hanayo", 4, {"waves": 0}, "hanayo needs at least 1 waves, got 0"),
+        ("chimera", 4, {"backward": "half"}, "chimera: backward is 'half'; give 'whole' or 'split'"),
+    ],
+)
+def test_deepest_first_refuses(name: str, p: int, options: dict, message: str) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build(name, p, 8, **options)
     assert str(caught.value) == message

@@ -17,7 +17,7 @@ _READ_AHEAD = 2
 """Microbatches that stage 0 of a pipeline reads before its first backward: the paper's n."""
 
 
-def amdp(num_ranks: int, num_microbatches: int, forward: float = 1.0, backward: float = 2.0) -> Schedule:
+def amdp(num_ranks: int, num_microbatches: int, f: float = 1.0, b: float = 2.0) -> Schedule:
     """d ranks, d/2 pipelines, microbatch m on pipeline m mod d/2, in blocks of d microbatches.
 
     Stage i of an even pipeline j lies on rank (2j + i) mod d, of an odd one on rank (2j - i + d + 1) mod d.
@@ -29,24 +29,24 @@ def amdp(num_ranks: int, num_microbatches: int, forward: float = 1.0, backward: 
         rank 3 | 0F1 0F3 0F5 3F0 3B0 3F2 3B2 .   0B1 .   0B3 ...
 
     Where two pipelines want one rank, the earlier block goes first, and within it the op that was ready first.
-    At the boundary of two blocks stage 0 reads floor(B/F) microbatches more, so that forwards of the next block
+    At the boundary of two blocks stage 0 reads floor(b/f) microbatches more, so that forwards of the next block
     fill the bubbles at the end of this one and at its own beginning.
 
-    Ranks are busy 0.99 of the time at d = 4, 8, 12, 16 over 40 blocks with B = 2F; without the reads ahead 0.65
+    Ranks are busy 0.99 of the time at d = 4, 8, 12, 16 over 40 blocks with b = 2f; without the reads ahead 0.65
     to 0.8. Where d/2 is odd, one direction has a pipeline more and about 0.9 is reached. Peak about d activations
-    at B = F, up to half as many again at B = 2F. "d/2 pipelines fully eliminate bubbles" (section 3.2) is true
-    only at d = 4, B = F. The updates, once a window of at least d microbatches, are not present in the order.
+    at b = f, up to half as many again at b = 2f. "d/2 pipelines fully eliminate bubbles" (section 3.2) is true
+    only at d = 4, b = f. The updates, once a window of at least d microbatches, are not present in the order.
 
     Args:
-        forward, backward: time of a stage's F and B; their ratio shapes the order.
+        f, b: times of a stage's F and B; their ratio shapes the order.
     """
     whole_multiple("amdp", "ranks", num_ranks, "that each pipeline takes", 2)
-    for name, time in (("forward", forward), ("backward", backward)):
+    for name, time in (("f", f), ("b", b)):
         if not (isfinite(time) and time > 0):
             raise ScheduleError(f"amdp: {name} is {time}; give a time above 0", rule="options")
     num_pipelines = num_ranks // 2
     pipelines = tuple(_hosts(j, num_ranks) for j in range(num_pipelines))
-    rows = _first_in_first_out(pipelines, num_microbatches, {"F": forward, "B": backward})
+    rows = _first_in_first_out(pipelines, num_microbatches, {"F": f, "B": b})
     return Schedule(
         "amdp",
         Placement(pipelines),

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.library.amdp import amdp
+from penstock.library.bitpipe import bitpipe, vchimera
+from penstock.library.chimera import chimera
 from penstock.library.distmm import distmm
 from penstock.library.dualpipe import dualpipe, dualpipe_v
 from penstock.library.gpipe import gpipe
+from penstock.library.hanayo import hanayo
 from penstock.library.interleaved import interleaved
 from penstock.library.looped_bfs import looped_bfs
 from penstock.library.mllm import mllm
@@ -32,6 +35,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb": zb,
     "v-half": v_half,
     "v-min": v_min,
+    "chimera": chimera,
+    "hanayo": hanayo,
+    "bitpipe": bitpipe,
+    "vchimera": vchimera,
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
     "distmm": distmm,
