@@ -1,0 +1,220 @@
+"""How stages depend on one another: a chain where nothing else is said, else a graph with branches.
+
+    chain     0 -> 1 -> 2 -> 3
+    branches  0 -> 1 --.                  two towers, joined by stage 4
+              2 -> 3 ---> 4
+
+Activations flow along the edges, gradients against them. Stages may work on microbatches of different
+sizes: where stage a has 8 of them and stage b has 4, each of b's takes two of a's.
+
+Ops that are neither forward nor backward (a gather between towers, a collective, an offload) are
+registered here: how many there are, on which stage or ranks, and what waits for what.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import gcd
+
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import BUILT_IN
+
+_NAME = re.compile(r"[A-Z]|[A-Z][A-Z_]+[A-Z]")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Each group of `num_before` ops of `before` unlocks a group of `num_after` ops of `after`, in order.
+
+    `before` and `after` are (kind, stage); kind "B" means the backward in whatever form it is there (B or I).
+
+        Needs(("F", 3), ("GATHER", 3), num_before=4)     one GATHER after every four forwards
+        Needs(("GATHER", 3), ("B", 3), num_after=4)      which lets four backwards go
+    """
+
+    before: tuple[str, int]
+    after: tuple[str, int]
+    num_before: int = 1
+    num_after: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_before < 1 or self.num_after < 1:
+            raise ScheduleError(
+                f"{self.before} unlocks {self.after} in groups of {self.num_before} and {self.num_after}: "
+                "both are at least 1",
+                rule="dependencies",
+            )
+
+    def needed(self, index: int) -> range:
+        """The ops of `before` that op `index` of `after` waits for."""
+        group = index // self.num_after
+        return range(group * self.num_before, (group + 1) * self.num_before)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Ops of a kind of the user's own: `num_ops` of them on `stage`, numbered from 0.
+
+    Attributes:
+        kind: one upper-case letter, or at least three letters or `_`; none of the built-in kinds.
+        ranks: the ranks that run it together; empty for those that host the stage.
+    """
+
+    kind: str
+    stage: int
+    num_ops: int
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.kind) or self.kind in BUILT_IN:
+            raise ScheduleError(
+                f"op kind {self.kind!r}: give an upper-case letter or word (of three letters or more), other than {', '.join(BUILT_IN)}",
+                rule="kind",
+            )
+        if self.num_ops < 1:
+            raise ScheduleError(f"kind {self.kind} of stage {self.stage} has {self.num_ops} ops: give at least 1")
+        if len(set(self.ranks)) != len(self.ranks) or any(rank < 0 for rank in self.ranks):
+            raise ScheduleError(f"kind {self.kind} of stage {self.stage} is on ranks {self.ranks}: name each once")
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The stages of the model as a directed graph without cycles.
+
+    Attributes:
+        num_stages: how many there are.
+        edges: (a, b) where b's forward takes a's output.
+        num_microbatches: of each stage; empty where all stages have the schedule's.
+        registered: ops of the user's own kinds.
+        needs: what waits for what, besides what the edges say.
+
+    Raises:
+        ScheduleError: an edge or op names a stage that is not there, the edges form a cycle (it is named), or
+            a need counts more ops than there are.
+    """
+
+    num_stages: int
+    edges: tuple[tuple[int, int], ...]
+    num_microbatches: tuple[int, ...] = ()
+    registered: tuple[Registered, ...] = ()
+    needs: tuple[Needs, ...] = ()
+
+    def __post_init__(self) -> None:
+        for a, b in self.edges:
+            if not (0 <= a < self.num_stages and 0 <= b < self.num_stages):
+                raise ScheduleError(
+                    f"edge {a} -> {b} names a stage that is not there: they go from 0 to {self.num_stages - 1}",
+                    rule="stages",
+                )
+        if len(set(self.edges)) != len(self.edges):
+            raise ScheduleError(f"an edge is there twice: {self.edges}", rule="stages")
+        if self.num_microbatches and (
+            len(self.num_microbatches) != self.num_stages or min(self.num_microbatches) < 1
+        ):
+            raise ScheduleError(
+                f"num_microbatches is {self.num_microbatches}: give one count a stage, each at least 1", rule="stages"
+            )
+        if cycle := _cycle(self.targets):
+            path = " -> ".join(map(str, cycle))
+            raise ScheduleError(f"the stages form a cycle, {path}; activations must flow one way", rule="stages")
+        self._check_registered()
+
+    def _check_registered(self) -> None:
+        names = [(r.kind, r.stage) for r in self.registered]
+        if len(set(names)) != len(names):
+            raise ScheduleError(f"a kind is registered twice for one stage: {names}", rule="kind")
+        for kind, stage in [*names, *(end for need in self.needs for end in (need.before, need.after))]:
+            if not 0 <= stage < self.num_stages:
+                raise ScheduleError(
+                    f"{kind} names stage {stage}, which is not there: they go from 0 to {self.num_stages - 1}",
+                    rule="stages",
+                )
+            if kind not in BUILT_IN and (kind, stage) not in names:
+                raise ScheduleError(
+                    f"kind {kind} is not registered for stage {stage}; register it first", rule="kind"
+                )
+
+    @classmethod
+    def chain(cls, num_stages: int) -> StageGraph:
+        """Stage s feeds stage s + 1."""
+        return _chain(num_stages)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage, those whose outputs it takes."""
+        return _grouped(self.num_stages, ((b, a) for a, b in self.edges))
+
+    @cached_property
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage, those that take its output."""
+        return _grouped(self.num_stages, self.edges)
+
+    @cached_property
+    def needs_of(self) -> dict[tuple[str, int], tuple[Needs, ...]]:
+        """By (kind, stage), what those ops wait for besides the edges; I is found where B is said."""
+        found: dict[tuple[str, int], tuple[Needs, ...]] = {}
+        for need in self.needs:
+            kind, stage = need.after
+            for name in ("B", "I") if kind == "B" else (kind,):
+                found[name, stage] = (*found.get((name, stage), ()), need)
+        return found
+
+    @cached_property
+    def registered_of(self) -> dict[tuple[str, int], Registered]:
+        """The registered ops by (kind, stage)."""
+        return {(r.kind, r.stage): r for r in self.registered}
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether this says no more than that stage s feeds stage s + 1."""
+        return self == _chain(self.num_stages)
+
+    def microbatches_of(self, stage: int, otherwise: int) -> int:
+        """How many microbatches the stage works on; `otherwise` is the schedule's number."""
+        return self.num_microbatches[stage] if self.num_microbatches else otherwise
+
+    def matching(self, stage: int, microbatch: int, other: int) -> Iterable[int]:
+        """The microbatches of stage `other` that hold the same samples as `microbatch` of `stage`, or share some."""
+        if not self.num_microbatches or self.num_microbatches[stage] == self.num_microbatches[other]:
+            return (microbatch,)
+        mine, theirs = self.num_microbatches[stage], self.num_microbatches[other]
+        unit = gcd(mine, theirs)
+        group = microbatch // (mine // unit)
+        return range(group * (theirs // unit), (group + 1) * (theirs // unit))
+
+
+@cache
+def _chain(num_stages: int) -> StageGraph:
+    return StageGraph(num_stages, tuple((s, s + 1) for s in range(num_stages - 1)))
+
+
+def _grouped(num_stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    rows: list[list[int]] = [[] for _ in range(num_stages)]
+    for key, value in pairs:
+        rows[key].append(value)
+    return tuple(tuple(sorted(row)) for row in rows)
+
+
+def _cycle(targets: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Some cycle of the graph as a path that ends where it began; empty where there is none."""
+    state = [0] * len(targets)
+    for root in range(len(targets)):
+        if state[root]:
+            continue
+        path, walk = [root], [iter(targets[root])]
+        state[root] = 1
+        while walk:
+            following = next(walk[-1], None)
+            if following is None:
+                state[path.pop()] = 2
+                walk.pop()
+            elif state[following] == 1:
+                return [*path[path.index(following) :], following]
+            elif state[following] == 0:
+                state[following] = 1
+                path.append(following)
+                walk.append(iter(targets[following]))
+    return []
