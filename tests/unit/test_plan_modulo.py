@@ -1,0 +1,273 @@
+"""Planning placements with shared stages: bounds against exact optima, repetends, caps, errors."""
+
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.plan.modulo import ROUNDED_UNITS, find_repetends, units_of
+from penstock.plan.progress import Progress
+from penstock.plan.repetend import Block, Flow, Need, Repetend, makespan, peaks, retimed
+from penstock.plan.repetend_bound import flow_bound, follows
+from penstock.plan.repetend_plan import plan_shared
+
+pytest.importorskip("ortools", reason="needs the extra `exact`")
+
+
+def shared_ends(num_ranks: int) -> ps.Placement:
+    everyone = tuple(range(num_ranks))
+    return ps.Placement(((0, *everyone, 0),), shared=((0, everyone), (num_ranks + 1, everyone)))
+
+
+def tessel_costs(num_ranks: int) -> ps.Costs:
+    """F, E, H and their backwards take 1, B takes 3; embedding and head keep nothing."""
+    p = num_ranks
+    return ps.Costs(
+        f=[1] * (p + 2), i=[0] * (p + 2), w=[0] * (p + 2), b=[1, *[3] * p, 1], activation=[0, *[1] * p, 0]
+    )
+
+
+def random_costs(num_stages: int, seed: int) -> ps.Costs:
+    draw = random.Random(seed)
+    times = [[draw.randint(4, 9) for _ in range(num_stages)] for _ in "fiw"]
+    return ps.Costs(*times, freed_by_input=0.5)
+
+
+def random_flow(seed: int) -> Flow:
+    """Up to seven blocks over two or three ranks, some shared, on a chain with a branch here and there."""
+    draw = random.Random(seed)
+    num_ranks = draw.randint(2, 3)
+    blocks: list[Block] = []
+    for index in range(draw.randint(3, 7)):
+        size = draw.choice([1, 1, 1, 2, num_ranks])
+        ranks = tuple(sorted(draw.sample(range(num_ranks), size)))
+        needs = {index - 1, draw.randrange(index)} if index and draw.random() < 0.3 else {index - 1} - {-1}
+        if index > 1 and draw.random() < 0.2:
+            needs = {draw.randrange(index)}
+        delays = [draw.choice([0, 0, 2]) for _ in needs]
+        blocks.append(
+            Block(f"b{index}", ranks, draw.randint(1, 4), tuple(Need(n, d) for n, d in zip(sorted(needs), delays)))
+        )
+    return Flow((*blocks, Block("end", tuple(range(num_ranks))[:1], 1, tuple(Need(b) for b in range(len(blocks))))))
+
+
+def optimum(flow: Flow, num_turns: int, caps: Sequence[float] | None = None) -> float:
+    """The least makespan, by CP-SAT on every op, without any of the bound's ideas."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    horizon = int(num_turns * (flow.latency + sum(b.duration for b in flow.blocks)))
+    rows: list[list[cp_model.IntervalVar]] = [[] for _ in range(flow.num_ranks)]
+    changes: list[list[tuple[object, int]]] = [[] for _ in range(flow.num_ranks)]
+    total = model.new_int_var(0, horizon, "")
+    earlier = 0
+    for _ in range(num_turns):
+        starts = [model.new_int_var(0, horizon, "") for _ in flow.blocks]
+        model.add(starts[0] >= earlier)  # turns are alike, so their numbers may follow their starts
+        earlier = starts[0]
+        for b, block in enumerate(flow.blocks):
+            model.add(total >= starts[b] + int(block.duration))
+            for need in block.needs:
+                done = starts[need.block] + int(flow.blocks[need.block].duration + need.delay)
+                model.add(starts[b] >= done)
+            for rank in block.ranks:
+                rows[rank].append(model.new_fixed_size_interval_var(starts[b], int(block.duration), ""))
+                changes[rank].append((starts[b], int(block.acquires)))
+                changes[rank].append((starts[b] + int(block.duration), -int(block.releases)))
+    for row in rows:
+        model.add_no_overlap(row)
+    for rank, cap in enumerate(caps or ()):
+        model.add_reservoir_constraint(*zip(*changes[rank]), -num_turns * 9, int(cap))
+    model.minimize(total)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = 20
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return solver.objective_value
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+def test_tessels_totals_are_met_and_proved(num_ranks: int) -> None:
+    num_microbatches = 3 * num_ranks
+    costs = tessel_costs(num_ranks)
+    plan = plan_shared(costs, num_ranks, num_microbatches, placement=shared_ends(num_ranks), split=False)
+    assert plan.makespan == plan.lower_bound == 8 * num_microbatches + 4 * (num_ranks - 1)
+    assert ps.simulate(plan.schedule, costs).makespan == plan.makespan
+    assert ps.parse(str(plan.schedule)) == plan.schedule
+
+
+def with_memory(flow: Flow, seed: int) -> Flow:
+    """The flow with up to two activations, each held from one block to another of the same ranks that follows it."""
+    draw = random.Random(seed)
+    blocks, after = list(flow.blocks), follows(flow)
+    pairs = [(a, b) for a in range(len(blocks)) for b in sorted(after[a] - {a}) if blocks[a].ranks == blocks[b].ranks]
+    for a, b in draw.sample(pairs, min(2, len(pairs))):
+        if not any(blocks[x].acquires or blocks[x].releases for x in (a, b)):
+            held = draw.randint(1, 2)
+            blocks[a], blocks[b] = replace(blocks[a], acquires=held), replace(blocks[b], releases=held)
+    return Flow(tuple(blocks))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bound_is_never_above_the_optimum(seed: int) -> None:
+    flow = random_flow(seed)
+    for num_turns in (1, 3):
+        bound = flow_bound(flow, [num_turns] * len(flow.blocks))
+        assert bound.makespan <= optimum(flow, num_turns), (flow, bound)
+    flow = with_memory(flow, seed)
+    caps = [4.0, *[float(2 + seed % 3)] * (flow.num_ranks - 1)]
+    if all(peak <= cap for peak, cap in zip(peaks(flow, [(b, 0) for b in range(len(flow.blocks))]), caps)):
+        bound = flow_bound(flow, [3] * len(flow.blocks), caps)
+        assert bound.makespan <= optimum(flow, 3, caps), (flow, caps, bound)
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3])
+def test_bound_under_a_cap_is_never_above_the_optimum(cap: int) -> None:
+    chain = ((0, 1), (0,), (1,), (0, 1), (1,), (0,), (0, 1))
+    kept = {1: (1, 0), 2: (1, 0), 4: (0, 1), 5: (0, 1)}
+    blocks = [
+        Block(str(b), ranks, 1 + b % 3, (Need(b - 1),) if b else (), *kept.get(b, (0, 0)))
+        for b, ranks in enumerate(chain)
+    ]
+    flow = Flow(tuple(blocks))
+    bound = flow_bound(flow, [3] * len(blocks), [cap] * 2)
+    best = optimum(flow, 3, [cap] * 2)
+    assert bound.makespan <= best
+    if cap == 1:
+        assert bound.makespan == best  # one turn after the other: barriers and round trips fill all the time
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+@pytest.mark.parametrize("split", [False, True])
+def test_caps_are_kept(limit: int, split: bool) -> None:
+    costs, placement = random_costs(5, limit), shared_ends(3)
+    plan = plan_shared(costs, 3, 8, placement=placement, split=split, memory_limit=3 * limit, time_limit=1)
+    assert max(ps.simulate(plan.schedule, costs).peak_activations) <= 3 * limit
+    counted = plan_shared(costs, 3, 8, placement=placement, split=split, max_in_flight=3 * limit, time_limit=1)
+    ps.check(counted.schedule, memory_limit=3 * limit)
+    assert counted.schedule.memory_limit == 3 * limit
+    assert counted.schedule.splits_backward() is split
+
+
+def test_plans_with_late_links_stages_shared_by_some_and_two_pipelines() -> None:
+    links = ps.Links({(0, 1): 3.0, (2, 3): 1.5})
+    for placement, num_microbatches in (
+        (ps.Placement(((0, 0, 1, 2, 3, 2),), shared=((0, (0, 1)), (5, (2, 3)))), 6),
+        (ps.Placement(((0, 1, 2, 3, 0), (3, 2, 1, 0, 0)), shared=((4, (0, 1, 2, 3)),)), 5),
+        (ps.Placement(((0, 1, 2, 3),)), 6),
+    ):
+        costs = random_costs(placement.num_stages, 1)
+        plan = plan_shared(costs, 4, num_microbatches, links, placement=placement, time_limit=1)
+        assert ps.simulate(plan.schedule, costs, links=links).makespan == pytest.approx(plan.makespan)
+        assert plan.lower_bound <= plan.makespan
+        assert plan.gap < 0.5
+        serial = num_microbatches * sum(costs.f) + num_microbatches * sum(costs.i)
+        assert plan.makespan < serial
+
+
+def test_ends_are_shortened() -> None:
+    costs = random_costs(5, 3)
+    steps: list[Progress] = []
+    plan = plan_shared(costs, 3, 6, placement=shared_ends(3), time_limit=3, progress=steps.append)
+    assert [step.value for step in steps] == sorted((step.value for step in steps), reverse=True)
+    assert plan.makespan == steps[-1].value < next(step.value for step in steps if step.how == "repetend")
+    assert plan.how == steps[-1].how == "ends"
+
+
+def test_an_interrupt_keeps_the_best_so_far() -> None:
+    seen: list[Progress] = []
+
+    def interrupt(step: Progress) -> None:
+        seen.append(step)
+        if step.how == "repetend":
+            raise KeyboardInterrupt
+
+    plan = plan_shared(tessel_costs(4), 4, 12, placement=shared_ends(4), split=False, progress=interrupt)
+    assert plan.makespan == seen[-1].value
+    assert [step.how for step in seen] == ["serial", "repetend"]
+
+
+def test_without_the_solver_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ps.ScheduleError, match=r"pip install penstock\[exact\]"):
+        plan_shared(tessel_costs(2), 2, 4, placement=shared_ends(2), split=False)
+
+
+def test_a_cap_below_one_microbatch_is_an_error() -> None:
+    with pytest.raises(ps.ScheduleError, match="raise") as caught:
+        plan_shared(random_costs(4, 0), 2, 4, placement=shared_ends(2), max_in_flight=2)
+    assert caught.value.rule == "memory"
+    with pytest.raises(ps.ScheduleError, match=r"may hold 0\.5 activations, but one b0 keeps 1"):
+        flow_bound(Flow((Block("b0", (0,), 1, (), 1, 1),)), [3], [0.5])
+
+
+def two_blocks() -> Flow:
+    return Flow((Block("F", (0,), 1.0, (), 1.0, 0.0), Block("B", (0,), 2.0, (Need(0),), 0.0, 1.0)))
+
+
+def test_a_repetend_unrolls_in_start_order_and_moves_up() -> None:
+    repetend = Repetend(two_blocks(), 3.0, (0.0, 4.0))
+    sequence = repetend.sequence([3, 3])
+    assert sequence == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]
+    timed = retimed(repetend.flow, sequence)
+    assert [one.start for one in timed] == [0, 1, 2, 4, 5, 7]
+    assert makespan(repetend.flow, timed) == 9
+    assert peaks(repetend.flow, sequence) == [2.0]
+
+
+def test_turns_of_one_repetend_are_numbered_as_they_run() -> None:
+    twice = two_blocks().repeated(2)
+    repetend = Repetend(twice, 6.0, (1.0, 4.0, 0.0, 2.0))
+    assert repetend.sequence([3, 3]) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+
+
+def test_no_period_below_the_work_and_none_below_the_round_trip_under_a_cap() -> None:
+    flow = two_blocks()
+    units = units_of(flow)
+    found: list[Repetend] = []
+
+    def keep(repetend: Repetend) -> bool:
+        found.append(repetend)
+        return True
+
+    assert find_repetends(flow, units, 3, [math.inf], 5, keep)
+    assert found[-1].latency == 3
+    across = Flow((flow.blocks[0], Block("G", (1,), 4.0, (Need(0),)), Block("B", (0,), 2.0, (Need(1),), 0.0, 1.0)))
+    assert not find_repetends(across, units_of(across), 6, [1.0, math.inf], 5, keep)
+    assert find_repetends(across, units_of(across), 7, [1.0, math.inf], 5, keep)
+    assert find_repetends(across, units_of(across), 4, [2.0, math.inf], 5, keep)
+    assert not find_repetends(across, units_of(across), 3, [2.0, math.inf], 5, keep)
+
+
+def test_units_are_exact_where_they_can_be() -> None:
+    def flow(*durations: float) -> Flow:
+        return Flow(tuple(Block(str(d), (0,), d) for d in durations))
+
+    exact = units_of(flow(0.25, 1.5, 3.0))
+    assert (exact.durations, exact.unit, exact.exact) == ((1, 6, 12), 0.25, True)
+    rounded = units_of(flow(math.pi, math.e, 0.0, 1e-9))
+    assert not rounded.exact
+    assert rounded.durations == (
+        round(math.pi / (math.pi + math.e) * ROUNDED_UNITS),
+        round(math.e / (math.pi + math.e) * ROUNDED_UNITS),
+        0,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ((), "at least one block"),
+        ((Block("a", (), 1.0),), "block a runs on ranks"),
+        ((Block("a", (0,), -1.0),), "takes -1.0 ms"),
+        ((Block("a", (0,), math.nan),), "takes nan ms"),
+        ((Block("a", (0,), 1.0, (Need(0),)),), "list what is needed first"),
+    ],
+)
+def test_flows_that_make_no_sense(blocks: tuple[Block, ...], words: str) -> None:
+    with pytest.raises(ps.ScheduleError, match=words):
+        Flow(blocks)
