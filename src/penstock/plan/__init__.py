@@ -2,6 +2,7 @@
 
 from penstock.plan.plan import Plan, plan
 from penstock.plan.progress import Progress
+from penstock.plan.slow_links import slow_link_schedule
 from penstock.plan.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "initial_warmups",
     "needed_slack",
     "plan",
+    "slow_link_schedule",
     "tolerance",
     "tolerances",
 ]

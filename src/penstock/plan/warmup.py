@@ -48,7 +48,7 @@ def needed_slack(costs: Costs, stage: int, delay: float, kind: str = "I") -> int
     """The least slack with which the link from `stage` to the next absorbs `delay` (ms each way), by Eq. 1.
 
     Corrects Algorithm 2, which takes the backward time of the wrong stage and rounds down: with t = 20 and
-    c = 30 that gives slack 2, which tolerates 20 only; 4 is needed.
+    c = 30 that gives slack 2, which tolerates 20 only; 3 is needed.
 
     Raises:
         CostError: the next stage takes no time, so that no number of its rounds lasts long enough.
@@ -113,9 +113,9 @@ def initial_warmups(
     The least slack is made as large as possible, then the least of the others, and so on; what can't be
     spread evenly goes to the first links, as printed.
 
-    Corrections to the paper: one stage gives (x_max) instead of a division by zero; counts are clipped to the
-    number of microbatches; `reserved` (weights, gradients, optimizer state) is taken off the memory first;
-    memory, activation and what is reserved may differ from stage to stage.
+    Corrections to the paper: one stage has no link to keep safe and gets 1, instead of a division by zero;
+    counts are clipped to the number of microbatches; `reserved` (weights, gradients, optimizer state) is taken
+    off the memory first; memory, activation and what is reserved may differ from stage to stage.
 
     Args:
         memory: of each rank, in bytes or activation units; one number for all, or one a stage.
