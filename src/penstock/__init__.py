@@ -17,7 +17,21 @@ from penstock.cost import CostError, Costs, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.plan import Plan, plan
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
+from penstock.program import (
+    Branch,
+    NewOp,
+    Program,
+    Rules,
+    Step,
+    Stepper,
+    View,
+    breadth_first,
+    by_microbatch,
+    depth_first,
+    earliest_first,
+    placements,
+)
+from penstock.schedule import Needs, Op, Placement, Registered, Schedule, ScheduleError, StageGraph, check, parse
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -28,22 +42,37 @@ __version__ = "0.1.0"
 __all__ = [
     "SCHEDULES",
     "Blocking",
+    "Branch",
     "CostError",
     "Costs",
     "Decoupled",
     "Links",
+    "Needs",
+    "NewOp",
     "Op",
     "Pipeline",
     "Placement",
     "Plan",
+    "Program",
+    "Registered",
+    "Rules",
     "Schedule",
     "ScheduleError",
+    "StageGraph",
+    "Step",
     "StepResult",
+    "Stepper",
     "Timeline",
+    "View",
+    "breadth_first",
     "build",
+    "by_microbatch",
     "check",
+    "depth_first",
+    "earliest_first",
     "load",
     "parse",
+    "placements",
     "plan",
     "save",
     "simulate",

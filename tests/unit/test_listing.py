@@ -30,7 +30,8 @@ def test_compiled_and_not_agree_and_the_simulator_agrees_with_both(num_ranks: in
     graph = graph_of(placement, num_ranks, 3 * num_ranks, costs, links)
     plain = Lister(graph, compile=False).list_by_rules(graph.tables)
     fast = Lister(graph, compile=True).list_by_rules(graph.tables)
-    assert plain.complete and fast.complete
+    assert plain.complete
+    assert fast.complete
     assert plain.copy_rows() == fast.copy_rows()
     assert list(fast.start_time) == plain.start_time
 

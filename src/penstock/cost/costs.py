@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 
@@ -136,6 +136,12 @@ class Costs:
         if kind in share:
             return share[kind] * self.activation[stage]
         return self._other_cost(kind, stage)[1]
+
+    def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
+        """The same costs with those of more registered ops, by (kind, stage)."""
+        added = _other(dict(other), self.num_stages)
+        kept = tuple(entry for entry in _other(self.other, self.num_stages) if entry[:2] not in dict(other))
+        return replace(self, other=kept + added)
 
     def _other_cost(self, kind: str, stage: int) -> tuple[float, float]:
         found = self._other_by_key

@@ -1,0 +1,25 @@
+"""The language: placement, rules, and the user's own ops and functions become a schedule."""
+
+from penstock.program import placements
+from penstock.program.new_op import Branch, NewOp
+from penstock.program.program import Program
+from penstock.program.rules import Rules, Traversal, breadth_first, by_microbatch, depth_first, earliest_first
+from penstock.program.stepper import Candidate, Step, Stepper
+from penstock.program.view import View
+
+__all__ = [
+    "Branch",
+    "Candidate",
+    "NewOp",
+    "Program",
+    "Rules",
+    "Step",
+    "Stepper",
+    "Traversal",
+    "View",
+    "breadth_first",
+    "by_microbatch",
+    "depth_first",
+    "earliest_first",
+    "placements",
+]

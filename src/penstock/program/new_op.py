@@ -1,0 +1,79 @@
+"""Ops of the user's own kinds, and the branches of a model: what makes a program more than a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.program.rules import Rules
+from penstock.schedule import Placement, ScheduleError
+
+StageName = int | tuple[str, int]
+"""A stage by its number, or as (branch, number within the branch); -1 is a branch's last."""
+
+
+@dataclass(frozen=True)
+class NewOp:
+    """A kind of op besides forward and backward (FlexPipe's registered instructions, Figure 6).
+
+        NewOp("GATHER", stage=3, after={("F", 3): 4}, before={("B", 3): 4}, time=2.0)
+
+    is one gather after every four forwards of stage 3, which the backwards of those four wait for.
+
+    Attributes:
+        kind: an upper-case letter or word.
+        stage: the stage that it belongs to; its ranks run it unless `on` says otherwise.
+        after: how many ops of a (kind, stage) unlock one of this.
+        before: how many ops of a (kind, stage) one of this unlocks.
+        on: stages whose ranks run it together; those of `stage` where not given.
+        num_ops: how many there are; counted from `after` or `before` where not given.
+        time: milliseconds; memory: held from its start if above 0, freed at its end if below.
+        last: run it when nothing else can run, instead of before everything else.
+        run: what the runtime calls; the simulator and check have no need of it.
+    """
+
+    kind: str
+    stage: StageName
+    after: Mapping[tuple[str, StageName], int] = field(default_factory=dict)
+    before: Mapping[tuple[str, StageName], int] = field(default_factory=dict)
+    on: tuple[StageName, ...] = ()
+    num_ops: int | None = None
+    time: float = 0.0
+    memory: float = 0.0
+    last: bool = False
+    run: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.after and not self.before and self.num_ops is None:
+            raise ScheduleError(
+                f"op kind {self.kind}: say what comes before or after it, or how many there are (num_ops)",
+                rule="kind",
+            )
+        for key, count in [*self.after.items(), *self.before.items()]:
+            if not isinstance(count, int) or count < 1:
+                raise ScheduleError(f"op kind {self.kind}: {key} goes in groups of {count!r}: give at least 1")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A part of the model with a placement, a number of microbatches and rules of its own, like one modality.
+
+    Attributes:
+        placement: one pipeline over ranks counted from 0 within the branch.
+        ranks: which ranks of the whole those are; the next free ones where not given.
+        feeds: the branches whose first stages take this one's last output.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    rules: Rules = field(default_factory=Rules)
+    ranks: tuple[int, ...] | None = None
+    feeds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.placement.num_pipelines != 1:
+            raise ScheduleError(
+                f"a branch has {self.placement.num_pipelines} pipelines; lay it over its ranks in one",
+                rule="placement",
+            )

@@ -1,0 +1,131 @@
+"""Placements by name, and how to combine them. Each call returns a `Placement`.
+
+one_to_one(4)                   0 1 2 3
+circular(4, 8)                  0 1 2 3 0 1 2 3
+v_shape(4)                      0 1 2 3 3 2 1 0
+wave(4, 2)                      0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0
+bidirectional(one_to_one(4))    0 1 2 3         and  3 2 1 0
+bidirectional(v_shape(4))       0 1 2 3 3 2 1 0 and  3 2 1 0 0 1 2 3
+multi_directional(4)            0 1 2 3         and  2 1 0 3 (as AMDP lays them)
+shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all ranks)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.schedule import Placement, ScheduleError
+from penstock.schedule.placement import circular as _circular
+from penstock.schedule.placement import one_to_one as _one_to_one
+from penstock.schedule.placement import v_shape as _v_shape
+
+
+def one_to_one(num_ranks: int) -> Placement:
+    """Stage i on rank i."""
+    return _one_to_one(_at_least_one(num_ranks))
+
+
+def circular(num_ranks: int, num_stages: int) -> Placement:
+    """Stage s on rank s mod num_ranks. Raises ScheduleError where some rank would host no stage."""
+    if num_stages < _at_least_one(num_ranks):
+        raise ScheduleError(
+            f"{num_stages} stages laid over {num_ranks} ranks leave rank {num_stages} without one; "
+            f"give at least {num_ranks} stages",
+            rule="placement",
+        )
+    return _circular(num_ranks, num_stages)
+
+
+def v_shape(num_ranks: int) -> Placement:
+    """Two stages a rank, down the ranks and back up."""
+    return _v_shape(_at_least_one(num_ranks))
+
+
+def wave(num_ranks: int, num_waves: int) -> Placement:
+    """The V repeated: 2 * num_waves stages a rank (Hanayo)."""
+    down = tuple(range(_at_least_one(num_ranks)))
+    if num_waves < 1:
+        raise ScheduleError(f"a wave placement has {num_waves} waves: give at least 1", rule="placement")
+    return Placement(((down + down[::-1]) * num_waves,))
+
+
+def bidirectional(placement: Placement) -> Placement:
+    """Every pipeline and its mirror image, in which rank r takes the place of rank `num_ranks - 1 - r`."""
+    last = num_ranks_of(placement) - 1
+    mirrored = tuple(tuple(last - rank for rank in ranks) for ranks in placement.pipelines)
+    if placement.shared:
+        stages = {stage for stage, _ in placement.shared}
+        mirrored = tuple(
+            tuple(plain[s] if s in stages else flipped[s] for s in range(placement.num_stages))
+            for plain, flipped in zip(placement.pipelines, mirrored, strict=True)
+        )
+    return Placement(placement.pipelines + mirrored, placement.shared)
+
+
+def multi_directional(num_ranks: int) -> Placement:
+    """`num_ranks / 2` pipelines in both directions (AMDP, section 3): even pipeline j has stage i on rank
+    `(2j + i) mod d`, odd j on `(2j - i + d + 1) mod d`.
+
+    Raises ScheduleError for an odd number of ranks: half a pipeline cannot be laid.
+    """
+    d = _at_least_one(num_ranks)
+    if d % 2:
+        raise ScheduleError(
+            f"multi-directional pipelines need an even number of ranks, got {d}: there are d / 2 of them",
+            rule="placement",
+        )
+    return Placement(
+        tuple(
+            tuple((2 * j + i) % d if j % 2 == 0 else (2 * j - i + d + 1) % d for i in range(d)) for j in range(d // 2)
+        )
+    )
+
+
+def table(rows: Iterable[Sequence[int | None]]) -> Placement:
+    """Any placement: of each pipeline, the rank of every stage.
+
+    Raises ScheduleError for a stage that is nowhere (None) and for a rank that hosts no stage.
+    """
+    pipelines = []
+    for k, row in enumerate(rows):
+        for stage, rank in enumerate(row):
+            if rank is None or not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise ScheduleError(
+                    f"stage {stage} of pipeline {k} is on no rank ({rank!r}); give each stage a rank from 0",
+                    rule="placement",
+                )
+        pipelines.append(tuple(rank for rank in row if rank is not None))
+    placement = Placement(tuple(pipelines))
+    check_all_used(placement)
+    return placement
+
+
+def shared_ends(placement: Placement, first: bool = True, last: bool = True) -> Placement:
+    """One stage before and one after, each run by all ranks together (FlexPipe's MLLM placement)."""
+    ranks = tuple(range(num_ranks_of(placement)))
+    rows = tuple(((0,) if first else ()) + row + ((0,) if last else ()) for row in placement.pipelines)
+    shift = 1 if first else 0
+    shared = [(stage + shift, hosts) for stage, hosts in placement.shared]
+    if len(ranks) > 1:
+        shared += [(0, ranks)] if first else []
+        shared += [(len(rows[0]) - 1, ranks)] if last else []
+    return Placement(rows, tuple(sorted(shared)))
+
+
+def num_ranks_of(placement: Placement) -> int:
+    """How many ranks a placement needs: one more than the highest that it names."""
+    highest = max(max(row) for row in placement.pipelines)
+    return max([highest, *(rank for _, ranks in placement.shared for rank in ranks)]) + 1
+
+
+def check_all_used(placement: Placement) -> None:
+    """Raises ScheduleError if some rank hosts no stage."""
+    for rank in range(num_ranks_of(placement)):
+        if not placement.stages_of(rank):
+            raise ScheduleError(f"rank {rank} hosts no stage; number the ranks without gaps from 0", rule="placement")
+
+
+def _at_least_one(num_ranks: int) -> int:
+    if num_ranks < 1:
+        raise ScheduleError(f"a placement over {num_ranks} ranks: give at least 1", rule="placement")
+    return num_ranks

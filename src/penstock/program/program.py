@@ -1,0 +1,300 @@
+"""A program: placement and rules, from which a schedule is built.
+
+    Program(one_to_one(4), 8, Rules(max_in_flight=[4, 3, 2, 1])).build()                     1F1B
+    Program(v_shape(4), 16, Rules(max_in_flight=8), split=True).build()                     a V, W in the bubbles
+    Program(bidirectional(one_to_one(4)), 8, Rules(max_in_flight=4)).build()                 Chimera
+
+Building runs the rules through time over the costs: a rank that is free takes the op that its rules put
+first among those that are ready then. (FlexPipe moves all ranks on in steps, as if all ops took equally long.)
+Functions of the user's make it run uncompiled; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.cost import Costs, Links
+from penstock.dispatch.queues import QueueGraph, queue_graph
+from penstock.dispatch.tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
+from penstock.program.new_op import Branch, NewOp, StageName
+from penstock.program.placements import check_all_used, num_ranks_of
+from penstock.program.rules import KINDS, Rules, Traversal
+from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
+from penstock.simulate.lister import Lister
+
+
+@dataclass(frozen=True)
+class Program:
+    """Placement, rules, and what else there is to a schedule before it is built.
+
+    Attributes:
+        placement: where the stages lie.
+        num_microbatches: over all pipelines together.
+        rules: one set for all ranks, or one a rank by its number (ranks not named have `Rules()`).
+        split: whether backwards are I and W, W filling bubbles; for all stages, or by a function of the stage.
+        costs: by which ops take time while the schedule is built; 1 ms for F, I and W where not given.
+        links: by which messages are late while it is built; none where not given.
+        stages: how stages depend on one another; a chain where not given.
+        ops: kinds of ops besides.
+        pipelines: the pipeline of each microbatch; in turn where not given.
+        branches: the first stage and the number of stages of each branch, by name.
+
+    Raises:
+        ScheduleError: a placement, rule or op that contradicts another.
+        CostError: costs for another number of stages.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    rules: Rules | Mapping[int, Rules] = field(default_factory=Rules)
+    split: bool | Callable[[int], bool] = False
+    costs: Costs | None = None
+    links: Links | None = None
+    stages: StageGraph | None = None
+    ops: Sequence[NewOp] = ()
+    pipelines: Sequence[int] | None = None
+    branches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    name: str = "program"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"a program of {self.num_microbatches!r} microbatches: give at least 1", rule="options"
+            )
+        check_all_used(self.placement)
+        named = list(self.rules) if isinstance(self.rules, Mapping) else []
+        if unknown := [rank for rank in named if not (isinstance(rank, int) and 0 <= rank < self.num_ranks)]:
+            raise ScheduleError(
+                f"rules are given for rank {unknown[0]!r}; ranks go from 0 to {self.num_ranks - 1}", rule="rules"
+            )
+        if self.pipelines is not None:
+            wrong = [k for k in self.pipelines if not 0 <= k < self.placement.num_pipelines]
+            if len(self.pipelines) != self.num_microbatches or wrong:
+                raise ScheduleError(
+                    f"pipelines is {list(self.pipelines)}: give each of the {self.num_microbatches} microbatches one "
+                    f"from 0 to {self.placement.num_pipelines - 1}",
+                    rule="placement",
+                )
+
+    @classmethod
+    def of_branches(
+        cls,
+        branches: Mapping[str, Branch],
+        *,
+        split: bool | Callable[[int], bool] = False,
+        costs: Costs | None = None,
+        links: Links | None = None,
+        ops: Sequence[NewOp] = (),
+        name: str = "program",
+    ) -> Program:
+        """A model of several branches side by side, stages numbered branch by branch.
+
+        Each branch has ranks, rules and microbatches of its own. Raises ScheduleError where two branches want
+        the same rank under different rules, or one feeds a branch that is not there.
+        """
+        row: list[int] = []
+        edges: list[tuple[int, int]] = []
+        counts: list[int] = []
+        where: dict[str, tuple[int, int]] = {}
+        rules: dict[int, Rules] = {}
+        next_rank = 0
+        for label, branch in branches.items():
+            size = num_ranks_of(branch.placement)
+            ranks = branch.ranks or tuple(range(next_rank, next_rank + size))
+            if len(ranks) != size:
+                raise ScheduleError(
+                    f"branch {label} is placed over {size} ranks and given {len(ranks)}: {ranks}", rule="placement"
+                )
+            next_rank = max(next_rank, max(ranks) + 1)
+            first, num = len(row), branch.placement.num_stages
+            where[label] = first, num
+            row += [ranks[rank] for rank in branch.placement.pipelines[0]]
+            counts += [branch.num_microbatches] * num
+            edges += [(stage, stage + 1) for stage in range(first, first + num - 1)]
+            for place, rank in enumerate(ranks):
+                own = _of_one_rank(branch.rules, place, size)
+                if rules.setdefault(rank, own) != own:
+                    raise ScheduleError(
+                        f"branch {label} shares rank {rank} with another whose rules differ; give both the same, "
+                        "or ranks of their own",
+                        rule="rules",
+                    )
+        for label, branch in branches.items():
+            for target in branch.feeds:
+                if target not in where:
+                    raise ScheduleError(
+                        f"branch {label} feeds {target!r}, but there are {', '.join(where)}", rule="stages"
+                    )
+                edges.append((where[label][0] + where[label][1] - 1, where[target][0]))
+        graph = StageGraph(len(row), tuple(edges), tuple(counts) if len(set(counts)) > 1 else ())
+        return cls(
+            Placement((tuple(row),)), max(counts), rules, split, costs, links, graph, tuple(ops), None, where, name
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return num_ranks_of(self.placement)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether some decision asks a function of the user's, so that building runs uncompiled."""
+        return any(self.rules_of(rank).has_functions for rank in range(self.num_ranks))
+
+    def rules_of(self, rank: int) -> Rules:
+        """The rules of one rank."""
+        return self.rules.get(rank, Rules()) if isinstance(self.rules, Mapping) else self.rules
+
+    def stage(self, name: StageName) -> int:
+        """A stage's number, from its name: a number already, or (branch, number within it)."""
+        if isinstance(name, int):
+            return name
+        branch, within = name
+        if branch not in self.branches:
+            raise ScheduleError(
+                f"no branch named {branch!r}: there are {', '.join(self.branches) or 'none'}", rule="stages"
+            )
+        first, num = self.branches[branch]
+        if not -num <= within < num:
+            raise ScheduleError(f"branch {branch} has {num} stages, so none is number {within}", rule="stages")
+        return first + within % num
+
+    @cached_property
+    def stage_graph(self) -> StageGraph | None:
+        """The stages with the registered ops; None for a plain chain."""
+        if not self.ops:
+            return self.stages
+        graph = self.stages or StageGraph.chain(self.num_stages)
+        registered, needs = list(graph.registered), list(graph.needs)
+        for op in self.ops:
+            stage = self.stage(op.stage)
+            counts = {
+                graph.microbatches_of(self.stage(at), self.num_microbatches) / count
+                for (_, at), count in [*op.after.items(), *op.before.items()]
+            }
+            num_ops = op.num_ops or next(iter(counts))
+            if any(count != num_ops for count in counts) or num_ops != int(num_ops):
+                raise ScheduleError(
+                    f"op kind {op.kind}: its groups ask for {sorted(counts)} ops over all microbatches; choose group "
+                    "sizes that divide the microbatches and agree",
+                    rule="dependencies",
+                )
+            hosts = tuple(dict.fromkeys(rank for at in op.on for rank in self.placement.hosts(0, self.stage(at))))
+            registered.append(Registered(op.kind, stage, int(num_ops), hosts))
+            needs += [Needs((kind, self.stage(at)), (op.kind, stage), n, 1) for (kind, at), n in op.after.items()]
+            needs += [Needs((op.kind, stage), (kind, self.stage(at)), 1, n) for (kind, at), n in op.before.items()]
+        return replace(graph, registered=tuple(registered), needs=tuple(needs))
+
+    @cached_property
+    def all_costs(self) -> Costs:
+        """The costs, those of the registered ops among them: what to simulate the schedule with."""
+        costs = self.costs or Costs.uniform(self.num_stages)
+        if not self.ops:
+            return costs
+        return costs.with_other({(op.kind, self.stage(op.stage)): (op.time, op.memory) for op in self.ops})
+
+    def queues(self) -> QueueGraph:
+        """The ops as queues, for list scheduling."""
+        k = self.placement.num_pipelines
+        pipelines = self.pipelines or [m % k for m in range(self.num_microbatches)]
+        last = [op.kind for op in self.ops if op.last]
+        return queue_graph(
+            self.placement, self.num_ranks, pipelines, self.all_costs, self.links, self.stage_graph, self.split, last
+        )
+
+    def tables(self, graph: QueueGraph) -> Tables:
+        """The graph's tables with the rules filled in. Raises ScheduleError for limits that nothing can meet."""
+        tables = graph.tables.copy()
+        for rank, record in enumerate(tables.ranks):
+            rules = self.rules_of(rank)
+            record.mode = KINDS[rules.kinds]
+            record.strict = int(rules.strict)
+            record.unit_forward, record.unit_backward = rules.units
+            record.patience = rules.patience
+            record.cap_count = rules.cap_of(rank, self.num_ranks)
+            record.cap_memory = rules.memory_of(rank, self.num_ranks)
+            own = [tables.queues[q] for q in tables.own[record.own_first : record.own_last]]
+            forwards = [queue for queue in own if queue.op_class == FORWARD]
+            record.warmup_left = min(rules.warmup_of(rank, self.num_ranks), sum(queue.length for queue in forwards))
+            for what, cap, added, reserve, unit in (
+                ("max_in_flight", record.cap_count, "count", "reserve_count", "forwards"),
+                ("memory_limit", record.cap_memory, "memory", "reserve", "of memory"),
+            ):
+                least = max((getattr(q, added) + getattr(q, reserve) for q in forwards), default=0.0)
+                if cap < least:
+                    raise ScheduleError(
+                        f"rank {rank} hosts stages {list(self.placement.stages_of(rank))}, so one microbatch on its "
+                        f"way needs {least:g} {unit} there, but {what} is {cap:g}; raise it",
+                        rule="memory",
+                        rank=rank,
+                    )
+            most = record.warmup_left + max((int(q.reserve_count) for q in forwards), default=0)
+            if record.warmup_left > record.cap_count:
+                raise ScheduleError(
+                    f"rank {rank} is to run {record.warmup_left} forwards as warm-up, but max_in_flight is "
+                    f"{record.cap_count:g}; raise it to {most}, or lower the warm-up",
+                    rule="memory",
+                    rank=rank,
+                )
+            for kind, traversal in ((FORWARD, rules.forward), (BACKWARD, rules.backward), (WEIGHT, rules.backward)):
+                self._traverse(graph, tables, rank * NUM_CLASSES + kind, traversal)
+            for queue, (_, kind_name, stage) in zip(tables.queues, graph.labels, strict=True):
+                if kind_name == "F" and rank in self.placement.hosts(0, stage):
+                    queue.cap = min(queue.cap, rules.cap_of_stage(stage))
+        return tables
+
+    def _traverse(self, graph: QueueGraph, tables: Tables, slot: int, traversal: Traversal) -> None:
+        record: SlotRecord = tables.slots[slot]
+        own = sorted(
+            tables.slot_queues[record.first : record.last],
+            key=lambda q: ((-1 if traversal.deepest_first else 1) * graph.labels[q][2], graph.labels[q][0]),
+        )
+        tables.slot_queues = [*tables.slot_queues[: record.first], *own, *tables.slot_queues[record.last :]]
+        record.pick = traversal.pick
+        record.interval = traversal.interval or 0
+        record.hold = int(traversal.strict)
+
+    def build(self) -> Schedule:
+        """The schedule, checked.
+
+        Raises ScheduleError if no rank can go on (it says what each waits for), if a function of the user's
+        raises, or if the result breaks a rule of `check`.
+        """
+        from penstock.program.stepper import Stepper
+
+        if self.has_functions:
+            schedule = Stepper(self).run()
+        else:
+            graph = self.queues()
+            listed = Lister(graph).list_by_rules(self.tables(graph))
+            if not listed.complete:
+                Stepper(self).run()
+            schedule = listed.schedule(self.name, self._limit())
+        check(schedule)
+        return schedule
+
+    def _limit(self) -> float | None:
+        """The limit that the schedule keeps, where it is one number for all ranks."""
+        if isinstance(self.rules, Mapping) or not isinstance(self.rules.max_in_flight, int | float):
+            return None
+        cap = float(self.rules.max_in_flight)
+        return cap if cap < INFINITY else None
+
+
+def _of_one_rank(rules: Rules, place: int, num_ranks: int) -> Rules:
+    """Rules given for a branch, as rules of its rank number `place`."""
+    changes: dict[str, float | int | None] = {}
+    for name in ("warmup", "max_in_flight", "memory_limit"):
+        value = getattr(rules, name)
+        if isinstance(value, Sequence):
+            if len(value) != num_ranks:
+                raise ScheduleError(
+                    f"{name} has {len(value)} entries, one a rank of the branch is needed: {num_ranks}", rule="rules"
+                )
+            changes[name] = value[place]
+    return replace(rules, **changes) if changes else rules  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""Rules: which ready op a rank runs next. FlexPipe's two priorities (Table 2), limits, and the user's functions.
+
+Rules()                                            backward before forward, as much in flight as comes
+Rules(max_in_flight=[4, 3, 2, 1])                  1F1B on four ranks
+Rules("interleaved", forward=breadth_first(4), backward=depth_first(4), warmup=[10, 8, 6, 4])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.dispatch.listing import (
+    BACKWARD_FIRST,
+    BY_MICROBATCH,
+    EARLIEST,
+    FORWARD_FIRST,
+    IN_ORDER,
+    INTERLEAVED,
+)
+from penstock.schedule import Op, ScheduleError
+
+if TYPE_CHECKING:
+    from penstock.program.view import View
+
+KINDS = {"backward-first": BACKWARD_FIRST, "forward-first": FORWARD_FIRST, "interleaved": INTERLEAVED}
+
+Check = Callable[["View", Op], bool]
+Choose = Callable[["View", tuple[Op, ...]], Op | None]
+Limit = float | Sequence[float] | Mapping[int, float] | Callable[["View", Op], float] | None
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """In which order a rank goes through the stages it hosts, for one kind of op.
+
+    Attributes:
+        deepest_first: from the last stage to the first (depth-first) instead of from the first on.
+        interval: how many ops of a stage follow one another before the next stage's turn; None for no such rule.
+        strict: whether the kind waits for the stage whose interval runs; else another stage's op may run.
+        pick: among ready ops, the first in this order (IN_ORDER), the one that has been ready longest (EARLIEST)
+            or the one of the lowest microbatch (BY_MICROBATCH); the order then settles ties.
+    """
+
+    deepest_first: bool = False
+    interval: int | None = None
+    strict: bool = False
+    pick: int = IN_ORDER
+
+    def __post_init__(self) -> None:
+        if self.interval is not None and (not isinstance(self.interval, int) or self.interval < 1):
+            raise ScheduleError(
+                f"a traversal's interval is {self.interval!r}: give at least 1, or None", rule="rules"
+            )
+
+
+def breadth_first(interval: int | None = None, strict: bool = False) -> Traversal:
+    """Stages nearer the model's front first."""
+    return Traversal(False, interval, strict)
+
+
+def depth_first(interval: int | None = None, strict: bool = False) -> Traversal:
+    """Stages nearer the model's end first."""
+    return Traversal(True, interval, strict)
+
+
+def earliest_first(deepest_first: bool = False) -> Traversal:
+    """Whatever has been ready longest (first in, first out)."""
+    return Traversal(deepest_first, pick=EARLIEST)
+
+
+def by_microbatch(deepest_first: bool = False) -> Traversal:
+    """The lowest microbatch, of whatever stage."""
+    return Traversal(deepest_first, pick=BY_MICROBATCH)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How ranks choose among ready ops.
+
+    Attributes:
+        kinds: "backward-first", "forward-first" or "interleaved" (whichever ran last yields).
+        units: how many forwards, and how many backwards, follow one another at one go.
+        strict: where interleaved, wait for the kind whose turn it is while any of it is left.
+        forward, backward: traversals of the stages a rank hosts. Weight gradients go as backwards do.
+        warmup: forwards a rank runs before anything else: one count for all, or one a rank.
+        max_in_flight: most forwards a rank may hold whose B (or W) has not run: one number, one a rank, a
+            mapping from stages to limits of their own, or a function of (view, the F asked for).
+        memory_limit: most memory a rank may hold, in the unit of the costs' activations: one number or one a rank.
+        patience: ms before a forward or backward that is known to come in which no W starts.
+        check: called as `check(view, op)` before an op is chosen; where it says False the op must wait.
+        choose: called as `choose(view, ready ops)`, in the order of the rules; returns one of them, or None to
+            idle. Replaces the rules' own choice.
+
+    Raises:
+        ScheduleError: names and numbers that make no sense.
+    """
+
+    kinds: str = "backward-first"
+    units: tuple[int, int] = (1, 1)
+    strict: bool = False
+    forward: Traversal = field(default_factory=Traversal)
+    backward: Traversal = field(default_factory=Traversal)
+    warmup: int | Sequence[int] | None = None
+    max_in_flight: Limit = None
+    memory_limit: float | Sequence[float] | None = None
+    patience: float = 0.0
+    check: Check | None = None
+    choose: Choose | None = None
+
+    def __post_init__(self) -> None:
+        if self.kinds not in KINDS:
+            raise ScheduleError(f"kinds {self.kinds!r}: give {', '.join(map(repr, KINDS))}", rule="rules")
+        if len(self.units) != 2 or any(not isinstance(u, int) or u < 1 for u in self.units):
+            raise ScheduleError(
+                f"units {self.units!r}: give how many forwards and how many backwards run at one go, each at least 1",
+                rule="rules",
+            )
+        for name in ("forward", "backward"):
+            if not isinstance(getattr(self, name), Traversal):
+                raise ScheduleError(
+                    f"{name} is {getattr(self, name)!r}: give ps.breadth_first(...) or ps.depth_first(...)",
+                    rule="rules",
+                )
+        if not 0 <= self.patience < math.inf:
+            raise ScheduleError(f"patience is {self.patience}: give milliseconds of at least 0", rule="rules")
+        for name in ("check", "choose"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ScheduleError(f"{name} is {function!r}: give a function", rule="rules")
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether some decision asks a function of the user's."""
+        return self.check is not None or self.choose is not None or callable(self.max_in_flight)
+
+    def warmup_of(self, rank: int, num_ranks: int) -> int:
+        """Forwards that `rank` runs before anything else."""
+        return int(_of_rank("warmup", self.warmup, rank, num_ranks, 0))
+
+    def cap_of(self, rank: int, num_ranks: int) -> float:
+        """Most forwards in flight on `rank`; infinite where the limit is one of stages or a function."""
+        if callable(self.max_in_flight) or isinstance(self.max_in_flight, Mapping):
+            return math.inf
+        return _of_rank("max_in_flight", self.max_in_flight, rank, num_ranks, math.inf)
+
+    def cap_of_stage(self, stage: int) -> float:
+        """Most forwards of `stage` in flight."""
+        if not isinstance(self.max_in_flight, Mapping):
+            return math.inf
+        limit = self.max_in_flight.get(stage, math.inf)
+        if not limit >= 1:
+            raise ScheduleError(
+                f"max_in_flight of stage {stage} is {limit}: a stage must be let hold at least 1", rule="rules"
+            )
+        return float(limit)
+
+    def memory_of(self, rank: int, num_ranks: int) -> float:
+        """Most memory that `rank` may hold."""
+        return _of_rank("memory_limit", self.memory_limit, rank, num_ranks, math.inf)
+
+
+def _of_rank(name: str, value: Any, rank: int, num_ranks: int, otherwise: float) -> float:
+    if value is None:
+        return otherwise
+    if isinstance(value, int | float):
+        found = float(value)
+    else:
+        counts = list(value)
+        if len(counts) != num_ranks:
+            raise ScheduleError(f"{name} has {len(counts)} entries, one a rank is needed: {num_ranks}", rule="rules")
+        found = float(counts[rank])
+    if math.isnan(found) or found < 0:
+        raise ScheduleError(f"{name} of rank {rank} is {found}: give at least 0", rule="rules")
+    return found

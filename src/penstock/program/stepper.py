@@ -1,0 +1,291 @@
+"""Runs a program one decision at a time: what was ready, what was chosen, and why nothing else was.
+
+for step in ps.Stepper(program):
+    print(step)
+
+12.0 ms, rank 1: 1B0
+    1F3  ready since 11, backward-first: 1B0 goes first
+    1W0  waits for 1I0
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.dispatch import listing
+from penstock.dispatch.listing import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
+from penstock.dispatch.tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
+from penstock.program.view import View
+from penstock.schedule import Op, Schedule, ScheduleError
+
+if TYPE_CHECKING:
+    from penstock.program.program import Program
+
+CLASS_NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradient"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The next op of one queue of a rank, and how it stands.
+
+    Attributes:
+        ready: whether it could have run.
+        reason: why it was chosen or not, in words.
+    """
+
+    op: Op
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decision of one rank at `time` (ms): the op it took, or None, and all that it looked at."""
+
+    time: float
+    rank: int
+    chosen: Op | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def ready(self) -> tuple[Op, ...]:
+        """The rank's ready queue: the ops that could have run."""
+        return tuple(c.op for c in self.candidates if c.ready)
+
+    def __str__(self) -> str:
+        lines = [f"{self.time:g} ms, rank {self.rank}: {self.chosen or 'idle'}"]
+        width = max((len(str(c.op)) for c in self.candidates), default=0)
+        lines += [f"    {str(c.op).ljust(width)}  {c.reason}" for c in self.candidates if c.op != self.chosen]
+        return "\n".join(lines)
+
+
+class Stepper:
+    """Iterates over the decisions of a program, in the order in which they are taken."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = program.queues()
+        self._tables = program.tables(self.graph)
+        self.rows: list[list[int]] = [[] for _ in range(program.num_ranks)]
+        self._start_time = [0.0] * self.graph.num_ops
+        self._num_started = 0
+        self._moments: list[float] = []
+        self._asking: set[int] = set()
+
+    def __iter__(self) -> Iterator[Step]:
+        yield from self._steps(explain=True)
+
+    def run(self) -> Schedule:
+        """Takes all decisions that are left and returns the schedule (not checked)."""
+        for _ in self._steps(explain=False):
+            pass
+        return self.schedule()
+
+    def schedule(self) -> Schedule:
+        """What the ranks have run so far."""
+        return self.graph.schedule(self.program.name, self.rows, self.program._limit())
+
+    def _steps(self, explain: bool) -> Iterator[Step]:
+        t = self._tables
+        if self._num_started == 0:
+            for q, queue in enumerate(t.queues):
+                queue.ready_at = listing.ready_time(q, t.queues, t.needs, self._start_time)
+                if queue.ready_at < NEVER:
+                    for rank in self.graph.hosts(q):
+                        t.ranks[rank].wake = 0.0
+        while self._num_started < self.graph.num_ops:
+            rank = min(range(len(t.ranks)), key=lambda r: (t.ranks[r].wake, r))
+            time = t.ranks[rank].wake
+            if self._asking and self._moments and self._moments[0] < time:
+                moment = heapq.heappop(self._moments)
+                for asking in self._asking:
+                    t.ranks[asking].wake = max(moment, t.ranks[asking].free_at)
+                self._asking.clear()
+                continue
+            if time == NEVER:
+                raise self._stuck()
+            q = self._decide(rank, time)
+            step = self._explained(rank, time, q) if explain else None
+            if q == NOTHING:
+                t.ranks[rank].wake = listing.next_wake(rank, time, t.queues, t.ranks, t.own)
+                if self.program.rules_of(rank).has_functions:
+                    self._asking.add(rank)
+            else:
+                self._begin(q, time)
+            if step is not None:
+                yield step
+
+    def _begin(self, q: int, time: float) -> None:
+        t = self._tables
+        started = listing.begin(
+            q, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts, t.needs, t.unlocks, self._start_time
+        )
+        self._num_started += 1
+        for rank in self.graph.hosts(q):
+            self.rows[rank].append(q)
+            self._asking.discard(rank)
+        # What a function answers may change when an op starts and when it ends: those who wait are asked again.
+        for moment in {time, started, started + t.queues[q].duration}:
+            heapq.heappush(self._moments, moment)
+
+    def _decide(self, rank: int, time: float) -> int:
+        t = self._tables
+        rules = self.program.rules_of(rank)
+        if rules.has_functions:
+            self._ask(rank, time)
+        if rules.choose is not None:
+            return self._ask_to_choose(rank, time)
+        return listing.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
+
+    def _ask(self, rank: int, time: float) -> None:
+        """Lets the user's check and limit look at every op that could run."""
+        t, rules = self._tables, self.program.rules_of(rank)
+        view = View(self.graph, t, rank, time, self.rows)
+        for q in self._own(rank):
+            queue = t.queues[q]
+            queue.refused = 0
+            if listing.standing(q, time, t.queues, t.ranks, t.hosts) != READY:
+                continue
+            op = self._op(q)
+            if rules.check is not None and not self._call(rules.check, "check", rank, time, op, view, op):
+                queue.refused = 1
+            elif callable(rules.max_in_flight) and queue.op_class == FORWARD:
+                limit = self._call(rules.max_in_flight, "max_in_flight", rank, time, op, view, op)
+                if not isinstance(limit, int | float) or not t.ranks[rank].in_flight + queue.count <= limit:
+                    queue.refused = 1
+
+    def _ask_to_choose(self, rank: int, time: float) -> int:
+        t, rules = self._tables, self.program.rules_of(rank)
+        ready = {
+            self._op(q): q
+            for q in self._in_order(rank)
+            if listing.standing(q, time, t.queues, t.ranks, t.hosts) == READY
+        }
+        if not ready or rules.choose is None:
+            return NOTHING
+        view = View(self.graph, t, rank, time, self.rows)
+        chosen = self._call(rules.choose, "choose", rank, time, None, view, tuple(ready))
+        if chosen is None:
+            return NOTHING
+        if chosen not in ready:
+            raise ScheduleError(
+                f"rank {rank} at {time:g} ms: choose returned {chosen!r}, which is none of the ready ops "
+                f"{', '.join(map(str, ready))}; return one of them, or None to idle",
+                rule="rules",
+                rank=rank,
+            )
+        return ready[chosen]
+
+    def _call(self, function, what, rank, time, op, *arguments):  # type: ignore[no-untyped-def]
+        try:
+            return function(*arguments)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            name = getattr(function, "__name__", type(function).__name__)
+            about = f" about {op}" if op is not None else ""
+            raise ScheduleError(
+                f"rank {rank} at {time:g} ms: {what} function {name} raised {type(error).__name__}: {error}, "
+                f"asked{about}; see the exception above for where",
+                rule="rules",
+                rank=rank,
+                op=op,
+            ) from error
+
+    def _own(self, rank: int) -> list[int]:
+        record = self._tables.ranks[rank]
+        return list(self._tables.own[record.own_first : record.own_last])
+
+    def _in_order(self, rank: int) -> list[int]:
+        """A rank's queues, classes in the order of the rules and then traversal."""
+        t = self._tables
+        kind = listing.preferred(rank, t.ranks)
+        other = FORWARD if kind == BACKWARD else BACKWARD
+        found = []
+        for c in (0, kind, other, WEIGHT, LAST):
+            slot = t.slots[rank * NUM_CLASSES + c]
+            found += t.slot_queues[slot.first : slot.last]
+        return found
+
+    def _op(self, q: int) -> Op:
+        return self.graph.op(q, self._tables.queues[q].started)
+
+    def _explained(self, rank: int, time: float, chosen: int) -> Step:
+        t = self._tables
+        candidates = []
+        for q in self._in_order(rank):
+            standing = listing.standing(q, time, t.queues, t.ranks, t.hosts)
+            if standing == DONE:
+                continue
+            reason = "chosen" if q == chosen else self._reason(rank, time, q, standing, chosen)
+            candidates.append(Candidate(self._op(q), standing == READY, reason))
+        return Step(time, rank, None if chosen == NOTHING else self._op(chosen), tuple(candidates))
+
+    def _reason(self, rank: int, time: float, q: int, standing: int, chosen: int) -> str:
+        t, rules = self._tables, self.program.rules_of(rank)
+        queue, record = t.queues[q], t.ranks[rank]
+        if standing == WAITS:
+            return self._wait(q)
+        if standing == FULL:
+            room = queue.reserve_count
+            deeper = f" (and must keep room for {room:g} deeper in the model)" if room else ""
+            if record.in_flight + queue.count + room > record.cap_count:
+                return f"rank {rank} holds {record.in_flight:g} of at most {record.cap_count:g} in flight{deeper}"
+            return f"rank {rank} holds {record.memory:g} of at most {record.cap_memory:g} of memory"
+        if standing == STAGE_FULL:
+            return f"its stage holds the {queue.cap:g} in flight that it may"
+        if standing == REFUSED:
+            return "refused by the user's function"
+        since = f"ready since {queue.ready_at:g}"
+        if rules.choose is not None:
+            return f"{since}; choose preferred {self._op(chosen) if chosen != NOTHING else 'to idle'}"
+        if record.warmup_left > 0 and queue.op_class != FORWARD:
+            return f"{since}; {record.warmup_left} forwards of the warm-up come first"
+        if chosen == NOTHING:
+            if queue.op_class in (WEIGHT, LAST) and rules.patience:
+                return f"{since}; a forward or backward comes within {rules.patience:g} ms"
+            if queue.op_class in (FORWARD, BACKWARD) and listing.preferred(rank, t.ranks) != queue.op_class:
+                return f"{since}; strict: it is the turn of a {CLASS_NAMES[listing.preferred(rank, t.ranks)]}"
+            return f"{since}; strict: another stage's interval is not over"
+        first = self._op(chosen)
+        if t.queues[chosen].op_class == queue.op_class:
+            return f"{since}; by the traversal {first} goes first"
+        return f"{since}; {rules.kinds}: {first} goes first"
+
+    def _wait(self, q: int) -> str:
+        t = self._tables
+        queue = t.queues[q]
+        if queue.ready_at < NEVER:
+            return f"all it needs is there at {queue.ready_at:g} ms"
+        for n in range(queue.need_first, queue.need_last):
+            need = t.needs[n]
+            last = (queue.started // need.after + 1) * need.before - 1
+            if last >= t.queues[need.queue].started:
+                hosts = self.graph.hosts(need.queue)
+                where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
+                return f"waits for {self.graph.op(need.queue, last)} on {where}"
+        return "waits"
+
+    def _stuck(self) -> ScheduleError:
+        """Who waits for what when nobody can go on."""
+        t = self._tables
+        time = max(record.free_at for record in t.ranks)
+        lines, first = [], None
+        for rank in range(len(t.ranks)):
+            left = []
+            for q in self._in_order(rank):
+                standing = listing.standing(q, time, t.queues, t.ranks, t.hosts)
+                if standing != DONE:
+                    left.append(f"{self._op(q)} {self._reason(rank, time, q, standing, NOTHING)}")
+            if left:
+                first = rank if first is None else first
+                lines.append(f"  rank {rank}: " + "; ".join(left))
+        return ScheduleError(
+            f"after {self._num_started} of {self.graph.num_ops} ops no rank can go on (rule: deadlock); change the "
+            "rules, warm-ups or limits that hold these back:\n" + "\n".join(lines),
+            rule="deadlock",
+            rank=first,
+        )
