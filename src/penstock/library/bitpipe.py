@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.library.deepest_first import Backward, deepest_first
 from penstock.library.options import whole_multiple
-from penstock.schedule import Placement, Schedule
+from penstock.program.placements import bidirectional, circular, v_shape
+from penstock.schedule import Schedule
 
 
 def bitpipe(num_ranks: int, num_microbatches: int, backward: Backward = "whole") -> Schedule:
@@ -22,8 +23,8 @@ def bitpipe(num_ranks: int, num_microbatches: int, backward: Backward = "whole")
         backward: "whole", or "split" into I and W.
     """
     whole_multiple("bitpipe", "ranks", num_ranks, "pipelines", 2)
-    loops = tuple(range(num_ranks)) * 2
-    return deepest_first("bitpipe", Placement((loops, loops[::-1])), num_microbatches, backward)
+    placement = bidirectional(circular(num_ranks, 2 * num_ranks))
+    return deepest_first("bitpipe", placement, num_ranks, num_microbatches, backward)
 
 
 def vchimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole") -> Schedule:
@@ -37,5 +38,5 @@ def vchimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole"
     Bubble, peak and options are those of `bitpipe`; a V saves the message between its two middle stages.
     """
     whole_multiple("vchimera", "ranks", num_ranks, "pipelines", 2)
-    down = tuple(range(num_ranks))
-    return deepest_first("vchimera", Placement((down + down[::-1], down[::-1] + down)), num_microbatches, backward)
+    placement = bidirectional(v_shape(num_ranks))
+    return deepest_first("vchimera", placement, num_ranks, num_microbatches, backward)

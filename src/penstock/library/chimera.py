@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.library.deepest_first import Backward, deepest_first
 from penstock.library.options import whole_multiple
-from penstock.schedule import Placement, Schedule
+from penstock.program.placements import bidirectional, one_to_one
+from penstock.schedule import Schedule
 
 
 def chimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole") -> Schedule:
@@ -22,5 +23,5 @@ def chimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole")
         backward: "whole", or "split" into I and W.
     """
     whole_multiple("chimera", "ranks", num_ranks, "pipelines", 2)
-    down = tuple(range(num_ranks))
-    return deepest_first("chimera", Placement((down, down[::-1])), num_microbatches, backward)
+    placement = bidirectional(one_to_one(num_ranks))
+    return deepest_first("chimera", placement, num_ranks, num_microbatches, backward)

@@ -14,16 +14,18 @@ leave the last round of microbatches partly empty) and X the schedule's own fact
 
 from __future__ import annotations
 
-import heapq
-from itertools import count
 from typing import Literal, get_args
 
-from penstock.schedule import Op, Placement, Schedule, ScheduleError
+from penstock.cost import Costs
+from penstock.program import Program, Rules, depth_first
+from penstock.schedule import Placement, Schedule, ScheduleError
 
 Backward = Literal["whole", "split"]
 
 
-def deepest_first(name: str, placement: Placement, num_microbatches: int, backward: Backward) -> Schedule:
+def deepest_first(
+    name: str, placement: Placement, num_ranks: int, num_microbatches: int, backward: Backward
+) -> Schedule:
     """The schedule by this rule; microbatch m goes to pipeline m mod the number of pipelines.
 
     Raises:
@@ -31,39 +33,11 @@ def deepest_first(name: str, placement: Placement, num_microbatches: int, backwa
     """
     if backward not in get_args(Backward):
         raise ScheduleError(f"{name}: backward is {backward!r}; give 'whole' or 'split'", rule="options")
-    pipelines, num_stages = placement.pipelines, placement.num_stages
-    num_ranks, num_pipelines = max(pipelines[0]) + 1, placement.num_pipelines
-    split = backward == "split"
-    rows: list[list[Op]] = [[] for _ in range(num_ranks)]
-    ready: list[list[tuple[str, int, int, Op]]] = [[] for _ in range(num_ranks)]
-    turn = count()
-
-    def put(op: Op) -> None:
-        if op.microbatch < num_microbatches:
-            rank = pipelines[op.microbatch % num_pipelines][op.stage]
-            heapq.heappush(ready[rank], (_ORDER[op.kind], -op.stage, next(turn), op))
-
-    for m in range(max(num_ranks, num_pipelines)):
-        put(Op("F", 0, m))
-    while any(ready):
-        running = []
-        for row, waiting in zip(rows, ready, strict=True):
-            if waiting:
-                running.append(heapq.heappop(waiting)[-1])
-                row.append(running[-1])
-        for kind, stage, m in running:
-            if kind == "F":
-                put(Op("F", stage + 1, m) if stage + 1 < num_stages else Op("I" if split else "B", stage, m))
-            elif kind != "W":
-                if split:
-                    put(Op("W", stage, m))
-                if stage:
-                    put(Op(kind, stage - 1, m))
-            if stage == 0 and kind in ("B", "W"):
-                put(Op("F", 0, m + num_ranks))
-    pipeline_of = tuple(m % num_pipelines for m in range(num_microbatches))
-    return Schedule(name, placement, tuple(map(tuple, rows)), pipeline_of)
-
-
-_ORDER = {"B": "backward", "I": "backward", "F": "forward", "W": "weights"}
-"""Kinds of op, first to last."""
+    rules = Rules(
+        "backward-first",
+        forward=depth_first(),
+        backward=depth_first(),
+        max_in_flight={0: num_ranks // placement.num_pipelines},
+    )
+    split, unit = backward == "split", Costs.uniform(placement.num_stages, b=1.0)
+    return Program(placement, num_microbatches, rules, split=split, costs=unit, name=name).build()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.library.deepest_first import Backward, deepest_first
 from penstock.library.options import at_least
-from penstock.schedule import Placement, Schedule
+from penstock.program.placements import wave
+from penstock.schedule import Schedule
 
 
 def hanayo(num_ranks: int, num_microbatches: int, waves: int = 2, backward: Backward = "whole") -> Schedule:
@@ -23,5 +24,4 @@ def hanayo(num_ranks: int, num_microbatches: int, waves: int = 2, backward: Back
         backward: "whole", or "split" into I and W.
     """
     at_least("hanayo", "waves", waves, 1)
-    down = tuple(range(num_ranks))
-    return deepest_first("hanayo", Placement(((down + down[::-1]) * waves,)), num_microbatches, backward)
+    return deepest_first("hanayo", wave(num_ranks, waves), num_ranks, num_microbatches, backward)
