@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
+from penstock.plan import plan as planner
 from penstock.plan.modulo import ROUNDED_UNITS, find_repetends, units_of
 from penstock.plan.progress import Progress
 from penstock.plan.repetend import Block, Flow, Need, Repetend, makespan, peaks, retimed
@@ -194,6 +195,14 @@ def test_without_the_solver_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ps.ScheduleError, match=r"pip install penstock\[exact\]"):
         plan_shared(tessel_costs(2), 2, 4, placement=shared_ends(2), split=False)
+
+
+def test_plan_takes_placements_with_shared_stages() -> None:
+    plan = planner(tessel_costs(4), 4, 5, placement=shared_ends(4), split=False)
+    assert plan.makespan == plan.lower_bound == 8 * 5 + 12
+    assert plan.how == "repetend"
+    with pytest.raises(ps.ScheduleError, match="stage 0 is shared by rank 3, but ranks go to 2"):
+        planner(tessel_costs(4), 3, 5, placement=ps.Placement(((0, 0, 1, 2, 2, 0),), shared=((0, (0, 3)),)))
 
 
 def test_a_cap_below_one_microbatch_is_an_error() -> None:

@@ -24,7 +24,8 @@ class Plan:
         makespan: ms.
         lower_bound: no schedule within the limits ends sooner (ms).
         seconds: spent.
-        how: the step that found it: "greedy", "justified", "local search" or "exact".
+        how: the step that found it: "greedy", "justified", "local search" or "exact"; "serial", "repetend" or
+            "ends" where stages are shared.
     """
 
     schedule: Schedule
@@ -61,6 +62,23 @@ def plan(
     links.check_ranks(num_ranks)
     if not isinstance(time_limit, Real) or isinstance(time_limit, bool) or not float(time_limit) > 0:
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
+    if placement.shared:
+        from penstock.plan.repetend_plan import plan_shared
+
+        return plan_shared(
+            costs,
+            num_ranks,
+            num_microbatches,
+            links,
+            placement=placement,
+            max_in_flight=max_in_flight,
+            memory_limit=memory_limit,
+            time_limit=time_limit,
+            split=split,
+            seed=seed,
+            stop_at_gap=stop_at_gap,
+            progress=progress,
+        )
     limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
     from penstock.plan.bounds import jackson_bound  # here, so that `import penstock` stays light
     from penstock.plan.problem import pose

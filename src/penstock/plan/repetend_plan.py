@@ -67,6 +67,11 @@ def plan_shared(
     """
     began = time.perf_counter()
     cp_sat()
+    for stage, ranks in placement.shared:
+        if max(ranks) >= num_ranks:
+            raise ScheduleError(
+                f"stage {stage} is shared by rank {max(ranks)}, but ranks go to {num_ranks - 1}", rule="placement"
+            )
     links = Links() if links is None else links
     limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
     placed = placed_flow(costs, placement, num_microbatches, links, limits, split)
