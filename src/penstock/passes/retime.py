@@ -23,9 +23,13 @@ def retime(
 ) -> Schedule:
     """The order in which the ops can really run, where that is shorter than the order given.
 
-        before, link 0 two ms late                     after
-        rank 0 | F0 F1 F2 .  .  .  .  .  I0 F3 I1      rank 0 | F0 F1 F2 F3 .  .  .  .  I0 I1
-        rank 1 | .  .  .  F0 I0 W0 F1 I1 W1 F2 ...     rank 1 | .  .  .  F0 I0 F1 I1 W0 F2 ...
+        before, messages 2 ms late, 21 ms
+        rank 0 | F0 F1 .  .  .  .  .  I0 W0 F2 I1 W1 F3 .  .  .  I2 W2 .  I3 W3
+        rank 1 | .  .  .  F0 I0 F1 I1 W0 .  .  .  .  F2 I2 W1 F3 I3 W2 W3
+
+        after, 19 ms
+        rank 0 | F0 F1 F2 .  .  .  .  I0 W0 I1 F3 I2 W1 W2 .  .  .  I3 W3
+        rank 1 | .  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2 .  F3 I3 W3
 
     Two ways are tried, again and again while the schedule gets shorter:
 
