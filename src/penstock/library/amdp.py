@@ -11,7 +11,8 @@ import heapq
 from math import isfinite
 
 from penstock.library.options import whole_multiple
-from penstock.schedule import Op, Placement, Schedule, ScheduleError
+from penstock.program.placements import multi_directional
+from penstock.schedule import Op, Schedule, ScheduleError
 
 _READ_AHEAD = 2
 """Microbatches that stage 0 of a pipeline reads before its first backward: the paper's n."""
@@ -42,23 +43,12 @@ def amdp(num_ranks: int, num_microbatches: int, f: float = 1.0, b: float = 2.0) 
     """
     whole_multiple("amdp", "ranks", num_ranks, "that each pipeline takes", 2)
     for name, time in (("f", f), ("b", b)):
-        if not (isfinite(time) and time > 0):
+        if not (isinstance(time, int | float) and isfinite(time) and time > 0):
             raise ScheduleError(f"amdp: {name} is {time}; give a time above 0", rule="options")
-    num_pipelines = num_ranks // 2
-    pipelines = tuple(_hosts(j, num_ranks) for j in range(num_pipelines))
-    rows = _first_in_first_out(pipelines, num_microbatches, {"F": f, "B": b})
-    return Schedule(
-        "amdp",
-        Placement(pipelines),
-        tuple(tuple(row) for row in rows),
-        tuple(m % num_pipelines for m in range(num_microbatches)),
-    )
-
-
-def _hosts(pipeline: int, num_ranks: int) -> tuple[int, ...]:
-    """The rank of each stage of a pipeline: even ones go down the ranks, odd ones up."""
-    step, start = (1, 2 * pipeline) if pipeline % 2 == 0 else (-1, 2 * pipeline + 1)
-    return tuple((start + step * stage) % num_ranks for stage in range(num_ranks))
+    placement = multi_directional(num_ranks)
+    rows = _first_in_first_out(placement.pipelines, num_microbatches, {"F": f, "B": b})
+    pipeline_of = tuple(m % placement.num_pipelines for m in range(num_microbatches))
+    return Schedule("amdp", placement, tuple(map(tuple, rows)), pipeline_of)
 
 
 def _first_in_first_out(
