@@ -19,9 +19,10 @@ import shlex
 import tokenize
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,8 +101,11 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training reads and checks its settings and then only leaves its folder; benchmarks measure nothing."""
+    """Training reads and checks its settings and then only leaves its folder; benchmarks measure nothing, and the
+    tuner estimates."""
     from penstock.bench import runtime, split
+    from penstock.bench import tune as bench_tune
+    from penstock.tune import session
 
     def only_check(order: Order, port: int | None) -> int:
         settings, folder = order.settings, RunFolder(Path(order.folder))
@@ -113,6 +117,23 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(train_command, "_carry_out", only_check)
+    really_tune = session.tune
+
+    def estimate_instead(asked: session.Asked, *hooks: Any) -> session.Outcome:
+        if isinstance(asked.source, session.Measuring):
+            source = session.Estimating(tflops=0.1)
+            asked = replace(asked, source=source, num_ranks=asked.num_ranks or 2, num_verified=0)
+        return really_tune(asked)
+
+    def measure_nothing(settings: Any, source: Any, num_ranks: int, sizes: list[int], *rest: Any) -> Any:
+        config = session.config_of(settings)
+        profiles = {size: session.estimate(config, settings.preset, size, 0.1) for size in sizes}
+        transfers = {num_ranks: session.Transfer.assumed()}
+        return SimpleNamespace(profiles=profiles, transfers=transfers, num_measured=0, num_reused=0, notices=[])
+
+    monkeypatch.setattr(session, "tune", estimate_instead)
+    monkeypatch.setattr(session, "measure", measure_nothing)
+    monkeypatch.setattr(bench_tune, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
     monkeypatch.setattr(split, "run", lambda *args, **kwargs: [])
     monkeypatch.setattr(runtime, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
 

@@ -8,25 +8,16 @@ from typing import Any
 
 import torch
 
+from penstock.tune.device import processor
+
 
 def machine() -> dict[str, Any]:
     """Processor, how many, torch's threads, and versions."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "num_processors": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

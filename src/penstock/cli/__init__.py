@@ -3,13 +3,23 @@
 Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse. Every verb takes `--json`: then one JSON
 object is all that goes to stdout, for failures too.
 
-Only `train` and `bench` import torch, and only when they run, so that `--help` is there at once. A new verb
-is a file with a function registered on `app`, imported below.
+Only `train`, `tune`, `profile` and `bench` import torch, and only when they run, so that `--help` is there at once.
+A new verb is a file with a function registered on `app`, imported below.
 """
 
 from __future__ import annotations
 
-from penstock.cli import bench, check, convert, data, show, simulate, train  # noqa: F401  (each registers its verb)
+from penstock.cli import (  # noqa: F401  (each registers its verb)
+    bench,
+    check,
+    convert,
+    data,
+    profile,
+    show,
+    simulate,
+    train,
+    tune,
+)
 from penstock.cli.run import main
 
 __all__ = ["main"]

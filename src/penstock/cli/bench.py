@@ -77,6 +77,22 @@ def runtime(
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
+@bench.command(short_help="Predicted beside measured steps of the tuner.")
+def tune(
+    context: typer.Context,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Quiet rounds of each setting.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a round.")] = 20,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Of measuring layers.")] = 1.0,
+    out: Raw = None,
+    json: Json = False,
+) -> None:
+    """Measure, predict and run three settings of a small GPT, and set predicted beside measured."""
+    from penstock.bench import tune as measured
+
+    result = measured.run(rounds, steps, seconds)
+    _give(context, result, measured.table(result["rows"]), out, json)
+
+
 def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
     if out is not None:

@@ -36,6 +36,7 @@ def train(
     microbatches: Annotated[int | None, _option("Microbatches a step.", "microbatches")] = None,
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
+    cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
     dispatch: Annotated[str | None, _option("frozen or dynamic.", "dispatch")] = None,
     preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
     depth: Annotated[int | None, _option("Blocks, instead of the preset's.")] = None,
@@ -89,8 +90,9 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
     from penstock.train.handover import Order
 
     given = dict(given)
-    if "warmup" in given:
-        given["warmup"] = _counts(given["warmup"])
+    for name in ("warmup", "cut"):
+        if name in given:
+            given[name] = _counts(name, given[name])
     if "optimizer_options" in given:
         given["optimizer_options"] = _object(given["optimizer_options"])
     for name in ("data", "tokenizer"):  # a run may be resumed from another folder
@@ -130,14 +132,14 @@ def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
 
 def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
-    return {"stages": None, "warmup": None} if "schedule" in given or "ranks" in given else {}
+    return {"stages": None, "warmup": None, "cut": None} if "schedule" in given or "ranks" in given else {}
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _counts(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise SettingsError(f"--warmup {text}: whole numbers are needed, like 7,5,3,1") from None
+        raise SettingsError(f"--{name} {text}: whole numbers are needed, like 7,5,3,1") from None
 
 
 def _object(text: str) -> dict[str, Any]:

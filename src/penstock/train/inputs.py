@@ -55,7 +55,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     model_config(settings, tokenizer.vocab_size)
     corpus = corpus or open_corpus(settings.data, tokenizer)
     config = model_config(settings, corpus.vocab_size)
-    stage_builders(config, schedule.num_stages, settings.seed, settings.recompute)
+    stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut)
     Batches(corpus.train, settings.batch, config.context, settings.seed, corpus.vocab_size)[0]
     validation_batches(corpus.validation, settings.batch, config.context, 1, corpus.vocab_size)
     return Inputs(settings, schedule, tokenizer, corpus, config)
@@ -104,7 +104,7 @@ def build_pipeline(inputs: Inputs) -> Pipeline:
     """The pipeline of a run, over torch.distributed where it is set up."""
     settings, schedule, config = inputs.settings, inputs.schedule, inputs.config
     return Pipeline(
-        stage_builders(config, schedule.num_stages, settings.seed, settings.recompute),
+        stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut),
         schedule,
         loss_fn=CrossEntropy(),
         optimizer=optimizer_class(settings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,12 +44,26 @@ def recomputed(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def stage_builders(config: GPTConfig, num_stages: int, seed: int, recompute: bool) -> list[Callable[[], nn.Module]]:
+def stage_builders(
+    config: GPTConfig, num_stages: int, seed: int, recompute: bool, cut: Sequence[int] | None = None
+) -> list[Callable[[], nn.Module]]:
     """For each stage a function that builds it, so that a rank holds just its own layers.
 
-    Layers are cut by their estimated cost, embedding and head included. Raises PartitionError.
+    `cut` says how many layers each stage holds. Without it they are cut by their estimated cost, embedding and
+    head included. Raises PartitionError, and SettingsError for a cut that does not fit.
     """
-    return [_builder(config, list(part), seed, recompute) for part in partition(gpt_costs(config), num_stages)]
+    parts = partition(gpt_costs(config), num_stages) if cut is None else _parts(config, num_stages, cut)
+    return [_builder(config, list(part), seed, recompute) for part in parts]
+
+
+def _parts(config: GPTConfig, num_stages: int, cut: Sequence[int]) -> list[range]:
+    if len(cut) != num_stages or min(cut) < 1 or sum(cut) != config.num_layers:
+        raise SettingsError(
+            f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
+            f"{num_stages} stages at least one of the {config.num_layers} layers (embedding and head are two)"
+        )
+    ends = list(accumulate(cut))
+    return [range(end - count, end) for end, count in zip(ends, cut)]
 
 
 def _builder(config: GPTConfig, indices: Sequence[int], seed: int, recompute: bool) -> Callable[[], nn.Module]:

@@ -29,6 +29,7 @@ class Settings:
     Attributes:
         schedule: a library schedule's name, or a schedule file.
         ranks, microbatches, stages, warmup: what the schedule is built for.
+        cut: how many layers each stage holds; None for stages of about equal cost.
         preset: sizes of the model (see `penstock.models.presets`); depth, width, heads, context, dropout and
             tied change single ones of them.
         data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair.
@@ -51,6 +52,7 @@ class Settings:
     microbatches: int = 8
     stages: int | None = None
     warmup: tuple[int, ...] | None = None
+    cut: tuple[int, ...] | None = None
     dispatch: str = "frozen"
     preset: str = "tiny"
     depth: int | None = None
@@ -140,8 +142,9 @@ class Settings:
         if unknown := sorted(set(values) - known):
             raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
         values = dict(values)
-        if isinstance(values.get("warmup"), list):
-            values["warmup"] = tuple(values["warmup"])
+        for name in ("warmup", "cut"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         try:
             return cls(**values)
         except SettingsError as error:

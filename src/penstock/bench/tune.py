@@ -1,0 +1,146 @@
+"""Whether a tuned step takes as long as was predicted: predicted beside measured, in alternation.
+
+    penstock bench tune --out FILE.json
+
+For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
+through the launcher and the runtime. Rounds of the settings alternate. A round in which other programs kept more
+than `QUIET` cores busy while the schedule ran is kept in the raw numbers and left out of the medians, unless no
+round was quieter; rounds are added until there are enough quiet ones, within a bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.bench.machine import machine
+from penstock.library import build
+from penstock.models import GPTConfig
+from penstock.runtime import partition
+from penstock.train.settings import Settings
+from penstock.tune.database import Database
+from penstock.tune.meter import Meter, Need
+from penstock.tune.predict import predict
+from penstock.tune.search import Candidate
+from penstock.tune.session import config_of
+from penstock.tune.space import Plan, Shape
+from penstock.tune.verify import measured_of, trial_task
+from penstock.tune.work import carry_out
+
+MODEL = "tiny"
+QUIET = 0.1
+MOST_ROUNDS = 4
+"""Times as many rounds as asked for, at most, in search of quiet ones."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A schedule on some ranks; microbatches of one size."""
+
+    schedule: str
+    pp: int
+    microbatch_size: int
+    num_microbatches: int
+
+
+SETTINGS = (Setting("1f1b", 1, 4, 4), Setting("1f1b", 2, 4, 4), Setting("zb-h1", 2, 2, 8))
+
+
+def run(
+    rounds: int = 5, steps: int = 20, seconds: float = 1.0, settings: Sequence[Setting] = SETTINGS
+) -> dict[str, Any]:
+    """Predicts and runs each setting.
+
+    Args:
+        rounds: quiet ones wanted of each setting.
+        steps: timed of each run. seconds: of measuring layers.
+
+    Returns:
+        `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
+    """
+    told = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
+    config = config_of(told)
+    raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
+    for number in range(rounds * MOST_ROUNDS):
+        left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
+        for setting in left if number % 2 == 0 else left[::-1]:
+            found = _round(setting, told, config, steps, seconds)
+            raw[setting].append(found)
+            print(
+                f"{setting.schedule} pp {setting.pp}, microbatches of {setting.microbatch_size}: "
+                f"{found['predicted_ms']:.1f} ms predicted, {found['measured_ms']:.1f} measured, others kept "
+                f"{found['other_programs_cores'] or 0:.2f} cores busy",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {"machine": machine(), "model": MODEL, "rows": [_row(setting, raw[setting]) for setting in settings]}
+
+
+def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seconds: float) -> dict[str, Any]:
+    schedule = build(setting.schedule, setting.pp, setting.num_microbatches)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-bench-") as name,
+        Database(Path(name) / "new.sqlite") as database,
+    ):
+        meter = Meter(MODEL, told, config, database, seconds)
+        need = Need(setting.microbatch_size, setting.pp, False)
+        meter.prepare([need], [setting.pp])
+    profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
+    costs = [sum(row) for row in zip(profile.f, profile.b)]
+    cut = partition(costs, schedule.num_stages)
+    prediction = predict(schedule, cut, profile, transfer)
+    shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
+    candidate = Candidate(shape, Plan(setting.schedule, schedule), tuple(cut), False)
+    answer = carry_out([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
+    measured = measured_of([answer])
+    return {
+        "predicted_ms": prediction.step,
+        "predicted_makespan_ms": prediction.makespan,
+        "predicted_update_ms": prediction.update,
+        "measured_ms": measured.step,
+        "measured_makespan_ms": measured.makespan,
+        "ratio": prediction.step / measured.step,
+        "other_programs_cores": measured.others,
+        "cut": [len(layers) for layers in cut],
+        "steps_ms": list(measured.steps),
+        "profile": profile.to_json(),
+        "transfer": transfer.to_json(),
+    }
+
+
+def _quiet(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in rounds if (each["other_programs_cores"] or 0.0) <= QUIET]
+
+
+def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    counted = _quiet(rounds) or rounds
+    return {
+        **vars(setting),
+        "num_rounds": len(rounds),
+        "num_quiet": len(_quiet(rounds)),
+        "predicted_ms": median(each["predicted_ms"] for each in counted),
+        "measured_ms": median(each["measured_ms"] for each in counted),
+        "ratio": median(each["ratio"] for each in counted),
+        "off": median(abs(each["ratio"] - 1) for each in counted),
+        "raw": rounds,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The medians, as Markdown."""
+    lines = [
+        "| schedule | pp | microbatches | predicted ms | measured ms | ratio | off, median | quiet rounds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['schedule']} | {row['pp']} | {row['num_microbatches']} of {row['microbatch_size']} "
+            f"| {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | {row['ratio']:.3f} | {row['off']:.1%} "
+            f"| {row['num_quiet']} of {row['num_rounds']} |"
+        )
+    return "\n".join(lines)

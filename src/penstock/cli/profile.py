@@ -1,0 +1,83 @@
+"""`penstock profile`: what a model's layers and messages cost on this machine.
+
+penstock profile --model tiny --microbatch-size 2 --ranks 2 --out tiny-costs.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import tune as options
+from penstock.cli.app import app
+from penstock.cli.options import Json, counts
+from penstock.cli.output import print_json
+
+
+@app.command(short_help="Measure a model's layers and messages here.")
+def profile(
+    model: options.Model = "tiny",
+    depth: options.Depth = None,
+    width: options.Width = None,
+    heads: options.Heads = None,
+    context: options.Context = None,
+    dropout: options.Dropout = None,
+    tied: options.Tied = None,
+    tokenizer: options.Tokenizer = None,
+    precision: options.Precision = "float32",
+    optimizer: options.Optimizer = "AdamW",
+    optimizer_options: options.OptimizerOptions = None,
+    clip: options.Clip = 1.0,
+    device: options.Device = "cpu",
+    threads: options.Threads = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that work side by side meanwhile.")] = 1,
+    microbatch_size: Annotated[
+        str, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch.")
+    ] = "1",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Blocks that keep only their input.")] = False,
+    database: options.DatabaseFile = None,
+    seconds: options.Seconds = 1.0,
+    fresh: options.Fresh = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Write it as JSON, for penstock tune --costs.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure F, B, I, W, the update and the memory of every layer, and messages; what is known is not measured."""
+    from penstock.train.folder import write_whole
+    from penstock.train.settings import Settings
+    from penstock.tune import costs_file, report
+    from penstock.tune.session import Measuring, measure
+
+    settings = Settings(
+        preset=model, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
+        tokenizer=tokenizer, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
+        optimizer_options=options.json_object("--optimizer-options", optimizer_options), clip=clip, device=device,
+        threads=threads,
+    )  # fmt: skip
+    sizes = counts("--microbatch-size", microbatch_size)
+    source = Measuring(options.database_path(database), seconds, fresh)
+    meter = measure(settings, source, ranks, sizes, recompute, None if json else options.say_line)
+    profiles = list(meter.profiles.values())
+    if out is not None:
+        write_whole(Path(out), costs_file.to_json(profiles, meter.transfers))
+    if json:
+        print_json(
+            {
+                "profiles": [each.to_json() for each in profiles],
+                "transfers": {str(count): each.to_json() for count, each in meter.transfers.items()},
+                "num_measured": meter.num_measured,
+                "num_reused": meter.num_reused,
+                "out": out,
+                "notices": meter.notices,
+            }
+        )
+        return
+    report.show_profile(profiles, meter.transfers)
+    print(f"\n{meter.num_measured} measured, {meter.num_reused} taken from the database")
+    for notice in meter.notices:
+        print(f"note  {notice}")
+    if out is not None:
+        print(f"wrote {out}")

@@ -1,0 +1,238 @@
+"""`penstock tune`: the fastest way to train a model on the ranks there are, by measurement and simulation.
+
+penstock tune --model tiny --batch 16                       measures here, and remembers
+penstock tune --model gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json, counts
+from penstock.cli.output import print_json
+
+if TYPE_CHECKING:
+    from penstock.train.settings import Settings
+    from penstock.tune.search import Found
+    from penstock.tune.session import Source
+
+Model = Annotated[str, typer.Option("--model", "--preset", help="A GPT by its sizes, as in penstock train.")]
+Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Blocks, instead of the model's.")]
+Width = Annotated[int | None, typer.Option("--width", min=1, help="Width, instead of the model's.")]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Heads, instead of the model's.")]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens a sample, instead of the model's.")]
+Dropout = Annotated[float | None, typer.Option("--dropout", help="Dropout, instead of the model's.")]
+Tied = Annotated[bool | None, typer.Option("--tied/--no-tied", help="Embedding and head share one weight.")]
+Tokenizer = Annotated[str | None, typer.Option("--tokenizer", help="A tokenizers JSON file; else bytes.")]
+Precision = Annotated[str, typer.Option("--precision", help="float32, or bfloat16 with float32 weights.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.optim.")]
+OptimizerOptions = Annotated[
+    str | None, typer.Option("--optimizer-options", metavar="JSON", help="Its options besides lr, as JSON.")
+]
+Clip = Annotated[float, typer.Option("--clip", min=0, help="Most the gradient's norm may be; 0 for none.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of each rank.")]
+DatabaseFile = Annotated[
+    str | None,
+    typer.Option("--database", metavar="FILE", help="Keep measurements here; else in your cache folder."),
+]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="Of measuring, for each microbatch size.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
+
+_BYTES = re.compile(r"(?P<number>[0-9.]+)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+@app.command(short_help="Find the fastest way to train a model.")
+def tune(
+    model: Model = "tiny",
+    depth: Depth = None,
+    width: Width = None,
+    heads: Heads = None,
+    context: Context = None,
+    dropout: Dropout = None,
+    tied: Tied = None,
+    tokenizer: Tokenizer = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples a step.")] = 16,
+    precision: Precision = "float32",
+    optimizer: Optimizer = "AdamW",
+    optimizer_options: OptimizerOptions = None,
+    clip: Clip = 1.0,
+    device: Device = "cpu",
+    threads: Threads = 1,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks at most; else as many as fit.")] = None,
+    pp: Annotated[str | None, typer.Option("--pp", metavar="N,N,...", help="Ranks of a pipeline to try.")] = None,
+    dp: Annotated[str | None, typer.Option("--dp", metavar="N,N,...", help="Copies of it to try; 1 runs.")] = None,
+    microbatch_size: Annotated[
+        str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch to try.")
+    ] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", help="Library schedules to try, repeatable; else all.")
+    ] = None,
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Else tried where memory is limited.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", metavar="BYTES", help="Most a rank may need, like 2GiB.")
+    ] = None,
+    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="Costs of layers, as JSON.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option("--tflops", help="Estimate costs for devices that sustain so many TFLOP/s.")
+    ] = None,
+    latency: Annotated[float, typer.Option("--latency", min=0, help="Of links, ms, with --tflops.")] = 0.01,
+    bandwidth: Annotated[float, typer.Option("--bandwidth", min=0, help="Of links, GB/s, with --tflops.")] = 50.0,
+    top: Annotated[int, typer.Option("--top", min=1, help="Candidates to show.")] = 10,
+    verify: Annotated[int, typer.Option("--verify", min=0, help="Of the best, to run for real.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Of each verification, twice.")] = 10,
+    database: DatabaseFile = None,
+    seconds: Seconds = 1.0,
+    fresh: Fresh = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Write the best schedule that runs, for train.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput."""
+    from penstock.train.settings import Settings
+    from penstock.tune import report
+    from penstock.tune.session import Asked
+    from penstock.tune.session import tune as run
+
+    options = json_object("--optimizer-options", optimizer_options)
+    settings = Settings(
+        preset=model, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
+        tokenizer=tokenizer, batch=batch, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
+        optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
+    )  # fmt: skip
+    if out is not None and Path(out).suffix not in (".json", ".txt"):
+        raise Misuse(f"--out {out}: a schedule is written as .json or .txt")
+    asked = Asked(
+        settings,
+        _source(costs, tflops, latency, bandwidth, database, seconds, fresh),
+        ranks,
+        _numbers("--pp", pp),
+        _numbers("--dp", dp),
+        _numbers("--microbatch-size", microbatch_size),
+        schedule,
+        recompute,
+        None if memory_limit is None else number_of_bytes("--memory-limit", memory_limit),
+        top,
+        verify,
+        steps,
+    )
+    say = None if json else say_line
+    outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)
+    if out is not None:
+        _write(outcome.found, out)
+    command = _with_sizes(report.train_command(outcome, out), settings)
+    if json:
+        print_json({**report.as_json(outcome), "out": out, "train": command})
+    else:
+        report.show(outcome, top)
+        if out is not None:
+            print(f"wrote {out}")
+        if command is not None:
+            print(f"\n{command}")
+    if outcome.interrupted:
+        raise typer.Exit(128 + signal.SIGINT)
+
+
+def database_path(given: str | None) -> Path:
+    """The file of measurements."""
+    from penstock.tune.database import default_path
+
+    return default_path() if given is None else Path(given)
+
+
+def number_of_bytes(option: str, text: str) -> float:
+    """Reads `2GiB`, `500MB` or `1000000`."""
+    match = _BYTES.fullmatch(text.strip())
+    try:
+        number = float(match["number"]) if match else float("nan")
+    except ValueError:
+        number = float("nan")
+    if match is None or number != number:
+        raise Misuse(f"{option} {text}: give bytes, like 2GiB, 500MB or 1000000")
+    return number * _UNITS[(match["unit"] or "B").lower()]
+
+
+def _source(
+    costs: str | None,
+    tflops: float | None,
+    latency: float,
+    bandwidth: float,
+    database: str | None,
+    seconds: float,
+    fresh: bool,
+) -> Source:
+    from penstock.tune.session import Estimating, Measuring, Reading
+
+    if costs is not None and tflops is not None:
+        raise Misuse(f"--costs {costs} and --tflops {tflops:g} both give costs; use one of them")
+    if costs is not None:
+        return Reading(costs)
+    if tflops is not None:
+        return Estimating(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
+    return Measuring(database_path(database), seconds, fresh)
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    return None if text is None else counts(option, text)
+
+
+def json_object(option: str, text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json_module.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise Misuse(f"{option} {text}: give a JSON object")
+    return value
+
+
+def _write(found: Found, out: str) -> None:
+    from penstock.formats import save
+
+    if not found.best_running:
+        raise Misuse(f"--out {out}: nothing that was found runs, so there is no schedule to write; allow --dp 1")
+    save(found.best_running[0].candidate.plan.schedule, out)
+
+
+def _with_sizes(command: str | None, settings: Settings) -> str | None:
+    """The training command with the sizes that were given instead of the model's own."""
+    if command is None:
+        return None
+    default = dataclasses.asdict(type(settings)())
+    words: list[str] = []
+    for name in ("depth", "width", "heads", "context", "dropout", "precision", "optimizer", "clip", "dispatch"):
+        value = getattr(settings, name)
+        if value != default[name]:
+            words.append(f"--{name} {value}")
+    return " ".join([command, *words])
+
+
+def say_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Counter:
+    """Shows on a terminal how far the search is."""
+
+    def __call__(self, found: Found) -> None:
+        best = f", best {found.best[0].prediction.step:.1f} ms" if found.best else ""
+        print(f"\r{found.num_tried} candidates{best}\x1b[K", end="\r", file=sys.stderr, flush=True)

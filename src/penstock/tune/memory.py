@@ -1,0 +1,82 @@
+"""How many bytes each rank needs: weights, gradients, optimizer state, activations and messages.
+
+Activations follow the order of the rank's ops. F adds what the stage keeps of a microbatch; B takes it away; I
+leaves only what W still needs:
+
+    bytes   activation +---- F ----+
+                       |           +---- I ----+  held
+                       |                       +---- W ----  0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.schedule import Op, Schedule
+from penstock.tune.profile import Profile
+
+POSTED = 2
+"""Buffers that the runtime keeps for each channel of messages, at each end."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    state: float
+    activations: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.state + self.activations + self.messages
+
+
+def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[Memory]:
+    """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
+
+    A weight that two layers share counts at each stage that holds one of them, as each keeps a copy.
+    """
+    kept = [profile.total("activation", layers) for layers in cut]
+    held = [profile.total("held", layers) for layers in cut]
+    found = []
+    for rank, row in enumerate(schedule.order):
+        stages = schedule.stages_of(rank)
+        weights = sum(profile.total("weight", cut[stage]) for stage in stages)
+        state = sum(profile.total("state", cut[stage]) for stage in stages)
+        if profile.tied and {0, len(cut) - 1} <= set(stages):  # the head has no weight of its own
+            share = state / weights if weights else 0.0
+            weights, state = weights - profile.tied, state - profile.tied * share
+        channels = [cut[s][-1] for s in stages if s < len(cut) - 1] + [cut[s - 1][-1] for s in stages if s > 0]
+        remote = sum(profile.output[layer] for layer in channels) if schedule.num_ranks > 1 else 0.0
+        # Each channel carries activations one way and gradients of the same size the other.
+        found.append(
+            Memory(
+                weights=weights,
+                gradients=weights,
+                state=state,
+                activations=peak_bytes(row, kept, held) + (profile.transient if row else 0.0),
+                messages=2 * POSTED * remote,
+            )
+        )
+    return found
+
+
+def peak_bytes(row: Sequence[Op], kept: Sequence[float], held: Sequence[float]) -> float:
+    """Most bytes of activations a rank holds when it runs its ops in this order."""
+    now = peak = 0.0
+    for op in row:
+        stage = op.stage
+        if op.kind == "F":
+            now += kept[stage]
+        elif op.kind == "B":
+            now -= kept[stage]
+        elif op.kind == "I":
+            now += held[stage] - kept[stage]
+        elif op.kind == "W":
+            now -= held[stage]
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,236 @@
+"""The measurements a search needs: from the database where they are there, measured where they are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from penstock.models import GPTConfig
+from penstock.train.settings import Settings
+from penstock.tune.database import Database
+from penstock.tune.device import device_name
+from penstock.tune.errors import DatabaseError, TuneError
+from penstock.tune.layers import NO_LAYER
+from penstock.tune.profile import KINDS, Profile, Transfer
+from penstock.tune.work import Answer, Task, carry_out
+
+VERSION = 1
+"""Of how we measure; measurements of another version are not used."""
+
+BUSY = 0.2
+"""Cores that other programs may keep busy before we say that it disturbs."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A profile that a search needs."""
+
+    microbatch_size: int
+    num_parallel: int
+    recompute: bool
+
+
+class Meter:
+    """Measures one model on this machine, and remembers.
+
+    Args:
+        seconds: for each microbatch size and number of ranks, of measuring itself.
+        fresh: measure also what the database has.
+        say: gets a line before something is measured.
+
+    Attributes:
+        profiles, transfers: what was prepared; transfers by number of ranks.
+        num_measured, num_reused: of both. notices: what a person should know.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        config: GPTConfig,
+        database: Database,
+        seconds: float = 1.0,
+        fresh: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.num_measured = self.num_reused = 0
+        self.notices: list[str] = []
+        self._name, self._settings, self._config = name, settings, config
+        self._database, self._seconds, self._fresh = database, seconds, fresh
+        self._say = say or (lambda line: None)
+        self._threads = settings.threads or 1
+        self.profiles: dict[Need, Profile] = {}
+        self.transfers: dict[int, Transfer] = {}
+
+    def prepare(self, needs: Sequence[Need], num_ranks: Sequence[int] = ()) -> None:
+        """Finds or measures profiles, and messages of so many ranks (1 for what one rank alone costs).
+
+        What was measured is kept, also when the rest is interrupted.
+
+        Raises:
+            RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
+        """
+        for parallel in sorted({need.num_parallel for need in needs} | set(num_ranks)):
+            found: list[tuple[Task, Callable[[Answer], None], dict[str, Any]]] = []
+            for need in dict.fromkeys(needs):
+                if need.num_parallel == parallel and need not in self.profiles:
+                    known = self._known(self._layers_key(need))
+                    if known is not None:
+                        self.profiles[need] = self._read(Profile.from_json, known)
+                    else:
+                        found.append(self._layers_task(need))
+            if parallel in num_ranks and parallel not in self.transfers:
+                known = self._known(self._transfer_key(parallel))
+                if known is not None:
+                    self.transfers[parallel] = self._read(Transfer.from_json, known)
+                else:
+                    found.append(self._transfer_task(parallel))
+            if found:
+                carry_out(
+                    [task for task, _, _ in found],
+                    parallel,
+                    self._threads,
+                    self._say,
+                    lambda number, answer, found=found: found[number][1](answer),  # type: ignore[misc]
+                )
+
+    # What is asked for, and what is made of the answers.
+
+    def _layers_task(self, need: Need) -> tuple[Task, Callable[[Answer], None], dict[str, Any]]:
+        task = {
+            "do": "layers",
+            "text": f"measuring {self._name}, microbatches of {need.microbatch_size}, {_ranks(need.num_parallel)}"
+            f"{' at a time' if need.num_parallel > 1 else ''}{', recompute' if need.recompute else ''}",
+            "settings": dataclasses.asdict(self._settings),
+            "vocab_size": self._config.vocab_size,
+            "microbatch_size": need.microbatch_size,
+            "recompute": need.recompute,
+            "seconds": self._seconds,
+        }
+        key = self._layers_key(need)
+
+        def keep(answer: Answer) -> None:
+            profile = profile_of(self._name, self._config, need, answer.ranks)
+            self.profiles[need] = profile
+            self._keep(key, profile.to_json(), answer, str(task["text"]))
+
+        return task, keep, key
+
+    def _transfer_task(self, num_ranks: int) -> tuple[Task, Callable[[Answer], None], dict[str, Any]]:
+        text = f"measuring messages between {num_ranks} ranks" if num_ranks > 1 else "measuring the runtime alone"
+        task = {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
+        key = self._transfer_key(num_ranks)
+
+        def keep(answer: Answer) -> None:
+            told = answer.ranks[0]
+            nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce")}
+            transfer = Transfer.from_json({**nothing, **told, "source": "measured"})
+            self.transfers[num_ranks] = transfer
+            self._keep(key, transfer.to_json(), answer, text)
+
+        return task, keep, key
+
+    # The database.
+
+    def _known(self, key: dict[str, Any]) -> dict[str, Any] | None:
+        known = None if self._fresh else self._database.get(key)
+        self.num_reused += known is not None
+        return known
+
+    def _keep(self, key: dict[str, Any], value: dict[str, Any], answer: Answer, text: str) -> None:
+        self._database.put(key, value)
+        self.num_measured += 1
+        if answer.others is not None and answer.others > BUSY:
+            what = text.removeprefix("measuring ")
+            self.notices.append(
+                f"other programs kept {answer.others:.1f} cores busy while {what} was measured; --fresh measures anew"
+            )
+
+    def _read(self, reader: Callable[[dict[str, Any], str], Any], value: dict[str, Any]) -> Any:
+        try:
+            return reader(value, "measured")
+        except TuneError as error:
+            raise DatabaseError(
+                f"{self._database.path} is damaged ({error}); delete it, and it is measured anew, or give another "
+                "with --database"
+            ) from None
+
+    def _layers_key(self, need: Need) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            **self._machine_key(),
+            "what": "layers",
+            "model": model_digest(self._config),
+            "precision": settings.precision,
+            "optimizer": settings.optimizer,
+            "optimizer_options": dict(settings.optimizer_options),
+            "clip": settings.clip > 0,
+            **dataclasses.asdict(need),
+        }
+
+    def _transfer_key(self, num_ranks: int) -> dict[str, Any]:
+        return {**self._machine_key(), "what": "transfer", "num_ranks": num_ranks}
+
+    def _machine_key(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "device": device_name(self._settings),
+            "torch": torch.__version__,
+            "threads": self._threads,
+        }
+
+
+def model_digest(config: GPTConfig) -> str:
+    """A number that tells the structure of one GPT from another's."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def profile_of(name: str, config: GPTConfig, need: Need, told: Sequence[dict[str, Any]]) -> Profile:
+    """The profile from what the ranks told. Blocks are all alike: each gets the mean of all.
+
+    A layer was timed as a stage of its own; what an empty stage takes is taken off, as it comes once a stage.
+    """
+    times: dict[tuple[int, str], float] = {}
+    overheads: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    sizes: dict[int, dict[str, float]] = {}
+    for rank in told:
+        sizes |= {int(index): values for index, values in rank["bytes"].items()}
+        for label, value in rank["times"].items():
+            layer, kind = label.split()
+            if int(layer) == NO_LAYER:
+                overheads[kind].append(value)
+            else:
+                times[int(layer), kind] = value
+    op_overhead = {kind: fmean(values) if values else 0.0 for kind, values in overheads.items()}
+    blocks = range(1, config.num_layers - 1)
+    rows: dict[str, list[float]] = {}
+    for kind in (*KINDS, "update"):
+        own = [max(0.0, times[layer, kind] - op_overhead.get(kind, 0.0)) for layer in range(config.num_layers)]
+        alike = fmean(own[layer] for layer in blocks)
+        rows[kind] = [own[0], *[alike for _ in blocks], own[-1]]
+    for what in ("activation", "held", "output", "weight", "state"):
+        rows[what] = [sizes[layer][what] for layer in range(config.num_layers)]
+    return Profile(
+        model=name,
+        layers=["embedding", *[f"block {number}" for number in range(config.depth)], "head"],
+        microbatch_size=need.microbatch_size,
+        num_parallel=need.num_parallel,
+        op_overhead=op_overhead,
+        recompute=need.recompute,
+        transient=max(values["transient"] for values in sizes.values()),
+        tied=sizes[0]["weight"] - 4.0 * config.context * config.width if config.tied else 0.0,
+        step=fmean(rank["step"] for rank in told),
+        **rows,  # type: ignore[arg-type]
+    )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,161 @@
+"""How long a step takes: the simulator over measured costs, and what lies around the ops.
+
+    step  =  what a step costs besides  +  makespan  +  reducing gradients  +  the slowest rank's update
+
+Between ops a rank packs, sends and takes in messages; that time is added to the ops themselves, and the rest of
+what lies between two ranks' ops is the delay of their link:
+
+    rank 0 | F0 send |F1 ...                     F0's end to F0's start on rank 1: `delay`, as measured
+    rank 1 |         `- link -> receive F0 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.cost import Costs, Links
+from penstock.dispatch import Dispatch
+from penstock.schedule import Schedule
+from penstock.simulate import simulate
+from penstock.tune.memory import Memory, memory_of
+from penstock.tune.profile import Profile, Transfer
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step comes to.
+
+    Attributes:
+        step: milliseconds. makespan: of them, from the first op to the last.
+        update: of the slowest rank. reduce: of summing gradients over copies of the pipeline.
+        bubble_ratio: of the simulated ops. memory: by rank of one pipeline.
+    """
+
+    step: float
+    makespan: float
+    update: float
+    reduce: float
+    bubble_ratio: float
+    memory: tuple[Memory, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that needs most."""
+        return max(memory.total for memory in self.memory)
+
+
+def stage_costs(schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer) -> Costs:
+    """Milliseconds of every stage's ops with the messages they send and receive, and bytes they keep."""
+    halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
+    f: list[float] = []
+    b: list[float] = []
+    i: list[float] = []
+    w: list[float] = []
+    for stage, layers in enumerate(cut):
+        above = _crossing(schedule, cut, profile, stage)
+        below = _crossing(schedule, cut, profile, stage + 1)
+        forward = _messages(transfer, sent=below, received=above)
+        backward = _messages(transfer, sent=above, received=below)
+        if profile.tied and _apart(schedule):
+            if stage == 0:
+                backward += transfer.at("receive", profile.tied)
+            if stage == len(cut) - 1:
+                backward += transfer.at("send", profile.tied)
+        f.append(profile.time("f_split" if stage in halved else "f", layers) + forward + transfer.gap)
+        b.append(profile.time("b", layers) + backward + transfer.gap)
+        i.append(profile.time("i", layers) + backward + transfer.gap)
+        w.append(profile.time("w", layers) + transfer.gap)
+    return Costs(f, i, w, b, [profile.total("activation", layers) for layers in cut])
+
+
+def links_of(schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer) -> Links:
+    """The delays between ranks, as far as they are not part of the ops."""
+    delays: dict[tuple[int, int], float] = {}
+    for ranks in schedule.placement.pipelines:
+        for stage, (a, b) in enumerate(pairwise(ranks)):
+            if a != b:
+                size = profile.output[cut[stage][-1]]
+                own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
+                delay = max(0.0, transfer.at("delay", size) - own)
+                delays[a, b] = max(delay, delays.get((a, b), 0.0))
+    return Links(delays)
+
+
+def predict(
+    schedule: Schedule,
+    cut: Sequence[range],
+    profile: Profile,
+    transfer: Transfer,
+    num_copies: int = 1,
+    num_devices: int | None = None,
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+) -> Prediction:
+    """Predicts a step.
+
+    Args:
+        cut: the layers of each stage.
+        num_copies: copies of the whole pipeline, each on its part of the batch (data parallel).
+        num_devices: ranks that can work at the same time; by default all. With more ranks than that, a step
+            takes at least all ranks' work over the devices.
+    """
+    costs = stage_costs(schedule, cut, profile, transfer)
+    timeline = simulate(schedule, costs, links=links_of(schedule, cut, profile, transfer), dispatch=dispatch)
+    makespan = timeline.makespan
+    if num_devices is not None:
+        makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
+    memory = memory_of(schedule, cut, profile)
+    update = max(
+        sum(profile.total("update", cut[stage]) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    )
+    reduce = reduce_time(schedule, cut, profile, transfer, num_copies)
+    alone = schedule.num_ranks * num_copies == 1
+    around = transfer.step_alone if alone else transfer.step
+    if profile.tied and _apart(schedule):
+        around += transfer.at("delay", profile.tied)  # the sum goes back to the other copy
+    step = around + profile.step + makespan + reduce + update
+    return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory))
+
+
+def reduce_time(
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, num_copies: int
+) -> float:
+    """Milliseconds of summing gradients over the ranks that hold the same stage, after the last backward.
+
+    A ring over k ranks moves 2 (k - 1) / k of the bytes through each; over two that is what was measured.
+    """
+    slowest = 0.0
+    for rank in range(schedule.num_ranks):
+        total = 0.0
+        for stage in schedule.stages_of(rank):
+            hosts = len({ranks[stage] for ranks in schedule.placement.pipelines}) * num_copies
+            if hosts > 1:
+                size = profile.total("weight", cut[stage])
+                total += transfer.at("reduce", size) * 2 * (hosts - 1) / hosts
+        slowest = max(slowest, total)
+    return slowest
+
+
+def _crossing(schedule: Schedule, cut: Sequence[range], profile: Profile, stage: int) -> float | None:
+    """Bytes of the message from `stage - 1` to `stage`; None where none goes to another rank."""
+    if not 0 < stage < len(cut):
+        return None
+    if all(ranks[stage - 1] == ranks[stage] for ranks in schedule.placement.pipelines):
+        return None
+    return profile.output[cut[stage - 1][-1]]
+
+
+def _messages(transfer: Transfer, sent: float | None, received: float | None) -> float:
+    cost = 0.0
+    if sent is not None:
+        cost += transfer.at("send", sent)
+    if received is not None:
+        cost += transfer.at("receive", received)
+    return cost
+
+
+def _apart(schedule: Schedule) -> bool:
+    """Whether the first and the last stage lie on different ranks."""
+    return any(ranks[0] != ranks[-1] for ranks in schedule.placement.pipelines)

@@ -1,0 +1,219 @@
+"""What one model's layers cost on one device: milliseconds and bytes, measured, estimated or read from a file.
+
+Times are for one microbatch of `microbatch_size` samples, while `num_parallel` ranks work side by side on the
+machine: two ranks that share memory and clock are slower than one alone.
+
+    one stage's op  =  its layers' times  +  what an op costs that has no layer at all (`op_overhead`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+from penstock.tune.errors import TuneError
+
+KINDS = ("f", "b", "f_split", "i", "w")
+"""Forward and backward of a stage that runs B, then those of one that runs I and W."""
+
+TIMES = (*KINDS, "update")
+BYTES = ("activation", "held", "output", "weight", "state")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model, one entry a layer.
+
+    Attributes:
+        model: its name. layers: the layers' names, first to last.
+        microbatch_size: samples. num_parallel: ranks that worked side by side when this was measured.
+        recompute: whether blocks keep only their input and run again in the backward.
+        f, b, f_split, i, w: milliseconds. A forward that will be split records a tape, so it has a time of its own.
+        activation: bytes kept from F to B or I. held: bytes of them kept from I to W.
+        output: bytes of the message the layer would send, were it the last of its stage.
+        weight, state: bytes of parameters, and of what the optimizer keeps for them.
+        update: milliseconds of clipping, optimizer and clearing gradients.
+        op_overhead: milliseconds by kind of an op of a stage without layers.
+        step: milliseconds a step besides, for the norm of the whole gradient.
+        transient: most bytes that a backward holds besides; what a recomputed block holds while it runs again.
+        tied: bytes of a weight that the first and the last layer share; 0 if they do not.
+        source: "measured", "estimated" or the file it was read from.
+
+    Raises:
+        TuneError: a negative number, one that is not finite, or lists of different lengths.
+    """
+
+    model: str
+    layers: Sequence[str]
+    microbatch_size: int
+    num_parallel: int
+    f: Sequence[float]
+    b: Sequence[float]
+    f_split: Sequence[float]
+    i: Sequence[float]
+    w: Sequence[float]
+    activation: Sequence[float]
+    held: Sequence[float]
+    output: Sequence[float]
+    weight: Sequence[float]
+    state: Sequence[float]
+    update: Sequence[float]
+    op_overhead: Mapping[str, float] = field(default_factory=dict)
+    recompute: bool = False
+    transient: float = 0.0
+    step: float = 0.0
+    tied: float = 0.0
+    source: str = "measured"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, list | tuple) or not self.layers or not isinstance(self.model, str):
+            raise TuneError(f"{self.source}: a model needs a name and the names of its layers, at least one")
+        for name in ("microbatch_size", "num_parallel"):
+            _whole(self.source, name, getattr(self, name))
+        for name in (*TIMES, *BYTES):
+            object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.layers)))
+        for name in ("transient", "tied", "step"):
+            _number(self.source, name, getattr(self, name))
+        for kind, value in self.op_overhead.items():
+            if kind not in KINDS:
+                raise TuneError(f"{self.source}: op_overhead has no kind {kind!r}; it has {', '.join(KINDS)}")
+            _number(self.source, f"op_overhead of {kind}", value)
+        object.__setattr__(self, "layers", tuple(self.layers))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def time(self, kind: str, layers: range) -> float:
+        """Milliseconds of one op of a stage that holds `layers`; `kind` is one of `KINDS`."""
+        row: Sequence[float] = getattr(self, kind)
+        return sum(row[layer] for layer in layers) + self.op_overhead.get(kind, 0.0)
+
+    def total(self, what: str, layers: range) -> float:
+        """The sum of any row over `layers`."""
+        row: Sequence[float] = getattr(self, what)
+        return sum(row[layer] for layer in layers)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str | None = None) -> Profile:
+        """Reads `to_json`'s form. Raises TuneError that names the field."""
+        source = source or "a profile"
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(value) - known):
+            raise TuneError(f"{source}: unknown field {unknown[0]!r}; a profile has {', '.join(sorted(known))}")
+        needed = [f.name for f in fields(cls) if f.name not in _OPTIONAL]
+        if missing := [name for name in needed if name not in value]:
+            raise TuneError(f"{source}: field {missing[0]!r} is missing")
+        return cls(**{**value, "source": value.get("source", source)})
+
+
+_OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What the runtime and its messages cost around the ops, by the message's size.
+
+    Attributes:
+        sizes: bytes, rising.
+        send, receive: milliseconds that a message of each size keeps its sender and its receiver from their ops.
+        delay: milliseconds from the end of an op to the start of one on another rank that waited for its result.
+        gap: milliseconds between two ops of a rank when nothing is sent or received.
+        step: milliseconds of a step in which no op runs, with several ranks; step_alone: with one.
+        reduce: milliseconds of summing so many bytes over two ranks.
+        source: "measured", "assumed" or the file it was read from.
+    """
+
+    sizes: Sequence[float]
+    send: Sequence[float]
+    receive: Sequence[float]
+    delay: Sequence[float]
+    reduce: Sequence[float]
+    gap: float = 0.0
+    step: float = 0.0
+    step_alone: float = 0.0
+    source: str = "measured"
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "send", "receive", "delay", "reduce"):
+            object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.sizes)))
+        if not self.sizes or any(b <= a for a, b in pairwise(self.sizes)):
+            raise TuneError(
+                f"{self.source}: sizes are {list(self.sizes)}; give at least one, each above the one before"
+            )
+        for name in ("gap", "step", "step_alone"):
+            _number(self.source, name, getattr(self, name))
+
+    def at(self, what: str, size: float) -> float:
+        """Milliseconds for a message of `size` bytes, on the line between the two nearest sizes that are known.
+
+        Below the smallest it is as if for that one; above the largest it grows as between the last two.
+        """
+        row: Sequence[float] = getattr(self, what)
+        sizes = self.sizes
+        if size <= sizes[0] or len(sizes) == 1:
+            return row[0]
+        last = next((k for k in range(1, len(sizes)) if size <= sizes[k]), len(sizes) - 1)
+        share = (size - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
+        return max(0.0, row[last - 1] + share * (row[last] - row[last - 1]))
+
+    @property
+    def latency(self) -> float:
+        """Milliseconds of the smallest message, from op to op."""
+        return self.delay[0]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a millisecond, from the smallest to the largest message; infinite where size makes no difference."""
+        grown = self.delay[-1] - self.delay[0]
+        return (self.sizes[-1] - self.sizes[0]) / grown if grown > 0 else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str | None = None) -> Transfer:
+        """Reads `to_json`'s form. Raises TuneError that names the field."""
+        source = source or "a profile of messages"
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(value) - known):
+            raise TuneError(f"{source}: unknown field {unknown[0]!r} of messages")
+        if missing := sorted({"sizes", "send", "receive", "delay", "reduce"} - set(value)):
+            raise TuneError(f"{source}: field {missing[0]!r} of messages is missing")
+        return cls(**{**value, "source": value.get("source", source)})
+
+    @classmethod
+    def assumed(cls, latency: float = 0.0, bandwidth: float = math.inf) -> Transfer:
+        """Links of `latency` ms and `bandwidth` bytes a ms whose messages cost the ranks themselves nothing."""
+        _number("links", "latency", latency)
+        if not bandwidth > 0:
+            raise TuneError(f"the links' bandwidth is {bandwidth}: give a number above 0")
+        sizes = (0.0, 1e6)
+        delay = tuple(latency + size / bandwidth for size in sizes)
+        return cls(sizes, (0.0, 0.0), (0.0, 0.0), delay, delay, source="assumed")
+
+
+def _row(source: str, name: str, values: Any, length: int) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise TuneError(f"{source}: {name} is {values!r}; give a list with one number a layer: {length}")
+    if len(values) != length:
+        raise TuneError(f"{source}: {name} has {len(values)} entries, {length} are needed")
+    for place, value in enumerate(values):
+        _number(source, f"{name}[{place}]", value)
+    return tuple(float(value) for value in values)
+
+
+def _number(source: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise TuneError(f"{source}: {name} is {value!r}; give a finite number of at least 0")
+
+
+def _whole(source: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TuneError(f"{source}: {name} is {value!r}; give a whole number of at least 1")

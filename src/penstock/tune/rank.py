@@ -1,0 +1,58 @@
+"""One rank's side of a job: does its tasks one after another and writes each answer as a file of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.launch import init_process, watch
+from penstock.train.model import model_config
+from penstock.train.settings import Settings
+from penstock.tune import layers, transfer, trial
+from penstock.tune.device import Clock
+
+TIMEOUT = 120.0
+"""Seconds that ranks wait for one another."""
+
+
+def run_rank(folder: Path) -> None:
+    """Does the job in `folder`. It ends the process."""
+    watch()
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(job["num_threads"])
+    rank, num_ranks = init_process(TIMEOUT)
+    for number, task in enumerate(job["tasks"]):
+        _meet()
+        before = Clock.now()
+        answer = {"answer": _do(task, rank, num_ranks), "clock": Clock.now().since(before)}
+        unfinished = folder / f"{number}-{rank}.unfinished"
+        unfinished.write_text(json.dumps(answer))
+        unfinished.rename(folder / f"{number}-{rank}.json")
+    _meet()
+    sys.stdout.flush()
+    os._exit(0)  # as a training rank does: everything is written
+
+
+def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
+    if task["do"] == "transfer":
+        return transfer.measure_transfer(rank, num_ranks, task["steps"], _meet)
+    settings = Settings.from_mapping(task["settings"])
+    config = model_config(settings, task["vocab_size"])
+    if task["do"] == "layers":
+        return layers.measure_layers(
+            layers.Task(
+                settings, config, task["microbatch_size"], task["recompute"], rank, num_ranks, task["seconds"]
+            ),
+            _meet,
+        )
+    return trial.run(settings, config, task, rank)
+
+
+def _meet() -> None:
+    dist.barrier()

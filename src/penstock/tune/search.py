@@ -1,0 +1,210 @@
+"""The search: every candidate within the memory limit, ranked by predicted throughput.
+
+A candidate whose busiest rank alone works longer than the best few candidates take cannot be among them, so it is
+not simulated. The best few are those that simulating every candidate would give.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.dispatch import Dispatch
+from penstock.runtime import partition
+from penstock.tune.errors import TuneError
+from penstock.tune.memory import memory_of
+from penstock.tune.predict import Prediction, predict, stage_costs
+from penstock.tune.profile import Profile, Transfer
+from penstock.tune.space import Plan, Shape, Space, schedules_for
+
+ProfileOf = Callable[[Shape, bool], Profile | None]
+"""The profile for a shape, with or without recompute; None where there is none, and the shape is left out."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train: a plan on a shape, with the layers of each stage."""
+
+    shape: Shape
+    plan: Plan
+    cut: tuple[range, ...]
+    recompute: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shape.pp * self.shape.dp
+
+    @property
+    def runs(self) -> bool:
+        """Whether the runtime runs it: one pipeline, no copies."""
+        return self.plan.runs and self.shape.dp == 1
+
+    @property
+    def name(self) -> str:
+        """The schedule's, with its options."""
+        return self.plan.name + "".join(f" {name}={_short(value)}" for name, value in self.plan.options)
+
+    def __str__(self) -> str:
+        shape = self.shape
+        return (
+            f"{self.name}, pp {shape.pp}, dp {shape.dp}, {shape.num_microbatches} microbatches of "
+            f"{shape.microbatch_size}{', recompute' if self.recompute else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with what is predicted for it."""
+
+    candidate: Candidate
+    prediction: Prediction
+    samples_per_second: float
+
+
+@dataclass
+class Found:
+    """What a search has come to, also when it was interrupted.
+
+    Attributes:
+        best: the fastest first. best_running: alike, of those that the runtime runs.
+        num_tried: candidates looked at. num_too_large: those of them above the memory limit.
+        smallest: the least memory any candidate needs, and which that is.
+    """
+
+    best: list[Ranked] = field(default_factory=list)
+    best_running: list[Ranked] = field(default_factory=list)
+    num_tried: int = 0
+    num_too_large: int = 0
+    smallest: tuple[float, Candidate] | None = None
+    interrupted: bool = False
+
+
+def search(
+    space: Space,
+    profile_of: ProfileOf,
+    transfer_of: Callable[[Shape], Transfer | None],
+    memory_limit: float | None = None,
+    num_best: int = 10,
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+    num_devices: int | None = None,
+    progress: Callable[[Found], None] | None = None,
+    interrupted: bool = False,
+) -> Found:
+    """Looks at the whole space.
+
+    Args:
+        memory_limit: bytes a rank may need.
+        num_best: candidates to keep, of all and of those that run.
+        num_devices: ranks that can work at the same time on the machine.
+        progress: called after each candidate.
+        interrupted: whether measuring was, so that some profiles are missing.
+
+    An interrupt (Ctrl-C) returns what was found so far, if anything was.
+
+    Raises:
+        TuneError: nothing fits the space or the memory limit; the message says the least that is needed.
+    """
+    found = Found(interrupted=interrupted)
+    shapes = space.shapes()
+    try:
+        for shape in shapes:
+            for recompute in space.recompute:
+                profile, transfer = profile_of(shape, recompute), transfer_of(shape)
+                if profile is None or transfer is None:
+                    continue
+                for candidate in candidates(shape, profile, recompute, space.schedules):
+                    _consider(
+                        found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch,
+                        num_devices,
+                    )  # fmt: skip
+                    if progress is not None:
+                        progress(found)
+    except KeyboardInterrupt:
+        if not found.best:
+            raise
+        found.interrupted = True
+    if not found.num_tried and interrupted:
+        raise KeyboardInterrupt
+    if not found.num_tried:
+        names = f"of {', '.join(space.schedules)} " if space.schedules else ""
+        raise TuneError(
+            f"no schedule {names}accepts any of the numbers of ranks and microbatches tried, like "
+            f"{shapes[0].pp} and {shapes[0].num_microbatches}, with the model's layers; try others"
+        )
+    if not found.best and found.smallest is not None and memory_limit is not None:
+        least, candidate = found.smallest
+        raise TuneError(
+            f"nothing fits in {in_bytes(memory_limit)} a rank; the least is {in_bytes(least)}, for {candidate}; "
+            "raise --memory-limit, or allow more ranks, smaller microbatches or recompute"
+        )
+    return found
+
+
+def candidates(
+    shape: Shape, profile: Profile, recompute: bool, names: Sequence[str] | None = None
+) -> Iterable[Candidate]:
+    """Every plan for a shape, its layers cut so that the costliest stage costs least."""
+    if shape.pp > profile.num_layers:
+        return
+    cuts: dict[tuple[int, bool], tuple[range, ...]] = {}
+    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names):
+        key = plan.schedule.num_stages, plan.schedule.splits_backward()
+        if key not in cuts:
+            rows = ("f_split", "i", "w") if key[1] else ("f", "b")
+            costs = [sum(getattr(profile, row)[layer] for row in rows) for layer in range(profile.num_layers)]
+            cuts[key] = tuple(partition(costs, key[0]))
+        yield Candidate(shape, plan, cuts[key], recompute)
+
+
+def _consider(
+    found: Found,
+    candidate: Candidate,
+    profile: Profile,
+    transfer: Transfer,
+    batch: int,
+    memory_limit: float | None,
+    num_best: int,
+    dispatch: Dispatch | str,
+    num_devices: int | None,
+) -> None:
+    """Adds a candidate to what was found, if it is among the best."""
+    schedule, cut = candidate.plan.schedule, candidate.cut
+    found.num_tried += 1
+    need = max(memory.total for memory in memory_of(schedule, cut, profile))
+    if found.smallest is None or need < found.smallest[0]:
+        found.smallest = need, candidate
+    if memory_limit is not None and need > memory_limit:
+        found.num_too_large += 1
+        return
+    lists = [found.best, *([found.best_running] if candidate.runs else [])]
+    least = _busiest(candidate, profile, transfer)
+    if all(len(row) >= num_best and row[-1].prediction.step < least for row in lists):
+        return
+    prediction = predict(schedule, cut, profile, transfer, candidate.shape.dp, num_devices, dispatch)
+    ranked = Ranked(candidate, prediction, batch / prediction.step * 1e3 if prediction.step else float("inf"))
+    for row in lists:
+        bisect.insort(row, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
+        del row[num_best:]
+
+
+def _busiest(candidate: Candidate, profile: Profile, transfer: Transfer) -> float:
+    """Milliseconds that no order of the ops can go below: the work of the rank with most of it."""
+    schedule = candidate.plan.schedule
+    costs = stage_costs(schedule, candidate.cut, profile, transfer)
+    cost: Mapping[tuple[str, int], float] = {
+        (kind, stage): costs.duration(kind, stage) for kind in "FBIW" for stage in range(costs.num_stages)
+    }
+    return max(sum(cost[op.kind, op.stage] for op in row) for row in schedule.order)
+
+
+def in_bytes(value: float) -> str:
+    """`1.5 GiB`, `22 MiB`, `800 KiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def _short(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,277 @@
+"""One call of the tuner, from what was asked to what was found: measure, search, verify."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.data import ByteTokenizer, load_tokenizer
+from penstock.models import GPTConfig
+from penstock.train.inputs import device_of, optimizer_class
+from penstock.train.model import model_config
+from penstock.train.settings import Settings
+from penstock.tune.costs_file import CostsFile, load_costs_file
+from penstock.tune.database import Database
+from penstock.tune.device import num_devices
+from penstock.tune.errors import TuneError
+from penstock.tune.estimate import estimate
+from penstock.tune.meter import BUSY, Meter, Need
+from penstock.tune.profile import Profile, Transfer
+from penstock.tune.search import Candidate, Found, search
+from penstock.tune.space import Shape, Space
+from penstock.tune.verify import Measured, verify
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Costs measured on this machine, or found in the database."""
+
+    database: Path
+    seconds: float = 1.0
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Estimating:
+    """Costs from the model's sizes and a device's speed; links in ms and bytes a ms."""
+
+    tflops: float
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Costs from a file."""
+
+    path: str
+
+
+Source = Measuring | Estimating | Reading
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be tuned.
+
+    Attributes:
+        settings: model, optimizer, batch, precision and so on, as `penstock train` has them.
+        num_ranks: at most; None for as many as can work at the same time here.
+        pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None for where memory asks.
+        memory_limit: bytes a rank. num_best: candidates to keep. num_verified: of them, to run for real.
+    """
+
+    settings: Settings
+    source: Source
+    num_ranks: int | None = None
+    pp: Sequence[int] | None = None
+    dp: Sequence[int] | None = None
+    microbatch_sizes: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    recompute: bool | None = None
+    memory_limit: float | None = None
+    num_best: int = 10
+    num_verified: int = 0
+    num_steps: int = 10
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        config: of the GPT; None for a model that is only a file of costs.
+        num_measured, num_reused: measurements made now, and taken from the database.
+        measured: of the candidates that were run.
+    """
+
+    model: str
+    config: GPTConfig | None
+    space: Space
+    found: Found
+    num_measured: int = 0
+    num_reused: int = 0
+    measured: dict[Candidate, Measured] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def tune(
+    asked: Asked, say: Callable[[str], None] | None = None, progress: Callable[[Found], None] | None = None
+) -> Outcome:
+    """Finds the best ways to train.
+
+    An interrupt ends with the best so far, if there is any.
+
+    Raises:
+        TuneError, SettingsError, DatabaseError: what was asked makes no sense, or nothing fits.
+        RanksFailed: measuring or verifying failed.
+    """
+    if asked.memory_limit is not None and not asked.memory_limit > 0:
+        raise TuneError(f"a memory limit of {asked.memory_limit:g} bytes holds nothing; give more than 0")
+    if isinstance(asked.source, Measuring):
+        return _tune_here(asked, asked.source, say, progress)
+    if asked.num_verified:
+        raise TuneError(
+            "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
+            "leave out --costs and --tflops"
+        )
+    if asked.num_ranks is None:
+        raise TuneError("how many ranks there are is not known for another machine; give --ranks")
+    if isinstance(asked.source, Reading):
+        return _tune_file(asked, load_costs_file(asked.source.path), asked.num_ranks, progress)
+    return _tune_estimated(asked, asked.source, asked.num_ranks, progress)
+
+
+def measure(
+    settings: Settings,
+    source: Measuring,
+    num_ranks: int,
+    microbatch_sizes: Sequence[int],
+    recompute: bool,
+    say: Callable[[str], None] | None = None,
+) -> Meter:
+    """Measures layers with `num_ranks` side by side, and messages.
+
+    Raises:
+        TuneError, SettingsError, DatabaseError, RanksFailed.
+    """
+    config = config_of(settings)
+    if wrong := [size for size in microbatch_sizes if size < 1]:
+        raise TuneError(f"microbatches of {wrong[0]} samples hold nothing; give at least 1")
+    if num_ranks > config.num_layers:
+        raise TuneError(f"{settings.preset} has {config.num_layers} layers, too few for {num_ranks} ranks")
+    with Database(source.database) as database:
+        meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
+        meter.prepare([Need(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
+    return meter
+
+
+def config_of(settings: Settings) -> GPTConfig:
+    """The model that the settings ask for, checked with its optimizer and device. Raises SettingsError, DataError."""
+    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
+    device_of(settings)
+    optimizer_class(settings)
+    return model_config(settings, tokenizer.vocab_size)
+
+
+def _tune_here(
+    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[Found], None] | None
+) -> Outcome:
+    settings = asked.settings
+    config = config_of(settings)
+    devices = num_devices(settings)
+    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True))
+    shapes = [shape for shape in space.shapes() if shape.pp <= config.num_layers]
+    if not shapes:
+        raise TuneError(f"{settings.preset} has {config.num_layers} layers, so pp is at most {config.num_layers}")
+
+    def need(shape: Shape, recompute: bool) -> Need:
+        return Need(shape.microbatch_size, min(shape.pp * shape.dp, devices, config.num_layers), recompute)
+
+    with Database(source.database) as database:
+        meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
+        needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
+        several = any(shape.pp * shape.dp > 1 for shape in shapes)
+        alone = any(shape.pp * shape.dp == 1 for shape in shapes)
+        interrupted = False
+        try:
+            meter.prepare(needs, [*([1] if alone else []), *([2] if several else [])])
+        except KeyboardInterrupt:
+            interrupted = True  # what was measured until now may be enough for a part of the space
+
+        def transfer_of(shape: Shape) -> Transfer | None:
+            return meter.transfers.get(min(2, shape.pp * shape.dp))
+
+        found = _searched(
+            asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
+            interrupted,
+        )  # fmt: skip
+    outcome = Outcome(
+        settings.preset, config, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
+        interrupted=found.interrupted or interrupted,
+    )  # fmt: skip
+    if asked.num_verified and not outcome.interrupted:
+        _verify(asked, outcome, config, say)
+    return outcome
+
+
+def _tune_file(asked: Asked, file: CostsFile, num_ranks: int, progress: Callable[[Found], None] | None) -> Outcome:
+    sizes = asked.microbatch_sizes or file.microbatch_sizes
+    if missing := sorted(set(sizes or ()) - set(file.microbatch_sizes or sizes or ())):
+        raise TuneError(f"{file.path} has no profile of microbatches of {missing[0]}; it has {file.microbatch_sizes}")
+    if asked.recompute and not file.has_recompute:
+        raise TuneError(f"{file.path} has no profile with recompute; leave out --recompute")
+    space = _space(asked, num_ranks, sizes, _recompute(asked, file.has_recompute))
+    assumed = Transfer.assumed()
+
+    def profile_of(shape: Shape, recompute: bool) -> Profile | None:
+        return file.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
+
+    def transfer_of(shape: Shape) -> Transfer:
+        return file.transfer(shape.pp * shape.dp) or assumed
+
+    found = _searched(asked, space, profile_of, transfer_of, None, progress)
+    return Outcome(file.model, None, space, found, interrupted=found.interrupted)
+
+
+def _tune_estimated(
+    asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[Found], None] | None
+) -> Outcome:
+    settings = asked.settings
+    config = config_of(settings)
+    space = _space(asked, num_ranks, asked.microbatch_sizes, _recompute(asked, True))
+    transfer = Transfer.assumed(source.latency, source.bandwidth)
+
+    def profile_of(shape: Shape, recompute: bool) -> Profile:
+        return estimate(
+            config, settings.preset, shape.microbatch_size, source.tflops, settings.optimizer,
+            settings.precision == "bfloat16", recompute,
+        )  # fmt: skip
+
+    found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress)
+    return Outcome(settings.preset, config, space, found, interrupted=found.interrupted)
+
+
+def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> Space:
+    return Space(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, asked.schedules, recompute)
+
+
+def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
+    """Recompute costs time and saves memory: it is tried where memory is limited, or as told."""
+    if asked.recompute is not None:
+        return (asked.recompute,)
+    return (False, True) if possible and asked.memory_limit is not None else (False,)
+
+
+def _searched(
+    asked: Asked,
+    space: Space,
+    profile_of: Callable[[Shape, bool], Profile | None],
+    transfer_of: Callable[[Shape], Transfer | None],
+    devices: int | None,
+    progress: Callable[[Found], None] | None,
+    interrupted: bool = False,
+) -> Found:
+    return search(
+        space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
+        asked.settings.dispatch, devices, progress, interrupted,
+    )  # fmt: skip
+
+
+def _verify(asked: Asked, outcome: Outcome, config: GPTConfig, say: Callable[[str], None] | None) -> None:
+    chosen = outcome.found.best_running[: asked.num_verified]
+    if len(chosen) < asked.num_verified:
+        outcome.notices.append(
+            f"{asked.num_verified} candidates were to be verified; {len(chosen)} of those found run on this machine"
+        )
+    with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
+        outcome.measured = verify(chosen, asked.settings, config, asked.num_steps, say=say)
+    outcome.interrupted = len(outcome.measured) < len(chosen)
+    busiest = max((each.others or 0.0 for each in outcome.measured.values()), default=0.0)
+    if busiest > BUSY:
+        outcome.notices.append(
+            f"other programs kept up to {busiest:.1f} cores busy during verification, which makes steps longer"
+        )

@@ -1,0 +1,153 @@
+"""What is searched: ranks a pipeline, copies of it, microbatch size, schedule, recompute; the cut follows.
+
+    devices 4, batch 16                pp 4, dp 1, size 2    8 microbatches of 2 samples through 4 ranks
+                                       pp 2, dp 2, size 4    2 microbatches of 4 samples through 2 copies of 2 ranks
+
+FlexPipe searches this space by a grid too (section 6), with every placement and traversal of its language in the
+place of our library's schedules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.library import SCHEDULES, build
+from penstock.schedule import Schedule, ScheduleError
+from penstock.tune.errors import TuneError
+
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "amdp")
+"""Orders over a whole run, which no flush ends: they have no step to compare with the others'."""
+
+KINDS = frozenset("FBIW")
+
+MOST_STAGES_A_RANK = 4
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values to try.
+
+    Attributes:
+        num_devices: ranks there may be at most. batch: samples a step.
+        pp, dp, microbatch_sizes, schedules, recompute: what to try; None for all that make sense.
+    """
+
+    num_devices: int
+    batch: int
+    pp: Sequence[int] | None = None
+    dp: Sequence[int] | None = None
+    microbatch_sizes: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    recompute: Sequence[bool] = (False,)
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "batch"):
+            if getattr(self, name) < 1:
+                raise TuneError(f"{name.replace('_', ' ')} is {getattr(self, name)}; give at least 1")
+        for name in ("pp", "dp", "microbatch_sizes"):
+            wrong = [value for value in getattr(self, name) or () if value < 1]
+            if wrong:
+                raise TuneError(f"{name.replace('_', ' ')} {wrong[0]}; give whole numbers of at least 1")
+        for name in self.schedules or ():
+            if name not in SCHEDULES:
+                build(name, 1, 1)  # says which names are near
+            if name in ASYNCHRONOUS:
+                raise TuneError(f"{name} never flushes, so it has no step to time; leave it out")
+
+    def shapes(self) -> list[Shape]:
+        """Every (pp, dp, microbatch size) that fits the devices and divides the batch.
+
+        Raises:
+            TuneError: there is none.
+        """
+        pps = list(self.pp) if self.pp else counts(self.num_devices)
+        dps = list(self.dp) if self.dp else counts(self.num_devices)
+        found = [
+            Shape(pp, dp, size, self.batch // (dp * size))
+            for pp in pps
+            for dp in dps
+            if pp * dp <= self.num_devices and self.batch % dp == 0
+            for size in (self.microbatch_sizes or counts(self.batch // dp))
+            if self.batch // dp % size == 0
+        ]
+        if not found:
+            sizes = f" {list(self.microbatch_sizes)}" if self.microbatch_sizes else ""
+            raise TuneError(
+                f"no way to spread the batch is left: pp {pps} times dp {dps} may be at most the {self.num_devices} "
+                f"ranks, and dp times the microbatch size{sizes} must divide the batch of {self.batch}"
+            )
+        return found
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """How a batch is spread: over `dp` copies of a pipeline of `pp` ranks, in microbatches."""
+
+    pp: int
+    dp: int
+    microbatch_size: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, and how it was built."""
+
+    name: str
+    schedule: Schedule
+    options: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the runtime runs it: one pipeline."""
+        return self.schedule.placement.num_pipelines == 1
+
+
+def counts(limit: int) -> list[int]:
+    """Powers of two up to `limit`, and its other divisors."""
+    return [n for n in range(1, limit + 1) if limit % n == 0 or n & (n - 1) == 0]
+
+
+def schedules_for(
+    num_ranks: int, num_microbatches: int, num_layers: int, names: Sequence[str] | None = None
+) -> list[Plan]:
+    """Every library schedule of a chain of stages that these counts allow, each order once."""
+    found: list[Plan] = []
+    seen: set[tuple[object, ...]] = set()
+    for name in names or SCHEDULES:
+        if name in ASYNCHRONOUS:
+            continue
+        for options in _variants(name, num_ranks):
+            try:
+                schedule = build(name, num_ranks, num_microbatches, **options)
+            except ScheduleError:
+                continue
+            key = schedule.placement, schedule.order
+            if key in seen or not _is_chain(schedule) or schedule.num_stages > num_layers:
+                continue
+            if num_ranks == 1 and schedule.num_stages > 1:  # cutting what one rank does in turn gains nothing
+                continue
+            seen.add(key)
+            given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in options.items())
+            found.append(Plan(name, schedule, given))
+    return found
+
+
+def _variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Values of the options that change the shape of a schedule."""
+    takes = inspect.signature(SCHEDULES[name]).parameters
+    yield {}
+    if "num_stages" in takes and num_ranks > 1:
+        for each in range(2, MOST_STAGES_A_RANK + 1):
+            yield {"num_stages": each * num_ranks}
+    if "warmup" in takes:
+        for slack in (1, 3):
+            yield {"warmup": [slack * (num_ranks - 1 - rank) + 1 for rank in range(num_ranks)]}
+
+
+def _is_chain(schedule: Schedule) -> bool:
+    plain = schedule.stage_graph is None and not getattr(schedule.placement, "shared", ())
+    return plain and all(op.kind in KINDS for row in schedule.order for op in row)

@@ -1,0 +1,158 @@
+"""Times what the runtime and its messages cost around ops: a pipeline of two stages that do nothing but spin.
+
+Stage 1 spins twice as long as stage 0, so that under `gpipe` it never waits for a forward and stage 0 always waits
+for a backward. The gaps between ops then show one cost each:
+
+    rank 0 | F0 F1 F2 F3          .. B0 .... B1 .... B2 .... B3      F to F: send         before a B: delay
+    rank 1 | .. F0---F1---F2---F3---B0---B1---B2---B3                F to F: receive      B to B: send
+
+`delay` is from the end of an op to the start of the one on the other rank that waited for it, all included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.library import build
+from penstock.runtime import Pipeline
+from penstock.simulate import Timeline
+
+SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Bytes of the messages that are timed."""
+
+NUM_MICROBATCHES = 8
+WARM_UPS = 3
+FLOAT_BYTES = 4
+DEADLINE = 60.0
+
+
+def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], None]) -> dict[str, Any]:
+    """What `Transfer` holds, as far as this many ranks can tell; only rank 0's answer counts.
+
+    One rank tells `gap` and `step_alone`, two tell the rest.
+    """
+    if num_ranks == 1:
+        timelines, step = _steps(1, SIZES[0], steps)
+        return {"gap": undisturbed(_gaps(timelines, 0, "F", "F")), "step_alone": step}
+    rows: dict[str, list[float]] = {"send": [], "receive": [], "delay": [], "reduce": []}
+    gaps: list[float] = []
+    rests: list[float] = []
+    measured = []
+    for size in SIZES:
+        meet()
+        timelines, step = _steps(2, size, steps)
+        measured.append(timelines)
+        rests.append(step)
+        gaps += _gaps(timelines, 1, "F", "B")
+    gap = undisturbed(gaps)
+    for size, timelines in zip(SIZES, measured):
+        sent = [*_gaps(timelines, 0, "F", "F"), *_gaps(timelines, 1, "B", "B")]
+        rows["send"].append(max(0.0, undisturbed(sent) - gap))
+        rows["receive"].append(max(0.0, undisturbed(_gaps(timelines, 1, "F", "F")) - gap))
+        rows["delay"].append(undisturbed(_delays(timelines)))
+        rows["reduce"].append(_reduce(size, steps, meet))
+    return {"sizes": list(SIZES), **rows, "gap": gap, "step": undisturbed(rests)}
+
+
+def undisturbed(values: Sequence[float]) -> float:
+    """The lower quartile: other programs only ever make a message later."""
+    return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+
+
+class Spin(nn.Module):
+    """Spins for some milliseconds and passes its input on; so does its backward."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.milliseconds = milliseconds
+        self.anchor = nn.Parameter(torch.zeros(()))  # so that there is a graph, and a backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Spun.apply(x, self.anchor, self.milliseconds)
+        return out
+
+
+class _Spun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, milliseconds: float) -> Tensor:
+        ctx.milliseconds = milliseconds
+        _spin(milliseconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        _spin(ctx.milliseconds)
+        return grad, torch.zeros(()), None
+
+
+def _spin(milliseconds: float) -> None:
+    end = time.perf_counter() + milliseconds / 1e3
+    while time.perf_counter() < end:
+        pass
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float]:
+    """Timelines of some steps with messages of `size` bytes, and the median of what a step takes beyond them."""
+    spin = 1.0 + size / 1e6
+    pipe = Pipeline(
+        [partial(Spin, spin * (stage + 1)) for stage in range(num_ranks)],
+        build("gpipe", num_ranks, NUM_MICROBATCHES),
+        loss_fn=_loss,
+        timeout=DEADLINE,
+    )
+    x = torch.ones(NUM_MICROBATCHES, size // FLOAT_BYTES)
+    timelines, rests = [], []
+    for number in range(WARM_UPS + steps):
+        start = time.perf_counter()
+        pipe.step(x, x)
+        whole = (time.perf_counter() - start) * 1e3
+        timeline = pipe.timeline()
+        if number >= WARM_UPS:
+            timelines.append(timeline)
+            rests.append(whole - timeline.makespan)
+    pipe.close()
+    return timelines, max(0.0, undisturbed(rests))
+
+
+def _gaps(timelines: list[Timeline], rank: int, before: str, after: str) -> list[float]:
+    """Milliseconds between neighbouring ops of a rank of these kinds, the first such pair of each step left out."""
+    found = []
+    for timeline in timelines:
+        row = timeline.rows[rank]
+        pairs = [b.start - a.end for a, b in pairwise(row) if (a.op.kind, b.op.kind) == (before, after)]
+        found += pairs[1:] or pairs
+    return found
+
+
+def _delays(timelines: list[Timeline]) -> list[float]:
+    """From the end of each backward on rank 1 to the start of the one on rank 0 that waited for it."""
+    found = []
+    for timeline in timelines:
+        ended = {timed.op.microbatch: timed.end for timed in timeline.rows[1] if timed.op.kind == "B"}
+        backwards = [timed for timed in timeline.rows[0] if timed.op.kind == "B"]
+        found += [timed.start - ended[timed.op.microbatch] for timed in backwards[1:]]
+    return found
+
+
+def _reduce(size: int, steps: int, meet: Callable[[], None]) -> float:
+    values = torch.ones(size // FLOAT_BYTES)
+    found = []
+    for _ in range(steps):
+        meet()
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        found.append((time.perf_counter() - start) * 1e3)
+    return undisturbed(found)

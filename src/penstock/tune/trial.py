@@ -1,0 +1,71 @@
+"""Runs a schedule on the real model, over the ranks that are there, and times whole steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from penstock.formats.native import from_json
+from penstock.models import CrossEntropy, GPTConfig, gpt_stage, tied_parameters
+from penstock.runtime import Pipeline
+from penstock.runtime.measured import measured_costs
+from penstock.simulate import Timeline
+from penstock.train.inputs import device_of, optimizer_class
+from penstock.train.model import recomputed
+from penstock.train.settings import Settings
+
+WARM_UPS = 3
+
+
+def run(settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Steps of `task["schedule"]` on stages of `task["cut"]` layers each, on random tokens, with updates.
+
+    Returns milliseconds of every step on this rank, the steps' makespans, and on rank 0 the mean op times by stage.
+    """
+    schedule = from_json(task["schedule"])
+    parts = ranges(task["cut"])
+    wrap = recomputed if task["recompute"] else None
+    pipe = Pipeline(
+        [lambda part=part: gpt_stage(config, part, settings.seed, wrap=wrap) for part in parts],  # type: ignore[misc]
+        schedule,
+        loss_fn=CrossEntropy(),
+        optimizer=optimizer_class(settings),
+        dispatch=settings.dispatch,
+        device=device_of(settings),
+        autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
+        clip_norm=settings.clip or None,
+        tied=tied_parameters(config),
+        seed=settings.seed,
+        timeout=settings.timeout,
+    )
+    draws = torch.Generator().manual_seed(1)
+    shape = task["microbatch_size"] * schedule.num_microbatches, config.context
+    inputs, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
+    timelines: list[Timeline] = []
+    steps: list[float] = []
+    for number in range(WARM_UPS + task["steps"]):
+        start = time.perf_counter()
+        pipe.step(inputs, targets)
+        elapsed = (time.perf_counter() - start) * 1e3
+        if number >= WARM_UPS:
+            steps.append(elapsed)
+            timelines.append(pipe.timeline())
+    costs = measured_costs(timelines)
+    pipe.close()
+    return {
+        "steps": steps,
+        "makespans": [timeline.makespan for timeline in timelines],
+        "ops": {kind: list(getattr(costs, kind)) for kind in "fiwb"} if rank == 0 else None,
+        "notices": pipe.notices,
+    }
+
+
+def ranges(cut: list[int]) -> list[range]:
+    """The layers of each stage, from how many each holds."""
+    found, start = [], 0
+    for count in cut:
+        found.append(range(start, start + count))
+        start += count
+    return found

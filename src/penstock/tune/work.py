@@ -1,0 +1,80 @@
+"""What ranks are asked to do, as plain data in a JSON file, and how they are started and answer.
+
+A job is a list of tasks that all ranks carry out one after another:
+
+    {"do": "layers", ...}       time the layers of a model              -> layers.py
+    {"do": "transfer", ...}     time messages                           -> transfer.py
+    {"do": "run", ...}          run a schedule for some steps           -> trial.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.launch import launch
+from penstock.tune.device import others
+from penstock.tune.errors import RanksFailed
+
+INTERRUPTED = 130
+
+Task = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What every rank answered to one task, by rank, and how many cores other programs kept busy meanwhile."""
+
+    ranks: list[Any]
+    others: float | None
+
+
+def carry_out(
+    tasks: Sequence[Task],
+    num_ranks: int,
+    num_threads: int,
+    say: Callable[[str], None] | None = None,
+    keep: Callable[[int, Answer], None] | None = None,
+) -> list[Answer]:
+    """Starts one process a rank on this machine, lets them do the tasks, and returns their answers.
+
+    Args:
+        say: gets the text of each task before the ranks start.
+        keep: gets the number and answer of each task that was done, also where the whole was interrupted.
+
+    Raises:
+        RanksFailed: a rank ended without an answer; the message names the first.
+        KeyboardInterrupt: the ranks were interrupted.
+    """
+    if say is not None:
+        for task in tasks:
+            say(str(task["text"]))
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({"tasks": list(tasks), "num_threads": num_threads}))
+        command = [sys.executable, "-m", "penstock.tune", str(folder)]
+        with contextlib.redirect_stderr(said):
+            code = launch(command, num_ranks, env={"OMP_NUM_THREADS": str(num_threads)})
+        answers = []
+        for number in range(len(tasks)):
+            paths = [folder / f"{number}-{rank}.json" for rank in range(num_ranks)]
+            if not all(path.exists() for path in paths):
+                break
+            told = [json.loads(path.read_text()) for path in paths]
+            answers.append(Answer([each["answer"] for each in told], others([each["clock"] for each in told])))
+            if keep is not None:
+                keep(number, answers[-1])
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code or len(answers) < len(tasks):
+        reason = said.getvalue().strip().removeprefix("penstock: ") or f"the ranks ended with code {code}"
+        raise RanksFailed(reason)
+    return answers
