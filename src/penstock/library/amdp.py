@@ -33,10 +33,12 @@ def amdp(num_ranks: int, num_microbatches: int, f: float = 1.0, b: float = 2.0) 
     At the boundary of two blocks stage 0 reads floor(b/f) microbatches more, so that forwards of the next block
     fill the bubbles at the end of this one and at its own beginning.
 
-    Ranks are busy 0.99 of the time at d = 4, 8, 12, 16 over 40 blocks with b = 2f; without the reads ahead 0.65
-    to 0.8. Where d/2 is odd, one direction has a pipeline more and about 0.9 is reached. Peak about d activations
-    at b = f, up to half as many again at b = 2f. "d/2 pipelines fully eliminate bubbles" (section 3.2) is true
-    only at d = 4, b = f. The updates, once a window of at least d microbatches, are not present in the order.
+    Ranks are busy 0.99 of the time at d = 4, 8, 12, 16 over 40 blocks with b = 2f; 0.85 without the reads ahead.
+    So "d/2 pipelines fully eliminate bubbles" (section 3.2) holds for b = f and d a multiple of 4, by this order of
+    blocks; first in, first out over all blocks alike, as the paper has it, already leaves bubbles at d = 8. Where
+    d/2 is odd, one direction has a pipeline more and about 0.9 is reached. Peak d + 1 activations at b = f and d a
+    multiple of 4, up to half as many again at b = 2f. The updates, once a window of at least d microbatches, are
+    not present in the order.
 
     Args:
         f, b: times of a stage's F and B; their ratio shapes the order.
