@@ -157,7 +157,7 @@ class _Merging:
             if adder is not None and place.get(adder, adder) > node:
                 continue
             end = start + self._costs.duration("B", net.graph.ops[node].stage)
-            if end > horizon + slack:
+            if end > latest[weight] + durations[weight] + slack:
                 continue
             if any(end + late > latest[t] + slack for t, late in net.after[node] if t != weight):
                 continue

@@ -185,7 +185,7 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
         memory_limit: in the units of the costs' activations, one for all ranks or one a rank; None for none.
 
     Raises:
-        ScheduleError: limits of the wrong number, or not above 0.
+        ScheduleError: limits of the wrong number, or below 0.
     """
     most = math.inf if schedule.memory_limit is None else schedule.memory_limit
     again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
@@ -218,8 +218,10 @@ def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> l
             f"memory_limit has {len(given)} entries, one a rank is needed: {schedule.num_ranks}", rule="memory"
         )
     for rank, cap in enumerate(given):
-        if not cap > 0:
+        if not cap >= 0:
             raise ScheduleError(
-                f"rank {rank}: the memory limit is {cap}: give a number above 0, or None", rule="memory", rank=rank
+                f"rank {rank}: the memory limit is {cap}: give a number of at least 0, or None",
+                rule="memory",
+                rank=rank,
             )
     return [float(cap) for cap in given]

@@ -120,7 +120,7 @@ def _relisted(schedule: Schedule, costs: Costs, links: Links, caps: list[float])
     ]
     _, least = net.earliest(durations)
     memory = memory_of(joined, net.graph, costs, caps)
-    rows = Separation(joined, costs, net, memory).filled(split, durations, least, before)
+    rows = Separation(joined, costs, net, memory, split).filled(split, durations, least, before)
     return None if rows is None else replace(schedule, order=tuple(map(tuple, rows)))
 
 

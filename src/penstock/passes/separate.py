@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
@@ -76,9 +76,15 @@ def separate_gradients(
 
 
 class Separation:
-    """A schedule with its times and its memory, and which of its backwards may run as two halves."""
+    """A schedule with its times and its memory, and which of its backwards may run as two halves.
 
-    def __init__(self, schedule: Schedule, costs: Costs, net: Network, memory: Memory) -> None:
+    Args:
+        only: the nodes of those that may; None for all that one rank runs alone.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, net: Network, memory: Memory, only: Set[int] | None = None
+    ) -> None:
         self._net, self._memory = net, memory
         graph = net.graph
         stages = range(schedule.num_stages)
@@ -86,7 +92,9 @@ class Separation:
         self._time_w = [costs.duration("W", s) for s in stages]
         self._frees_i = [costs.memory_change("I", s) for s in stages]
         self._frees_w = [costs.memory_change("W", s) for s in stages]
-        self._can_split = [op.kind == "B" and graph.gang[o] < 0 for o, op in enumerate(graph.ops)]
+        self._can_split = [
+            op.kind == "B" and graph.gang[o] < 0 and (only is None or o in only) for o, op in enumerate(graph.ops)
+        ]
 
     def best_rows(self) -> list[list[Op]] | None:
         """The best order found, or None where none is shorter than the one there is."""
