@@ -1,4 +1,4 @@
-"""Every library schedule with one process a rank, frozen and dynamic: the plain loop's numbers to the last bit."""
+"""Every library schedule of one pipeline with one process a rank, frozen and dynamic: the plain loop's numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("zb-h2", {}),
     ("zb-v", {}),
     ("zb", {"warmup": [7, 5, 3, 1]}),
+    ("looped-bfs", {}),
+    ("v-half", {}),
+    ("v-min", {}),
+    ("hanayo", {"waves": 1, "backward": "split"}),
+    ("hanayo", {"waves": 2}),
+    ("dualpipe-v", {}),
 ]
 
 
