@@ -6,7 +6,7 @@ v_shape(4)                      0 1 2 3 3 2 1 0
 wave(4, 2)                      0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0
 bidirectional(one_to_one(4))    0 1 2 3         and  3 2 1 0
 bidirectional(v_shape(4))       0 1 2 3 3 2 1 0 and  3 2 1 0 0 1 2 3
-multi_directional(4)            0 1 2 3         and  2 1 0 3 (as AMDP lays them)
+multi_directional(4)            0 1 2 3         and  3 2 1 0 (as AMDP lays them)
 shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all ranks)
 """
 
