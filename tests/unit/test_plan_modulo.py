@@ -15,6 +15,7 @@ from penstock.plan.progress import Progress
 from penstock.plan.repetend import Block, Flow, Need, Repetend, makespan, peaks, retimed
 from penstock.plan.repetend_bound import flow_bound, follows
 from penstock.plan.repetend_plan import plan_shared
+from penstock.plan.repetend_rounds import rounds
 
 pytest.importorskip("ortools", reason="needs the extra `exact`")
 
@@ -178,23 +179,26 @@ def test_ends_are_shortened() -> None:
     assert plan.how == steps[-1].how == "ends"
 
 
-def test_an_interrupt_keeps_the_best_so_far() -> None:
+@pytest.mark.parametrize("nth", [2, 3, 5])
+def test_an_interrupt_keeps_the_best_so_far(nth: int) -> None:
     seen: list[Progress] = []
 
     def interrupt(step: Progress) -> None:
         seen.append(step)
-        if step.how == "repetend":
+        if len(seen) == nth:
             raise KeyboardInterrupt
 
-    plan = plan_shared(tessel_costs(4), 4, 12, placement=shared_ends(4), split=False, progress=interrupt)
+    plan = plan_shared(random_costs(6, 1), 4, 12, placement=shared_ends(4), progress=interrupt, time_limit=20)
+    assert len(seen) == nth
     assert plan.makespan == seen[-1].value
-    assert [step.how for step in seen] == ["serial", "repetend"]
 
 
 def test_without_the_solver_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ps.ScheduleError, match=r"pip install penstock\[exact\]"):
-        plan_shared(tessel_costs(2), 2, 4, placement=shared_ends(2), split=False)
+        plan_shared(random_costs(4, 0), 2, 4, placement=shared_ends(2))
+    proved = plan_shared(tessel_costs(4), 4, 12, placement=shared_ends(4), split=False)
+    assert proved.makespan == proved.lower_bound
 
 
 def test_plan_takes_placements_with_shared_stages() -> None:
@@ -215,6 +219,25 @@ def test_a_cap_below_one_microbatch_is_an_error() -> None:
 
 def two_blocks() -> Flow:
     return Flow((Block("F", (0,), 1.0, (), 1.0, 0.0), Block("B", (0,), 2.0, (Need(0),), 0.0, 1.0)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounds_are_repetends(seed: int) -> None:
+    """No two blocks of a rank overlap modulo the period, needs are met, and nothing is lost in unrolling."""
+    flow = random_flow(seed)
+    for repetend in rounds(flow):
+        for b, block in enumerate(flow.blocks):
+            for need in block.needs:
+                done = repetend.starts[need.block] + flow.blocks[need.block].duration + need.delay
+                assert repetend.starts[b] >= done - 1e-9
+        for row in flow.on_rank:
+            spans = sorted((repetend.starts[b] % repetend.period, flow.blocks[b].duration) for b in row)
+            for (start, length), (following, _) in zip(spans, [*spans[1:], (repetend.period, 0.0)]):
+                assert start + length <= following + 1e-9
+        sequence = repetend.sequence([3] * len(flow.blocks))
+        assert sorted(sequence) == [(b, turn) for b in range(len(flow.blocks)) for turn in range(3)]
+        timed = retimed(flow, sequence)
+        assert makespan(flow, timed) <= repetend.latency + 2 * repetend.period + 1e-9
 
 
 def test_a_repetend_unrolls_in_start_order_and_moves_up() -> None:

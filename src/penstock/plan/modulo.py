@@ -109,6 +109,7 @@ def find_repetends(
     seconds: float,
     found: Callable[[Repetend], bool],
     *,
+    hint: Repetend | None = None,
     seed: int = 0,
     num_workers: int = 2,
 ) -> bool:
@@ -119,12 +120,15 @@ def find_repetends(
     Args:
         caps: most activations each rank may hold, in the units of the blocks.
         seconds: after which it stops.
+        hint: one to begin from, of about this period.
 
     Returns:
         False if it is proved that there is none.
     """
     cp = cp_sat()
     model = _Model(cp, flow, units, period, caps)
+    if hint is not None:
+        model.begin_from(hint)
 
     def each(value: Callable[[Any], int]) -> bool:
         return found(Repetend(flow, period * units.unit, tuple(value(start) * units.unit for start in model.starts)))
@@ -202,6 +206,15 @@ class _Model:
         for b in blocks:
             self.model.add(latency >= self.starts[b] + units.durations[b])
         self.model.minimize(latency)
+
+    def begin_from(self, hint: Repetend) -> None:
+        """Tells the solver where to look first."""
+        origin = hint.starts[0] % hint.period
+        for b, start in enumerate(hint.starts):
+            quotient = math.floor((start - origin) / hint.period + 1e-9)
+            position = round((start - origin - quotient * hint.period) / self.units.unit)
+            self.model.add_hint(self.positions[b], min(max(position, 0), self.period - 1))
+            self.model.add_hint(self.quotients[b], quotient)
 
     def _order_by_needs(self) -> None:
         for b, block in enumerate(self.flow.blocks):

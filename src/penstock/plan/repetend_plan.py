@@ -1,6 +1,7 @@
 """Plans placements with shared stages: bound, repetend, retiming, better ends.
 
     bound       repetend_bound: what no schedule can undercut
+    rounds      repetend_rounds: simple steady states, without a solver
     repetend    modulo: steady states of the shortest period, each unrolled and retimed as it is found
     ends        repetend_ends: warm-up and cool-down, window by window
 
@@ -24,6 +25,7 @@ from penstock.plan.repetend import Flow, Instance, Repetend, makespan, peaks, re
 from penstock.plan.repetend_bound import flow_bound
 from penstock.plan.repetend_ends import shortened
 from penstock.plan.repetend_flow import placed_flow
+from penstock.plan.repetend_rounds import rounds
 from penstock.schedule import Placement, ScheduleError, check
 from penstock.simulate import simulate
 
@@ -60,13 +62,12 @@ def plan_shared(
         costs = Costs(f=[1] * 6, i=[0] * 6, w=[0] * 6, b=[1, 3, 3, 3, 3, 1])
         plan_shared(costs, 4, 12, placement=placement, split=False).makespan       # 8 * 12 + 12, proved
 
-    It needs the extra `exact`.
+    It needs the extra `exact`, unless the first simple steady state is proved good enough, as here.
 
     Raises:
-        ScheduleError: the solver is not installed, or a cap is below what one microbatch holds.
+        ScheduleError: the solver is needed and not installed, or a cap is below what one microbatch holds.
     """
     began = time.perf_counter()
-    cp_sat()
     for stage, ranks in placement.shared:
         if max(ranks) >= num_ranks:
             raise ScheduleError(
@@ -82,6 +83,8 @@ def plan_shared(
     )
     search.consider_serial()
     try:
+        for repetend in rounds(placed.flow):
+            search.consider_repetend(repetend)
         _repetends(search, bound.period, began + _SHARE_OF_REPETENDS * time_limit, seed)
         if search.makespan > search.good_enough:
             shortened(
@@ -119,6 +122,7 @@ class _Search:
     timed: list[Instance] = field(default_factory=list)
     makespan: float = math.inf
     how: str = ""
+    repetend: Repetend | None = None
 
     def consider_serial(self) -> None:
         """One turn after the other: long, but there, and what needs least memory."""
@@ -146,7 +150,10 @@ class _Search:
         """The same for a steady state; says whether better ones are wanted."""
         sequence = repetend.sequence(self.counts)
         if all(p <= cap * (1 + _SLACK) for p, cap in zip(peaks(self.flow, sequence), self.caps, strict=True)):
-            self.consider(retimed(self.flow, sequence), "repetend")
+            timed = retimed(self.flow, sequence)
+            if repetend.flow == self.flow and makespan(self.flow, timed) < self.makespan:
+                self.repetend = repetend
+            self.consider(timed, "repetend")
         return self.makespan > self.good_enough
 
 
@@ -156,6 +163,9 @@ def _repetends(search: _Search, least_period: float, deadline: float, seed: int)
     Without caps one turn a period is enough. With them, several turns that are not alike can take turns in a
     period that is shorter for each.
     """
+    if search.makespan <= search.good_enough:
+        return
+    cp_sat()
     copies, period = 1, _shortest(search, search.flow, least_period, None, deadline, seed)
     while period is not None and copies < _MOST_COPIES and min(search.caps) < math.inf:
         copies += 1
@@ -181,6 +191,7 @@ def _shortest(
         if left <= 0.01 or search.makespan <= search.good_enough:
             break
         seen = False
+        hint = search.repetend if flow is search.flow else None
 
         def consider(repetend: Repetend) -> bool:
             nonlocal seen
@@ -188,7 +199,7 @@ def _shortest(
             return search.consider_repetend(repetend)
 
         # A part of what is left, so that a period that can be neither met nor refuted does not eat it all.
-        find_repetends(flow, units, period, search.caps, left / 3, consider, seed=seed)
+        find_repetends(flow, units, period, search.caps, left / 3, consider, hint=hint, seed=seed)
         if seen:
             shortest, found = period, True
         else:
