@@ -221,6 +221,7 @@ RULE = "give at least two, each of at least 1 rank, that add up to the 4 ranks"
         (1, 4, {}, "distmm needs at least 2 ranks, got 1"),
         (4, 8, {"branches": [3, 2]}, f"distmm: branches are [3, 2]; {RULE}"),
         (4, 8, {"branches": [4]}, f"distmm: branches are [4]; {RULE}"),
+        (4, 8, {"branches": 2}, "distmm: branches is 2; give the number of ranks of each"),
         (4, 8, {"gather_every": 0}, "distmm needs at least 1 microbatches a gather, got 0"),
         (4, 8, {"gather_every": 3},
             "distmm needs microbatches in a multiple of the 3 that a gather takes, got 8; use 6 or 9"),
@@ -300,4 +301,31 @@ def test_opposite_pipelines_mirror_one_another() -> None:
 def test_deepest_first_refuses(name: str, p: int, options: dict, message: str) -> None:
     with pytest.raises(ps.ScheduleError) as caught:
         ps.build(name, p, 8, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options", "message"),
+    [
+        ("hanayo", 8, {"waves": 2.5}, "hanayo: the number of waves is 2.5; give a whole number"),
+        ("looped-bfs", 8, {"num_stages": "8"}, "looped-bfs: the number of stages is '8'; give a whole number"),
+        (
+            "distmm",
+            8,
+            {"gather_every": 2.0},
+            "distmm: the number of microbatches a gather is 2.0; give a whole number",
+        ),
+        (
+            "distmm",
+            8,
+            {"branches": [2, True]},
+            "distmm: the number of ranks of a branch is True; give a whole number",
+        ),
+        ("1f1b", "8", {}, "1f1b: the number of microbatches is '8'; give a whole number"),
+        ("amdp", 8, {"f": "1"}, "amdp: f is '1'; give a time above 0"),
+    ],
+)
+def test_counts_are_whole_numbers(name: str, n: int, options: dict, message: str) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.build(name, 4, n, **options)
     assert str(caught.value) == message

@@ -46,7 +46,7 @@ def amdp(num_ranks: int, num_microbatches: int, f: float = 1.0, b: float = 2.0) 
     whole_multiple("amdp", "ranks", num_ranks, "that each pipeline takes", 2)
     for name, time in (("f", f), ("b", b)):
         if not (isinstance(time, int | float) and isfinite(time) and time > 0):
-            raise ScheduleError(f"amdp: {name} is {time}; give a time above 0", rule="options")
+            raise ScheduleError(f"amdp: {name} is {time!r}; give a time above 0", rule="options")
     placement = multi_directional(num_ranks)
     rows = _first_in_first_out(placement.pipelines, num_microbatches, {"F": f, "B": b})
     pipeline_of = tuple(m % placement.num_pipelines for m in range(num_microbatches))

@@ -18,6 +18,7 @@ from penstock.library.interleaved import interleaved
 from penstock.library.looped_bfs import looped_bfs
 from penstock.library.mllm import mllm
 from penstock.library.one_f_one_b import one_f_one_b
+from penstock.library.options import whole_number
 from penstock.library.pipedream import pipedream, pipedream_2bw
 from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
@@ -68,6 +69,7 @@ def build(
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SCHEDULES)}"
         raise ScheduleError(f"no schedule named {name!r}; {hint}", rule="name")
     for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
+        whole_number(name, what, count)
         if count < 1:
             raise ScheduleError(f"{name} needs at least 1 of {what}, got {count}", rule="options")
     function = SCHEDULES[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from penstock.library.options import at_least, whole_multiple
+from penstock.library.options import at_least, whole_multiple, whole_number
 from penstock.schedule import Needs, Op, Registered, Schedule, ScheduleError, StageGraph, one_to_one
 
 _MOST_A_GATHER = 4
@@ -38,7 +38,11 @@ def distmm(
         gather_every: k, a divisor of N; by default the largest up to 4.
     """
     at_least("distmm", "ranks", num_ranks, 2)
+    if branches is not None and not isinstance(branches, Sequence):
+        raise ScheduleError(f"distmm: branches is {branches!r}; give the number of ranks of each", rule="options")
     sizes = (num_ranks - num_ranks // 2, num_ranks // 2) if branches is None else tuple(branches)
+    for size in sizes:
+        whole_number("distmm", "ranks of a branch", size)
     if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != num_ranks:
         raise ScheduleError(
             f"distmm: branches are {list(sizes)}; give at least two, each of at least 1 rank, "

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from penstock.schedule import ScheduleError
 
 
+def whole_number(name: str, what: str, count: object) -> None:
+    """Raises ScheduleError unless `count` is a whole number."""
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        raise ScheduleError(f"{name}: the number of {what} is {count!r}; give a whole number", rule="options")
+
+
 def whole_multiple(name: str, what: str, count: int, of: str, unit: int) -> None:
     """Raises ScheduleError unless `count` is a positive multiple of `unit`."""
+    whole_number(name, what, count)
     if count < 1 or count % unit:
         lower = max(unit, count // unit * unit)
         choices = f"{lower} or {lower + unit}" if lower < count else f"{lower}"
@@ -19,7 +27,8 @@ def whole_multiple(name: str, what: str, count: int, of: str, unit: int) -> None
 
 
 def at_least(name: str, what: str, count: int, lowest: int) -> None:
-    """Raises ScheduleError if `count` is below `lowest`."""
+    """Raises ScheduleError if `count` is no whole number or below `lowest`."""
+    whole_number(name, what, count)
     if count < lowest:
         raise ScheduleError(f"{name} needs at least {lowest} {what}, got {count}", rule="options")
 
