@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import penstock as ps
 from penstock.passes import recompute
 from penstock.runtime.errors import RuntimeFailure
 from plain_loop import differences, gradients, plain_step
+from recomputed import with_recompute
 from runtime_cases import CASES, compare
 
 pytestmark = pytest.mark.unit
@@ -24,20 +23,6 @@ pytestmark = pytest.mark.unit
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def with_recompute(schedule: ps.Schedule, every: int = 1) -> ps.Schedule:
-    """An R before each backward of every `every`-th microbatch."""
-
-    def row(ops: tuple[ps.Op, ...]) -> Iterator[ps.Op]:
-        for op in ops:
-            if op.kind in "BI" and op.microbatch % every == 0:
-                yield ps.Op("R", op.stage, op.microbatch)
-            yield op
-
-    result = replace(schedule, order=tuple(tuple(row(ops)) for ops in schedule.order))
-    ps.check(result)
-    return result
 
 
 RUNS = [
