@@ -6,7 +6,6 @@ compiled code. Both are read alike: `queues[3].started`.
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +146,7 @@ class Tables:
     def copy(self) -> Tables:
         """The same tables with records of their own."""
         if isinstance(self.queues, list):
-            records = {n: [copy.copy(r) for r in getattr(self, n)] for n in ("queues", "ranks", "slots")}
+            records = {n: [_copied(r) for r in getattr(self, n)] for n in ("queues", "ranks", "slots")}
         else:
             records = {n: getattr(self, n).copy() for n in ("queues", "ranks", "slots")}
         return Tables(
@@ -159,10 +158,27 @@ class Tables:
             own=self.own,
         )
 
-    def as_numpy(self) -> Tables:
-        """The same tables for compiled code."""
+    def as_numpy(self, like: Tables | None = None) -> Tables:
+        """The same tables for compiled code.
+
+        `like` may give the numpy form of tables that differ in rules alone, before a run: what is equal is taken
+        from it, which is much the faster.
+        """
         import numpy as np
 
+        if like is not None:
+            queues = like.queues.copy()
+            queues["cap"] = [queue.cap for queue in self.queues]
+            return Tables(
+                queues,
+                _record_array(self.ranks, RankRecord),
+                _record_array(self.slots, SlotRecord),
+                np.asarray(self.slot_queues, np.int64),
+                like.hosts,
+                like.needs,
+                like.unlocks,
+                like.own,
+            )
         numbers = {n: np.asarray(getattr(self, n), np.int64) for n in ("slot_queues", "hosts", "unlocks", "own")}
         records = {
             "queues": _record_array(self.queues, QueueRecord),
@@ -171,6 +187,13 @@ class Tables:
             "needs": _record_array(self.needs, NeedRecord),
         }
         return Tables(**numbers, **records)
+
+
+def _copied(record: Any) -> Any:
+    made = object.__new__(type(record))
+    for name in record.__slots__:
+        setattr(made, name, getattr(record, name))
+    return made
 
 
 @functools.cache

@@ -81,6 +81,7 @@ class Lister:
         if compile is None:
             compile = graph.num_ops > COMPILE_ABOVE or "numba" in sys.modules
         self._compiled = compile
+        self._numpy_tables = graph.tables.as_numpy() if compile else None
         self._loop: ModuleType = compiled(listing) if compile else listing
         self._rows = self._numbers(self.row_first[-1], small=True)
         self._start_time = self._numbers(graph.num_ops, floats=True)
@@ -101,7 +102,7 @@ class Lister:
         """Times rows laid out rank by rank, or one list a rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = self._as_numbers([q for row in rows for q in row])
-        run = self._ready(self.graph.tables)
+        run = self._ready(self._numpy_tables or self.graph.tables)
         space = [self._numbers(self.graph.num_ranks) for _ in range(3)]
         started = self._loop.time_rows(
             run.queues, run.ranks, run.hosts, run.needs, run.unlocks, self._start_time, rows, self._row_first, *space
@@ -114,7 +115,7 @@ class Lister:
 
     def _ready(self, tables: Tables) -> Tables:
         if self._compiled and isinstance(tables.queues, list):
-            return tables.as_numpy()
+            return tables.as_numpy(like=self._numpy_tables)
         return tables.copy()
 
     def _numbers(self, length: int, floats: bool = False, small: bool = False) -> Any:

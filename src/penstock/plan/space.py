@@ -1,0 +1,340 @@
+"""Searching the space of programs: every placement, rule and traversal, each with its gradients separated.
+
+This is FlexPipe's search (sections 5.2, 6 and 7.1): (placement, kinds, forward traversal, backward traversal),
+the values from its Table 2, the interval equal to the number of ranks where the placement is circular. Here
+each point is run through time by the compiled decision core over the real costs and under the memory cap,
+with I before W in every bubble, and the one with the shortest makespan wins.
+
+Beyond the paper: wave and combined placements; warm-ups of the zero-bubble kind; the order in which work became
+ready, or in which microbatches come, as traversals; where memory is short on a V, caps on each stage in
+proportion to how long its activations live, and the library's own constructions for such memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from penstock.cost import CostError, Costs, Links
+from penstock.dispatch.listing import EARLIEST, IN_ORDER
+from penstock.dispatch.queues import QueueGraph
+from penstock.library import build
+from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
+from penstock.program.rules import Traversal
+from penstock.schedule import Placement, Schedule, ScheduleError
+from penstock.simulate import simulate
+from penstock.simulate.lister import Lister, rows_of
+
+V = "v-shape"
+NUM_STAGE_CAPS = 4
+CONSTRUCTED = ("zb-v", "v-half", "v-min")
+"""Library schedules of the V that hold less than rules alone find a way to."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One point of the space.
+
+    Attributes:
+        placement: its name.
+        program: what to build; where `constructed` is there, only its placement and costs count.
+        constructed: the library schedule that this is, or None.
+        makespan: ms.
+    """
+
+    placement: str
+    program: Program
+    makespan: float
+    constructed: Schedule | None = None
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, built and checked."""
+        return self.constructed or self.program.build()
+
+    @property
+    def name(self) -> str:
+        """What to call it: the placement and the rules, or the library's name."""
+        if self.constructed is not None:
+            return self.constructed.name
+        rules = self.program.rules
+        assert isinstance(rules, Rules)
+        return f"{self.placement}, {rules.kinds}, F {_words(rules.forward)}, B {_words(rules.backward)}"
+
+    @property
+    def bubble_ratio(self) -> float:
+        """`1 - sum(busy) / (num_ranks * makespan)` of the simulated schedule."""
+        program = self.program
+        return simulate(self.schedule, program.all_costs, links=program.links).bubble_ratio
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        found: the best of each placement, the shortest makespan first.
+        num_tried: points that were run.
+        num_stuck: those among them in which no rank could go on, as under a cap that its traversal cannot meet.
+    """
+
+    found: tuple[Found, ...]
+    num_tried: int
+    num_stuck: int
+
+    @property
+    def best(self) -> Found:
+        """The shortest makespan of all."""
+        return self.found[0]
+
+
+def search_space(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    links: Links | None = None,
+    memory_limit: float | None = None,
+    shapes: Sequence[str] | None = None,
+    shared_ends: bool = False,
+    split: bool = True,
+    forward_first: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """The best program of each placement.
+
+    Args:
+        costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
+            ones: a placement with v stages a rank needs k to be a multiple of v. With `shared_ends` one part
+            more at either end: what is shared by all ranks (embedding and head).
+        memory_limit: most memory a rank may hold, in the unit of the costs' activations.
+        shapes: names of placements to try (see `placements_of`); all by default.
+        forward_first: also try forward-first rules (the paper does so only when asked).
+        progress: called with points done and points in all.
+
+    Raises:
+        ScheduleError: a shape that is not there, or no point that can run under the limit.
+        CostError: costs in a number of parts that does not divide among the ranks.
+    """
+    layouts = placements_of(num_ranks, _parts(costs, num_ranks, shared_ends), shared_ends)
+    if unknown := [name for name in shapes or () if name not in layouts]:
+        raise ScheduleError(f"no placement named {unknown[0]!r} here: there are {', '.join(layouts)}", rule="options")
+    points = [
+        (
+            name,
+            Program(
+                placement,
+                num_microbatches,
+                rules,
+                split,
+                fold(costs, placement.num_stages, shared_ends),
+                links,
+                name=name,
+            ),
+        )
+        for name, placement in layouts.items()
+        if shapes is None or name in shapes
+        for rules in rules_of(name, placement, num_ranks, num_microbatches, memory_limit, costs, forward_first)
+    ]
+    best: dict[str, Found] = {}
+    stuck = 0
+    lister: Lister | None = None
+    for number, (name, program) in enumerate(points):
+        if lister is None or lister.graph.placement is not program.placement:
+            lister = Lister(program.queues())
+        try:
+            listed = lister.list_by_rules(program.tables(lister.graph))
+        except ScheduleError:  # a cap below what one microbatch needs
+            stuck += 1
+            continue
+        if not listed.complete:
+            stuck += 1
+        elif name not in best or listed.makespan < best[name].makespan:
+            best[name] = Found(name, program, listed.makespan)
+        if progress is not None:
+            progress(number + 1, len(points))
+    tried = len(points)
+    if V in layouts and (shapes is None or V in shapes) and split and memory_limit is not None:
+        program = Program(layouts[V], num_microbatches, Rules(), split, fold(costs, 2 * num_ranks), links, name=V)
+        if V not in best or best[V].makespan > _least(program):
+            tried += _try_constructed(program, memory_limit, best)
+    if not best:
+        raise ScheduleError(
+            f"no program over {num_ranks} ranks can run within a memory of {memory_limit:g}; raise the limit or give "
+            "the model in more parts",
+            rule="memory",
+        )
+    return Outcome(tuple(sorted(best.values(), key=lambda found: found.makespan)), tried, stuck)
+
+
+def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> dict[str, Placement]:
+    """The placements by name over a model of `num_parts` equal parts, as far as they divide it.
+
+    one-to-one, circular (2 or more stages a rank), v-shape, wave, and each of them in both directions.
+    """
+    a_rank = num_parts // num_ranks
+    plain: dict[str, Placement] = {"one-to-one": placements.one_to_one(num_ranks)}
+    if a_rank % 2 == 0 and num_ranks > 1:
+        plain["circular"] = placements.circular(num_ranks, 2 * num_ranks)
+        plain[V] = placements.v_shape(num_ranks)
+    if a_rank % 4 == 0 and num_ranks > 1:
+        plain["wave"] = placements.wave(num_ranks, 2)
+    if num_ranks > 1:
+        plain |= {f"{name}+bidirectional": placements.bidirectional(placement) for name, placement in plain.items()}
+    if shared_ends:
+        plain = {name: placements.shared_ends(placement) for name, placement in plain.items()}
+    return plain
+
+
+def rules_of(
+    name: str,
+    placement: Placement,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | None,
+    costs: Costs,
+    forward_first: bool,
+) -> Iterator[Rules]:
+    """The rules to try on one placement."""
+    alone = len(placement.stages_of(0)) == 1
+    plain: list[tuple[Traversal, Traversal]] = [(breadth_first(), breadth_first())]
+    if not alone:
+        forwards = [breadth_first(), depth_first()]
+        backwards = [breadth_first(), depth_first()]
+        if name.startswith("circular"):
+            forwards += [breadth_first(num_ranks), depth_first(num_ranks)]
+            backwards += [breadth_first(num_ranks), depth_first(num_ranks)]
+        plain = [(f, b) for f in forwards for b in backwards]
+        plain += [(earliest_first(), earliest_first()), (by_microbatch(), by_microbatch())]
+    kinds = ["backward-first", "interleaved", *(["forward-first"] if forward_first else [])]
+    for kind in kinds:
+        for forward, backward in plain:
+            for warmup in _warmups(placement, num_ranks, num_microbatches):
+                yield Rules(kind, forward=forward, backward=backward, warmup=warmup, memory_limit=memory_limit)
+    if memory_limit is None or alone or placement.num_pipelines > 1 or placement.shared:
+        return
+    for limits in _stage_caps(
+        placement, num_ranks, num_microbatches, memory_limit, fold(costs, placement.num_stages)
+    ):
+        for kind in kinds:
+            for pair in ((depth_first(), earliest_first()), (depth_first(), by_microbatch())):
+                yield Rules(kind, forward=pair[0], backward=pair[1], max_in_flight=limits)
+
+
+def _stage_caps(
+    placement: Placement, num_ranks: int, num_microbatches: int, memory_limit: float, costs: Costs
+) -> Iterator[dict[int, float]]:
+    """In-flight limits by stage, in proportion to the life of its activations: from its F down to the loss and
+    back up to its W. The largest that fit under the limit on every rank, and some that leave room."""
+    ranks = range(num_ranks)
+    rate = max(sum(costs.f[s] + costs.i[s] + costs.w[s] for s in placement.stages_of(r)) for r in ranks)
+    life = [sum(costs.f[s:]) + sum(costs.i[s:]) + costs.w[s] for s in range(placement.num_stages)]
+    seen: list[dict[int, float]] = []
+    for step in range(40, 0, -1):
+        share = step / 20
+        caps = {
+            s: float(min(num_microbatches, max(1, ceil(share * life[s] / (rate or 1))))) for s in range(len(life))
+        }
+        if max(sum(caps[s] * costs.activation[s] for s in placement.stages_of(r)) for r in ranks) > memory_limit:
+            continue
+        if caps not in seen:
+            seen.append(caps)
+            yield caps
+        if len(seen) == NUM_STAGE_CAPS:
+            return
+
+
+def _least(program: Program) -> float:
+    """No schedule of one pipeline ends sooner: a rank's own work after the first forward has come to it (ms)."""
+    costs, placement = program.all_costs, program.placement
+    return max(
+        sum(costs.f[: stages[0]])
+        + program.num_microbatches * sum(costs.f[s] + costs.i[s] + costs.w[s] for s in stages)
+        for stages in (placement.stages_of(rank) for rank in range(program.num_ranks))
+    )
+
+
+def _try_constructed(program: Program, memory_limit: float, best: dict[str, Found]) -> int:
+    """Puts the best of the library's constructions into `best` where it beats what is there; returns how many ran."""
+    graph = program.queues()
+    lister = Lister(graph)
+    tried = 0
+    for name in CONSTRUCTED:
+        try:
+            schedule = build(name, program.num_ranks, program.num_microbatches)
+        except ScheduleError:  # too few microbatches for it
+            continue
+        tried += 1
+        rows = rows_of(graph, schedule)
+        if _peak(graph, rows) > memory_limit * (1 + 1e-9):
+            continue
+        makespan = lister.time_rows(rows).makespan
+        if V not in best or makespan < best[V].makespan:
+            best[V] = Found(V, program, makespan, schedule)
+    return tried
+
+
+def _peak(graph: QueueGraph, rows: list[list[int]]) -> float:
+    """Most memory that any rank holds."""
+    peak = 0.0
+    changes = [queue.memory for queue in graph.tables.queues]
+    for row in rows:
+        held = 0.0
+        for q in row:
+            held += changes[q]
+            peak = max(peak, held)
+    return peak
+
+
+def _words(traversal: Traversal) -> str:
+    if traversal.pick == IN_ORDER:
+        words = "depth-first" if traversal.deepest_first else "breadth-first"
+        return f"{words} by {traversal.interval}" if traversal.interval else words
+    return "earliest-first" if traversal.pick == EARLIEST else "by microbatch"
+
+
+def _warmups(placement: Placement, num_ranks: int, num_microbatches: int) -> list[list[int] | None]:
+    """No warm-up counts, and where one pipeline runs, those of ZB-H2 and (with several stages a rank) ZB-V."""
+    if placement.num_pipelines > 1 or placement.shared:
+        return [None]
+    return [None, [min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)]]
+
+
+def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
+    """Costs of `num_stages` stages, each of as many consecutive parts; shared ends stay as they are.
+
+    Raises CostError where the parts do not divide.
+    """
+    inner, outer = (num_stages - 2, 1) if shared_ends else (num_stages, 0)
+    parts = costs.num_stages - 2 * outer
+    if inner < 1 or parts % inner:
+        raise CostError(
+            f"costs of {parts} parts do not fold into {inner} stages; give a number of parts that {inner} divides"
+        )
+    each = parts // inner
+
+    def folded(values: Sequence[float]) -> list[float]:
+        body = values[outer : len(values) - outer]
+        sums = [sum(body[s * each : (s + 1) * each]) for s in range(inner)]
+        return [*values[:outer], *sums, *values[len(values) - outer :]]
+
+    return replace(
+        costs,
+        f=folded(costs.f),
+        i=folded(costs.i),
+        w=folded(costs.w),
+        b=folded(costs.b),
+        activation=folded(costs.activation),
+    )
+
+
+def _parts(costs: Costs, num_ranks: int, shared_ends: bool) -> int:
+    parts = costs.num_stages - (2 if shared_ends else 0)
+    if parts < num_ranks or parts % num_ranks:
+        raise CostError(
+            f"the costs are for {parts} parts{' between the ends' if shared_ends else ''}, which do not divide among "
+            f"{num_ranks} ranks; give a multiple of {num_ranks}"
+        )
+    return parts

@@ -1,0 +1,77 @@
+"""The search over placements, rules and traversals, against formulas, the library and its own claims."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.plan.space import fold, placements_of, search_space
+
+SYNCHRONOUS = [n for n in ps.SCHEDULES if n not in ("distmm", "mllm", "pipedream", "pipedream-2bw", "amdp")]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_without_a_limit_every_placement_reaches_the_bubble_of_its_shape(num_ranks: int) -> None:
+    p, n = num_ranks, 4 * num_ranks
+    outcome = search_space(ps.Costs.uniform(4 * p), p, n)
+    bubble = {found.placement: found.makespan - 12 * n for found in outcome.found}
+    assert bubble["one-to-one"] == 4 * (p - 1)
+    assert bubble["v-shape"] == bubble["circular"] == 2 * (p - 1)
+    assert bubble["wave"] == p - 1
+    assert bubble["one-to-one+bidirectional"] <= 2 * (p - 2)
+    assert outcome.best.makespan == min(found.makespan for found in outcome.found)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_what_is_found_is_at_least_as_good_as_the_library_in_its_placement_and_memory(name: str) -> None:
+    p, n = 4, 16
+    options = {"num_stages": 2 * p} if name in ("interleaved-1f1b", "looped-bfs") else {}
+    named = ps.build(name, p, n, **options)
+    parts = ps.Costs.uniform(4 * p)
+    shape = next(k for k, v in placements_of(p, 4 * p).items() if v == named.placement)
+    timeline = ps.simulate(named, fold(parts, named.num_stages))
+    limit = max(timeline.peak_activations)
+    best = search_space(parts, p, n, memory_limit=limit, shapes=[shape]).best
+    assert best.makespan <= timeline.makespan
+    program = best.program
+    again = ps.simulate(best.schedule, program.all_costs)
+    assert again.makespan == pytest.approx(best.makespan)
+    assert max(again.peak_activations) <= limit + 1e-9
+
+
+def test_links_and_uneven_costs_are_taken_into_account() -> None:
+    costs = ps.Costs([1, 2, 3, 1, 2, 1, 1, 1], [2] * 8, [1] * 8)
+    links = ps.Links({(0, 1): 7.5})
+    for found in search_space(costs, 2, 6, links=links).found:
+        folded = fold(costs, found.program.num_stages)
+        assert ps.simulate(found.schedule, folded, links=links).makespan == pytest.approx(found.makespan)
+
+
+def test_shared_ends_are_laid_on_all_ranks() -> None:
+    costs = ps.Costs([5, 1, 1, 1, 1, 5], [5, 1, 1, 1, 1, 5], [1] * 6)
+    outcome = search_space(costs, 2, 4, shared_ends=True)
+    assert all(found.schedule.placement.shared for found in outcome.found)
+    ps.check(outcome.best.schedule)
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "error", "message"),
+    [
+        (6, {}, ps.CostError, "6 parts, which do not divide among 4 ranks"),
+        (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement named 'spiral' here: there are one-to-one"),
+        (8, {"memory_limit": 0.5}, ps.ScheduleError, "can run within a memory of 0.5; raise the limit"),
+    ],
+)
+def test_refusals(parts: int, changes: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        search_space(ps.Costs.uniform(parts), 4, 8, **changes)
+
+
+def test_costs_fold_into_stages_by_adding_up() -> None:
+    costs = ps.Costs([1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 2, 2], activation=[1, 1, 5, 5])
+    folded = fold(costs, 2)
+    assert (folded.f, folded.i, folded.w, folded.activation) == ((3, 7), (7, 3), (2, 4), (2, 10))
+    ends = fold(ps.Costs.uniform(6), 4, shared_ends=True)
+    assert ends.f == (1, 2, 2, 1)
+    with pytest.raises(ps.CostError, match="do not fold into 3 stages"):
+        fold(costs, 3)
