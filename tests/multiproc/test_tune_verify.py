@@ -1,0 +1,63 @@
+"""The tuner from end to end on real processes: it measures, verifies, remembers, and says why ranks failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.tune.errors import RanksFailed
+from penstock.tune.transfer import SIZES
+from penstock.tune.work import carry_out
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+
+SMALL = ["--model", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
+
+
+def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", *SMALL, "--ranks", "2", "--pp", "2", "--dp", "1", "--batch", "4", "--microbatch-size", "2"]
+    arguments += [
+        "--schedule",
+        "1f1b",
+        "--schedule",
+        "zb-h1",
+        "--seconds",
+        "0.05",
+        "--database",
+        str(tmp_path / "db"),
+    ]
+    assert main([*arguments, "--verify", "1", "--steps", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_measured"], result["num_reused"], result["num_tried"]) == (2, 0, 2)
+    first, second = result["best"]
+    assert first["step_ms"] <= second["step_ms"]
+    assert second["measured"] is None
+    measured = first["measured"]
+    assert len(measured["steps_ms"]) == 4
+    assert 0 < measured["makespan_ms"] <= max(measured["steps_ms"])
+    assert measured["predicted_over_measured"] == first["step_ms"] / measured["step_ms"]
+    assert main([*arguments, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["num_measured"], again["num_reused"]) == (0, 2)
+    assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
+
+
+def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["profile", *SMALL, "--ranks", "2", "--seconds", "0.05", "--database", str(tmp_path / "db"), "--json"]
+    assert main([*arguments, "--recompute"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (profile,) = result["profiles"]
+    assert profile["layers"] == ["embedding", "block 0", "block 1", "head"]
+    assert profile["f"][1] == profile["f"][2] > 0
+    assert profile["transient"] > profile["activation"][1] > 0
+    transfer = result["transfers"]["2"]
+    assert transfer["sizes"] == list(SIZES)
+    assert all(value > 0 for row in ("delay", "reduce") for value in transfer[row])
+
+
+def test_ranks_that_fail_say_why() -> None:
+    with pytest.raises(RanksFailed, match=r"rank \d failed: KeyError: 'settings'"):
+        carry_out([{"do": "layers", "text": "nothing"}], 1, 1)

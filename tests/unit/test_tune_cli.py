@@ -1,0 +1,286 @@
+"""`penstock tune` and `penstock profile`: what they print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+import tune_models
+from penstock.cli import main
+from penstock.cli.tune import number_of_bytes
+from penstock.train.command import order_of
+from penstock.train.inputs import gather_inputs
+from penstock.tune import meter, session, verify
+from penstock.tune.search import search
+
+pytestmark = pytest.mark.unit
+
+NANO = ["--model", "nano", "--depth", "2", "--batch", "8", "--microbatch-size", "1,2"]
+FAST = [*NANO, "--tflops", "0.01"]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tune_models.Ranks:
+    fake = tune_models.Ranks()
+    monkeypatch.setattr(meter, "carry_out", fake)
+    monkeypatch.setattr(verify, "carry_out", fake)
+    monkeypatch.setattr(session, "num_devices", lambda settings: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return fake
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    """The JSON object of a call."""
+    assert main([*arguments, "--json"]) == code
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    result: dict[str, Any] = json.loads(printed.out)
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """The error of a call, which is the same in words and as JSON."""
+    assert main(list(arguments)) == code
+    printed = capsys.readouterr()
+    assert "bug in penstock" not in printed.err
+    message = told(capsys, *arguments, code=code)["error"]["message"]
+    assert printed.err.endswith(f"penstock: {message}\n")
+    return str(message)
+
+
+def test_it_measures_searches_and_remembers(
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = told(capsys, "tune", *NANO)
+    assert (first["num_measured"], first["num_reused"]) == (6, 0)  # two sizes, messages; for one rank and for two
+    assert {task["do"] for task in ranks.tasks} == {"layers", "transfer"}
+    second = told(capsys, "tune", *NANO)
+    assert (second["num_measured"], second["num_reused"]) == (0, 6)
+    assert second["best"] == first["best"]
+    steps = [each["step_ms"] for each in first["best"]]
+    assert steps == sorted(steps)
+    assert (tmp_path / "cache" / "penstock" / "profiles.sqlite").exists()
+    elsewhere = told(capsys, "tune", *NANO, "--database", str(tmp_path / "other.sqlite"))
+    assert elsewhere["num_measured"] == 6
+    assert main(["tune", *NANO]) == 0
+    assert "nothing measured, 6 taken from the database" in capsys.readouterr().out
+
+
+def test_the_best_run_and_are_shown_beside_their_prediction(
+    ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = told(capsys, "tune", *NANO, "--verify", "2")
+    trials = [task for task in ranks.tasks if task["do"] == "run"]
+    assert len(trials) == 4  # two, twice each
+    verified = [each for each in result["best_running"] if each["measured"]]
+    assert verified == result["best_running"][:2]
+    for each in verified:
+        assert each["measured"]["step_ms"] == 51.0
+        assert each["measured"]["predicted_over_measured"] == each["step_ms"] / 51.0
+    assert all(each["dp"] == 1 for each in result["best_running"])
+    assert main(["tune", *NANO, "--verify", "2"]) == 0
+    assert "measured ms" in capsys.readouterr().out
+
+
+def test_more_to_verify_than_there_is_is_told(ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    result = told(capsys, "tune", *NANO, "--pp", "1", "--schedule", "1f1b", "--verify", "50")
+    assert len([each for each in result["best_running"] if each["measured"]]) == 2
+    assert result["notices"] == ["50 candidates were to be verified; 2 of those found run on this machine"]
+
+
+@pytest.mark.parametrize("interrupt_at", [2, 4])
+def test_interrupted_measuring_searches_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str], interrupt_at: int
+) -> None:
+    monkeypatch.setattr(meter, "carry_out", tune_models.Ranks(interrupt_at=3 + interrupt_at - 2))
+    result = told(capsys, "tune", *NANO, "--verify", "1", code=130)
+    assert result["interrupted"]
+    assert result["best"]
+    assert not any(task["do"] == "run" for task in ranks.tasks)
+
+
+def test_interrupted_with_nothing_found(
+    monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meter, "carry_out", tune_models.Ranks(interrupt_at=0))
+    assert main(["tune", *NANO]) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_interrupted_verification_shows_what_ran(
+    monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "carry_out", tune_models.Ranks(interrupt_at=1))
+    result = told(capsys, "tune", *NANO, "--pp", "2", "--dp", "1", "--verify", "2", code=130)
+    assert [each["measured"] is not None for each in result["best_running"]].count(True) == 1
+
+
+def test_the_best_schedule_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "best.json"
+    result = told(capsys, "tune", *FAST, "--ranks", "2", "--pp", "2", "--out", str(out))
+    best = result["best_running"][0]
+    schedule = ps.load(out)
+    assert (schedule.num_ranks, schedule.num_microbatches) == (2, best["num_microbatches"])
+    words = result["train"].split()
+    assert words[:2] == ["penstock", "train"]
+    given = {name.removeprefix("--"): value for name, value in zip(words[2::2], words[3::2])}
+    order = order_of(_typed(given), str(tmp_path / "run"), None, None, False)
+    inputs = gather_inputs(order.settings)
+    assert list(order.settings.cut or ()) == best["cut"]
+    assert (inputs.schedule, inputs.config.depth) == (schedule, 2)
+
+
+def _typed(given: dict[str, str]) -> dict[str, Any]:
+    return {name: int(value) if name in ("batch", "depth") else value for name, value in given.items()}
+
+
+def test_a_cut_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for cut in ("1,2", "1,2,3,40", "0,3,3,4"):
+        assert main(["train", "--cut", cut, "--out", str(tmp_path / "run")]) == 2
+        assert "give each of the 4 stages at least one of the 10 layers" in capsys.readouterr().err
+    assert main(["train", "--cut", "1,x", "--out", str(tmp_path / "run")]) == 2
+    assert "--cut 1,x: whole numbers are needed" in capsys.readouterr().err
+
+
+def test_a_profile_written_is_read_again(
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    measure = ["--model", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
+    written = told(capsys, "profile", *measure, "--out", str(file))
+    assert (written["num_measured"], written["num_reused"]) == (3, 0)
+    read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
+    here = told(capsys, "tune", *NANO, "--pp", "2")
+    assert [(b["schedule"], b["step_ms"]) for b in read["best"]] == [
+        (b["schedule"], b["step_ms"]) for b in here["best"]
+    ]
+    assert read["best"][0]["tokens_per_second"] is None
+    assert main(["profile", *measure]) == 0
+    printed = capsys.readouterr().out
+    assert "0 measured, 3 taken from the database" in printed
+    assert "block 1" in printed
+    assert "microbatches of 9" not in printed
+    message = refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--microbatch-size", "4")
+    assert "no profile of microbatches of 4; it has [1, 2]" in message
+    assert "no profile with recompute" in refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--recompute")
+
+
+def test_a_file_by_hand_grows_with_the_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"f": [1, 2], "i": [1, 2], "w": [1, 1], "weight": [10, 20], "activation": [5, 5]}))
+    common = ["tune", "--costs", str(file), "--ranks", "1", "--batch", "4", "--schedule", "1f1b"]
+    result = told(capsys, *common)
+    assert {each["num_microbatches"]: each["step_ms"] for each in result["best"]} == {1: 32.0, 2: 32.0, 4: 32.0}
+    assert {each["num_microbatches"]: each["memory_bytes"] for each in result["best"]} == {
+        count: [2 * 30 + 10 * 4 / count] for count in (1, 2, 4)
+    }
+    assert result["train"] is None
+
+
+def test_recompute_is_tried_where_memory_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    free = told(capsys, "tune", *FAST, "--ranks", "2")
+    assert not any(each["recompute"] for each in free["best"])
+    least = min(max(each["memory_bytes"]) for each in free["best_running"])
+    tight = told(capsys, "tune", *FAST, "--ranks", "2", "--memory-limit", str(int(least * 0.9)))
+    assert tight["num_too_large"] > 0
+    assert all(each["recompute"] for each in tight["best"])
+    assert all(max(each["memory_bytes"]) <= least * 0.9 for each in tight["best"])
+
+
+def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "tune", *FAST, "--ranks", "2", "--memory-limit", "1KiB")
+    assert "nothing fits in 1 KiB a rank; the least is" in message
+    assert "recompute" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tyni"], "no preset named 'tyni'; did you mean tiny"),
+        (["--heads", "5"], "the width must be a multiple of the number of heads"),
+        (["--memory-limit", "lots"], "--memory-limit lots: give bytes, like 2GiB"),
+        (["--memory-limit", "0"], "a memory limit of 0 bytes holds nothing"),
+        (["--ranks", "2", "--pp", "4"], "no way to spread the batch is left"),
+        (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
+        (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
+        (["--ranks", "2", "--schedule", "pipedream"], "never flushes"),
+        (["--optimizer", "AdamQ"], "torch.optim has no optimizer 'AdamQ'"),
+        (["--optimizer-options", "[1]"], "--optimizer-options [1]: give a JSON object"),
+        (["--dispatch", "eager"], "no dispatch 'eager'"),
+        (["--tflops", "1"], "give --ranks"),
+        (["--tflops", "nan", "--ranks", "2"], "devices of nan TFLOP/s"),
+        (["--tflops", "1", "--ranks", "2", "--bandwidth", "0"], "bandwidth is 0"),
+        (["--tflops", "1", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),
+        (["--tflops", "1", "--costs", "x.json"], "both give costs"),
+        (["--costs", "nowhere.json", "--ranks", "2"], "nowhere.json: No such file"),
+        (["--out", "best.svg"], "written as .json or .txt"),
+        (["--device", "cuda"], "finds no GPU"),
+    ],
+)
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, "tune", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a JSON object is needed"),
+        ('{"f": [1], "i": [1]}', "field 'w' is missing"),
+        ('{"f": [1, -1], "i": [1, 1], "w": [1, 1]}', "f[1] is -1; give a finite number"),
+        ('{"f": [1, NaN], "i": [1, 1], "w": [1, 1]}', "f[1] is nan"),
+        ('{"f": [1, 1], "i": [1, 1], "w": [1]}', "w has 1 entries and f has 2"),
+        ('{"f": 1, "i": [1], "w": [1]}', "f is 1; give a list"),
+        ('{"f": [], "i": [], "w": []}', "f is []"),
+        ('{"f": ["1"], "i": [1], "w": [1]}', "f[0] is '1'"),
+        ('{"f": [1], "i": [1], "w": [1], "g": [1]}', "unknown field 'g'"),
+        ('{"profiles": []}', '"format": "penstock-profile"'),
+        ('{"format": "penstock-profile", "version": 2, "profiles": []}', "version 2, this Penstock reads up to 1"),
+        ('{"format": "penstock-profile", "version": 1, "profiles": []}', "at least one object"),
+        ('{"format": "penstock-profile", "version": 1, "profiles": [{}]}', "field 'model' is missing"),
+    ],
+)
+def test_bad_cost_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(content)
+    message = refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--batch", "4")
+    assert str(file) in message
+    assert said in message
+
+
+def test_a_damaged_database_is_told(
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "db.sqlite"
+    file.write_bytes(b"garbage" * 1000)
+    message = refused(capsys, "tune", *NANO, "--database", str(file))
+    assert message.startswith(f"{file} is damaged")
+    assert ranks.tasks == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12", 12), ("1.5KiB", 1536), ("2GB", 2e9), ("3 mib", 3 * 2**20), ("1TiB", 2**40), ("7B", 7)],
+)
+def test_bytes_are_read(text: str, value: float) -> None:
+    assert number_of_bytes("--memory-limit", text) == value
+
+
+def test_dynamic_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def spy(*arguments: Any, **rest: Any) -> Any:
+        seen.append(arguments[5])
+        return search(*arguments, **rest)
+
+    monkeypatch.setattr(session, "search", spy)
+    settings = dataclasses.replace(session.Settings(preset="nano", microbatches=1, ranks=1), dispatch="dynamic")
+    session.tune(session.Asked(settings, session.Estimating(0.01), num_ranks=2))
+    assert seen == ["dynamic"]

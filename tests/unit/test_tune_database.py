@@ -1,0 +1,180 @@
+"""Measurements are kept, found again under their key only, and a file that is no good is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+import tune_models
+from penstock.train.settings import Settings
+from penstock.tune import meter as meter_module
+from penstock.tune.database import Database, default_path
+from penstock.tune.errors import DatabaseError
+from penstock.tune.meter import Meter, Need
+from penstock.tune.session import config_of
+
+pytestmark = pytest.mark.unit
+
+SMALL = Settings(preset="nano", depth=2, microbatches=1, ranks=1, threads=1)
+NEEDS = [Need(1, 1, False), Need(2, 1, False), Need(2, 2, True)]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
+    fake = tune_models.Ranks()
+    monkeypatch.setattr(meter_module, "carry_out", fake)
+    return fake
+
+
+def measured(path: Path, settings: Settings = SMALL, fresh: bool = False) -> Meter:
+    with Database(path) as database:
+        meter = Meter("nano", settings, config_of(settings), database, fresh=fresh)
+        meter.prepare(NEEDS, [1, 2])
+    return meter
+
+
+def test_what_was_put_is_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "profiles.sqlite"
+    with Database(path) as database:
+        assert database.get({"a": 1}) is None
+        database.put({"b": [1, 2], "a": 1}, {"x": 0.1})
+        database.put({"a": 2}, {"x": 1})
+        database.put({"a": 2}, {"x": 2})
+    with Database(path) as database:
+        assert database.get({"a": 1, "b": [1, 2]}) == {"x": 0.1}
+        assert database.get({"a": 2}) == {"x": 2}
+        assert len(database) == 2
+
+
+def test_the_second_time_nothing_is_measured(tmp_path: Path, ranks: tune_models.Ranks) -> None:
+    first = measured(tmp_path / "db")
+    assert (first.num_measured, first.num_reused) == (5, 0)
+    assert len(ranks.tasks) == 5
+    second = measured(tmp_path / "db")
+    assert (second.num_measured, second.num_reused) == (0, 5)
+    assert len(ranks.tasks) == 5
+    assert second.profiles == first.profiles
+    assert second.transfers == first.transfers
+    assert measured(tmp_path / "db", fresh=True).num_measured == 5
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"depth": 3}, {"width": 32}, {"context": 16}, {"dropout": 0.1}, {"precision": "bfloat16"},
+        {"optimizer": "SGD"}, {"optimizer_options": {"weight_decay": 0.0}}, {"clip": 0.0}, {"threads": 2},
+    ],
+)  # fmt: skip
+def test_what_numbers_depend_on_is_in_the_key(
+    tmp_path: Path, ranks: tune_models.Ranks, changed: dict[str, object]
+) -> None:
+    measured(tmp_path / "db")
+    other = measured(tmp_path / "db", dataclasses.replace(SMALL, **changed))  # type: ignore[arg-type]
+    assert other.num_measured >= len(NEEDS)
+
+
+@pytest.mark.parametrize("changed", [{"batch": 8}, {"seed": 5}, {"lr": 0.1}, {"clip": 2.0}, {"microbatches": 4}])
+def test_what_they_do_not_depend_on_is_not(
+    tmp_path: Path, ranks: tune_models.Ranks, changed: dict[str, object]
+) -> None:
+    measured(tmp_path / "db")
+    assert measured(tmp_path / "db", dataclasses.replace(SMALL, **changed)).num_measured == 0  # type: ignore[arg-type]
+
+
+def test_another_device_torch_or_version_is_measured(
+    tmp_path: Path, ranks: tune_models.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(tmp_path / "db")
+    for name, value in (("device_name", lambda settings: "another"), ("VERSION", 1000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(meter_module, name, value)
+            assert measured(tmp_path / "db").num_measured == 5
+    monkeypatch.setattr(meter_module.torch, "__version__", "1.0")
+    assert measured(tmp_path / "db").num_measured == 5
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "carry_out", tune_models.Ranks(interrupt_at=2))
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path / "db")
+    again = tune_models.Ranks()
+    monkeypatch.setattr(meter_module, "carry_out", again)
+    assert measured(tmp_path / "db").num_reused == 2
+    assert len(again.tasks) == 3
+
+
+def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "carry_out", tune_models.Ranks(others=1.25))
+    notices = measured(tmp_path / "db").notices
+    assert len(notices) == 5
+    assert "other programs kept 1.2 cores busy while nano, microbatches of 1, 1 rank was measured" in notices[0]
+
+
+def test_what_every_op_costs_is_taken_off_the_layers(tmp_path: Path, ranks: tune_models.Ranks) -> None:
+    told = measured(tmp_path / "db").profiles[Need(1, 1, False)]
+    assert told.op_overhead == dict.fromkeys(("f", "b", "f_split", "i", "w"), 0.05)
+    blocks = (1.4 + 1.6) / 2 - 0.05  # alike, so each has the mean
+    assert told.f == pytest.approx((1.2 - 0.05, blocks, blocks, 1.8 - 0.05))
+    assert told.update == pytest.approx((1.2, 1.5, 1.5, 1.8))
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 4000])
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "profiles.sqlite"
+    path.write_bytes(content)
+    with pytest.raises(DatabaseError, match=r"profiles\.sqlite is damaged .*delete it.*--database"):
+        Database(path)
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_row_is_named(tmp_path: Path, ranks: tune_models.Ranks) -> None:
+    path = tmp_path / "db"
+    measured(path)
+    for value in ('{"f": 1}', "[1]", "{"):
+        connection = sqlite3.connect(path)
+        with connection:
+            connection.execute("update measurements set value = ?", (value,))
+        connection.close()
+        with pytest.raises(DatabaseError, match=r"db is damaged .*delete it"):
+            measured(path)
+
+
+def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("create table people (name text)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match="of something else"):
+        Database(path)
+    assert path.read_bytes() == before
+
+
+def test_a_newer_database_is_refused(tmp_path: Path) -> None:
+    with Database(tmp_path / "db"):
+        pass
+    connection = sqlite3.connect(tmp_path / "db")
+    with connection:
+        connection.execute("pragma user_version = 99")
+    connection.close()
+    with pytest.raises(DatabaseError, match="newer Penstock"):
+        Database(tmp_path / "db")
+
+
+def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatabaseError, match="can't be opened"):
+        Database(tmp_path / "file" / "db")
+    with pytest.raises(DatabaseError, match=r"can't be opened|can't be used"):
+        Database(tmp_path)
+
+
+def test_the_default_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "penstock" / "profiles.sqlite"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_path() == Path.home() / ".cache" / "penstock" / "profiles.sqlite"

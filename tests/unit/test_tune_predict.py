@@ -1,0 +1,176 @@
+"""Predicted steps and memory against what known costs must give."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.tune.errors import TuneError
+from penstock.tune.memory import memory_of, peak_bytes
+from penstock.tune.predict import predict, reduce_time, stage_costs
+from penstock.tune.profile import Profile, Transfer
+from tune_models import profile, ranges, transfer
+
+pytestmark = pytest.mark.unit
+
+
+def plain(**changes: object) -> Profile:
+    """Two layers of F 3, B 6, F split 4, I 4, W 2."""
+    rows: dict[str, object] = {
+        "f": [3.0, 3.0], "b": [6.0, 6.0], "f_split": [4.0, 4.0], "i": [4.0, 4.0], "w": [2.0, 2.0],
+        "activation": [100.0, 60.0], "held": [40.0, 30.0], "output": [8.0, 0.0], "weight": [10.0, 20.0],
+        "state": [20.0, 40.0], "update": [1.0, 5.0],
+    }  # fmt: skip
+    return profile(2, **{**rows, **changes})
+
+
+def test_one_rank_takes_its_ops_its_update_and_what_a_step_costs_besides() -> None:
+    told = predict(ps.build("1f1b", 1, 4), ranges(2), plain(step=0.25), transfer(step_alone=0.5, step=100.0))
+    assert told.makespan == 4 * (6 + 12)
+    assert told.update == 6
+    assert told.step == told.makespan + 6 + 0.5 + 0.25
+    assert told.bubble_ratio == 0
+
+
+def test_two_ranks_take_the_simulated_time() -> None:
+    schedule = ps.build("1f1b", 2, 4)
+    told = predict(schedule, ranges(1, 1), plain(), transfer(delay=2.0, step=0.5))
+    expected = ps.simulate(schedule, ps.Costs(f=[3, 3], i=[4, 4], w=[2, 2]), links=ps.Links({(0, 1): 2.0}))
+    assert told.makespan == expected.makespan
+    assert told.step == expected.makespan + 5 + 0.5  # the slowest rank's update
+
+
+def test_a_split_backward_has_its_own_forward() -> None:
+    schedule = ps.build("zb-h1", 2, 4)
+    told = predict(schedule, ranges(1, 1), plain(), transfer())
+    expected = ps.simulate(schedule, ps.Costs(f=[4, 4], i=[4, 4], w=[2, 2]))
+    assert told.makespan == expected.makespan
+
+
+def test_delay_is_from_op_to_op_however_it_is_shared_out() -> None:
+    """F, message, F, gap, B, message, B, gap: 10 ms from op to op, sending, receiving and the gap within."""
+    schedule = ps.build("1f1b", 2, 1)
+    told = predict(schedule, ranges(1, 1), plain(), transfer(send=1.0, receive=2.0, delay=10.0, gap=0.5))
+    assert told.makespan == 3 + 10 + 3 + 0.5 + 6 + 10 + 6 + 0.5
+
+
+def test_sending_holds_up_the_sender() -> None:
+    """Under gpipe rank 0 runs its forwards one after another, each followed by its send."""
+    schedule = ps.build("gpipe", 2, 3)
+    costs = stage_costs(schedule, ranges(1, 1), plain(), transfer(send=1.0, receive=2.0, delay=3.0))
+    assert costs.f == (4.0, 5.0)
+    assert costs.b == (8.0, 7.0)
+
+
+def test_stages_of_one_rank_send_nothing() -> None:
+    schedule = ps.build("zb-v", 2, 4)
+    told = profile(4, f_split=[1.0] * 4, i=[1.0] * 4, w=[1.0] * 4)
+    costs = stage_costs(schedule, ranges(1, 1, 1, 1), told, transfer(send=1.0, receive=2.0, delay=3.0))
+    assert costs.f == (2.0, 3.0, 2.0, 3.0)  # 0 sends; 1 receives and stays; 2 sends; 3 receives
+    assert costs.i == (3.0, 2.0, 3.0, 2.0)
+
+
+def test_what_every_op_costs_comes_once_a_stage() -> None:
+    schedule, told = ps.build("1f1b", 1, 2), plain(op_overhead={"f": 0.5, "b": 0.25})
+    costs = stage_costs(schedule, ranges(2), told, transfer())
+    assert (costs.f, costs.b) == ((6.5,), (12.25,))
+
+
+def test_more_ranks_than_devices_take_at_least_all_their_work() -> None:
+    schedule = ps.build("1f1b", 2, 4)
+    told = predict(schedule, ranges(1, 1), plain(), transfer(), num_devices=1)
+    assert told.makespan == 2 * 4 * 9
+    twice = predict(schedule, ranges(1, 1), plain(), transfer(), num_copies=2, num_devices=2)
+    assert twice.makespan == 2 * 2 * 4 * 9 / 2
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(1, 0.0), (2, 20.0), (4, 30.0)])
+def test_copies_reduce_their_gradients_in_a_ring(copies: int, expected: float) -> None:
+    """The rank with most gradients counts; over k copies 2 (k - 1) / k of them pass through each rank."""
+    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0])
+    assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), plain(), links, copies) == pytest.approx(expected)
+
+
+def test_several_pipelines_reduce_too() -> None:
+    schedule = ps.build("dualpipe", 2, 4)
+    told = profile(2, weight=[10.0, 20.0])
+    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0])
+    assert reduce_time(schedule, ranges(1, 1), told, links, 1) == pytest.approx(30.0)
+
+
+def test_tied_weights_travel_with_every_backward() -> None:
+    schedule = ps.build("1f1b", 2, 2)
+    links = transfer(send=1.0, receive=2.0, delay=9.0)
+    without = stage_costs(schedule, ranges(1, 1), plain(), links)
+    tied = stage_costs(schedule, ranges(1, 1), plain(tied=20.0), links)
+    assert [a - b for a, b in zip(tied.b, without.b)] == [2.0, 1.0]
+    more = predict(schedule, ranges(1, 1), plain(tied=20.0), links)
+    assert more.step - more.makespan == 5 + 9
+
+
+def test_memory_follows_the_order_of_the_ops() -> None:
+    F, B, I, W = (ps.Op(kind, 0, 0) for kind in "FBIW")
+    assert peak_bytes([F, F, B, B], [100.0], [40.0]) == 200
+    assert peak_bytes([F, I, F, W, I, W], [100.0], [40.0]) == 140
+    assert peak_bytes([F, I, W], [10.0], [40.0]) == 40  # recompute: I leaves more than F
+
+
+def test_memory_counts_weights_gradients_state_and_messages() -> None:
+    first, second = memory_of(ps.build("1f1b", 2, 4), ranges(1, 1), plain())
+    assert (first.weights, first.gradients, first.state, first.activations) == (10, 10, 20, 200)
+    assert (second.weights, second.gradients, second.state, second.activations) == (20, 20, 40, 60)
+    assert first.messages == second.messages == 4 * 8
+    assert first.total == 10 + 10 + 20 + 200 + 32
+    (alone,) = memory_of(ps.build("1f1b", 1, 4), ranges(2), plain())
+    assert (alone.weights, alone.activations, alone.messages) == (30, 160, 0)
+
+
+def test_a_tied_weight_counts_once_on_one_rank() -> None:
+    (alone,) = memory_of(ps.build("1f1b", 1, 4), ranges(2), plain(tied=6.0))
+    assert (alone.weights, alone.gradients, alone.state) == (24, 24, 48)
+    assert sum(m.weights for m in memory_of(ps.build("1f1b", 2, 4), ranges(1, 1), plain(tied=6.0))) == 30
+
+
+def test_message_times_lie_between_known_sizes() -> None:
+    links = Transfer([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3)
+    assert [links.at("delay", size) for size in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
+    assert (links.latency, links.bandwidth) == (1.0, 6.0)
+    assert transfer(delay=3.0).at("delay", 1e9) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"f": [1.0, -1.0]}, r"f\[1\] is -1.0; give a finite number"),
+        ({"w": [1.0, float("nan")]}, r"w\[1\] is nan"),
+        ({"b": [1.0]}, "b has 1 entries, 2 are needed"),
+        ({"activation": "12"}, "activation is '12'; give a list"),
+        ({"microbatch_size": 0}, "microbatch_size is 0"),
+        ({"op_overhead": {"x": 1.0}}, "no kind 'x'"),
+        ({"transient": float("inf")}, "transient is inf"),
+        ({"layers": []}, "at least one"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(TuneError, match=said):
+        plain(**changes)
+
+
+def test_messages_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(TuneError, match="sizes are"):
+        Transfer([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0])
+    with pytest.raises(TuneError, match="bandwidth is 0"):
+        Transfer.assumed(1.0, 0.0)
+    with pytest.raises(TuneError, match="latency is -1"):
+        Transfer.assumed(-1.0)
+
+
+def test_a_profile_reads_back() -> None:
+    told = plain(op_overhead={"f": 0.5}, tied=3.0)
+    assert Profile.from_json(told.to_json()) == told
+    links = transfer(delay=2.0, step=1.0)
+    assert Transfer.from_json(links.to_json()) == links
+    with pytest.raises(TuneError, match="unknown field 'speed'"):
+        Profile.from_json({**told.to_json(), "speed": 1})
+    with pytest.raises(TuneError, match="field 'held' is missing"):
+        Profile.from_json({name: value for name, value in told.to_json().items() if name != "held"})

@@ -1,0 +1,149 @@
+"""The search against brute force, its limits, and what it leaves out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import penstock as ps
+from penstock.tune.errors import TuneError
+from penstock.tune.predict import Prediction, predict
+from penstock.tune.profile import Profile
+from penstock.tune.search import Candidate, Found, candidates, in_bytes, search
+from penstock.tune.space import ASYNCHRONOUS, Shape, Space, counts, schedules_for
+from tune_models import profile, transfer
+
+pytestmark = pytest.mark.unit
+
+LINKS = transfer(send=0.1, receive=0.2, delay=1.0, reduce=2.0, step=0.5)
+
+
+def everything(space: Space, model: Profile) -> Iterator[tuple[Candidate, Prediction]]:
+    """Every candidate, simulated."""
+    for shape, recompute in itertools.product(space.shapes(), space.recompute):
+        for candidate in candidates(shape, model, recompute, space.schedules):
+            yield candidate, predict(candidate.plan.schedule, candidate.cut, model, LINKS, shape.dp)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limit", [None, 600.0])
+def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> None:
+    space, model = Space(4, 8), profile(9, seed)
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, limit, num_best=6)
+    fits = [(c, p) for c, p in everything(space, model) if limit is None or p.peak_bytes <= limit]
+    for best, kept in ((found.best, fits), (found.best_running, [(c, p) for c, p in fits if c.runs])):
+        expected = sorted((p.step, p.peak_bytes) for _, p in kept)[:6]
+        assert [(r.prediction.step, r.prediction.peak_bytes) for r in best] == expected
+        assert all(r.samples_per_second == 8 / r.prediction.step * 1e3 for r in best)
+    assert found.num_tried == len(list(everything(space, model)))
+    assert found.num_tried - found.num_too_large == len(fits)
+
+
+def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
+    model = profile(8, 3)
+    found = search(Space(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), num_best=5)
+    for ranked in found.best:
+        candidate = ranked.candidate
+        stages = range(len(candidate.cut))
+        rows = {row: [sum(getattr(model, row)[layer] for layer in candidate.cut[s]) for s in stages]
+                for row in ("f", "f_split", "b", "i", "w")}  # fmt: skip
+        halved = {op.stage for row in candidate.plan.schedule.order for op in row if op.kind == "I"}
+        forward = [rows["f_split" if s in halved else "f"][s] for s in stages]
+        costs = ps.Costs(f=forward, i=rows["i"], w=rows["w"], b=rows["b"])
+        assert ranked.prediction.makespan == ps.simulate(candidate.plan.schedule, costs).makespan
+
+
+def test_an_impossible_limit_says_the_least_and_for_what() -> None:
+    space, model = Space(2, 4), profile(6)
+    smallest = min(p.peak_bytes for _, p in everything(space, model))
+    with pytest.raises(TuneError, match=r"nothing fits in 1 bytes a rank; the least is (.*), for .*pp 2") as told:
+        search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=1.0)
+    assert in_bytes(smallest) in str(told.value)
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=smallest)
+    assert found.best[0].prediction.peak_bytes == smallest
+
+
+def test_an_interrupt_gives_the_best_so_far() -> None:
+    model, seen = profile(6), []
+
+    def stop(found: Found) -> None:
+        seen.append(found.num_tried)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    found = search(Space(2, 4), lambda shape, again: model, lambda shape: LINKS, progress=stop)
+    assert found.interrupted
+    assert found.num_tried == 5
+    assert found.best
+
+
+def test_an_interrupt_before_anything_was_found_goes_on_up() -> None:
+    def stop(shape: Shape, recompute: bool) -> Profile:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Space(2, 4), stop, lambda shape: LINKS)
+
+
+def test_shapes_divide_the_batch_and_fit_the_ranks() -> None:
+    shapes = Space(6, 12).shapes()
+    assert {shape.pp for shape in shapes} == {1, 2, 3, 4, 6}
+    for shape in shapes:
+        assert shape.pp * shape.dp <= 6
+        assert shape.dp * shape.microbatch_size * shape.num_microbatches == 12
+    assert Space(4, 8, pp=[2], dp=[1], microbatch_sizes=[4]).shapes() == [Shape(2, 1, 4, 2)]
+    assert counts(6) == [1, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [Space(2, 8, pp=[3]), Space(4, 8, dp=[3]), Space(4, 8, microbatch_sizes=[3]), Space(2, 8, pp=[2], dp=[2])],
+)
+def test_a_space_with_nothing_in_it_is_refused(space: Space) -> None:
+    with pytest.raises(TuneError, match="no way to spread the batch is left"):
+        space.shapes()
+
+
+def test_values_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(TuneError, match="num devices is 0"):
+        Space(0, 8)
+    with pytest.raises(TuneError, match="pp 0; give whole numbers"):
+        Space(2, 8, pp=[0])
+    with pytest.raises(ps.ScheduleError, match="did you mean"):
+        Space(2, 8, schedules=["zbv"])
+    with pytest.raises(TuneError, match="never flushes"):
+        Space(2, 8, schedules=[ASYNCHRONOUS[0]])
+
+
+def test_a_schedule_that_accepts_none_of_the_counts_is_told() -> None:
+    model = profile(6)
+    with pytest.raises(TuneError, match="no schedule of interleaved-1f1b accepts"):
+        search(Space(4, 3, pp=[4], schedules=["interleaved-1f1b"]), lambda shape, again: model, lambda shape: LINKS)
+
+
+def test_each_order_is_tried_once_and_no_run_without_end() -> None:
+    plans = schedules_for(4, 8, num_layers=40)
+    keys = [(plan.schedule.placement, plan.schedule.order) for plan in plans]
+    assert len(keys) == len(set(keys))
+    assert {plan.name for plan in plans} >= {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v"}
+    assert not {plan.name for plan in plans} & {*ASYNCHRONOUS, "mllm"}
+    stages = [plan.schedule.num_stages for plan in plans if plan.name == "interleaved-1f1b"]
+    assert stages == [8, 12, 16]
+    assert all(plan.schedule.num_stages <= 9 for plan in schedules_for(4, 8, num_layers=9))
+    assert all(plan.schedule.num_stages == 1 for plan in schedules_for(1, 8, num_layers=9))
+
+
+def test_layers_are_cut_by_what_they_cost() -> None:
+    model = profile(5, f=[1.0, 1.0, 1.0, 1.0, 8.0], b=[2.0, 2.0, 2.0, 2.0, 16.0])
+    for candidate in candidates(Shape(2, 1, 1, 4), model, False, ["1f1b"]):
+        assert [len(layers) for layers in candidate.cut] == [4, 1]
+    assert list(candidates(Shape(8, 1, 1, 4), model, False)) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(12, "12 bytes"), (2048, "2 KiB"), (3.5 * 2**20, "3.5 MiB"), (1020 * 2**30, "1020 GiB")]
+)
+def test_bytes_are_shown_for_people(value: float, shown: str) -> None:
+    assert in_bytes(value) == shown
