@@ -122,11 +122,6 @@ class Separation:
                     best = makespan, rows
         return None if best is None else best[1]
 
-    def filled_lazily(self, split: set[int], durations: list[float], horizon: float) -> list[list[Op]]:
-        """The order with the weight halves of `split` in bubbles alone, where nothing starts later than it must
-        for an end by `horizon` (ms); those that find no bubble come last."""
-        return Filling(self, split, durations, horizon, eager=False).run()[1]
-
     def _split_what_blocks(self) -> tuple[set[int], list[float], float]:
         """The backwards behind the bubbles, the durations without their W, and the makespan with these."""
         net, graph = self._net, self._net.graph

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 
 from penstock.cost import CostError, Costs, Links
-from penstock.passes.network import memory_of, network
-from penstock.passes.separate import Separation
 from penstock.plan.warmup import adapted_warmups
-from penstock.schedule import Op, Schedule, ScheduleError, check, one_to_one
-from penstock.simulate import simulate
+from penstock.program import Program, Rules
+from penstock.schedule import Schedule, ScheduleError, one_to_one
 
 
 class Rule(StrEnum):
@@ -48,7 +45,7 @@ def slow_link_schedule(
       F that feeds the stage below waits for both: that lowers what a link tolerates below (slack - 1) t.
     - "alternate": one I, then one F, in strict turn. Theorem 1 holds for this rule: a link tolerates exactly
       (slack - 1) t where all ops take t; past that each ms costs 2 N / (slack + 1), as the paper's proof gives it
-      (the theorem states N / (slack - 1)). Its F and I are as in the run without W; the W lie in what is idle then.
+      (the theorem states N / (slack - 1)).
 
     Corrections to Algorithms 3 and 4: time goes from event to event instead of by steps of a fixed size; an op is
     ready when the one it waits for has ended and its message has arrived (not a delay after that one's start);
@@ -70,14 +67,19 @@ def slow_link_schedule(
     links = links or Links()
     links.check_ranks(costs.num_stages)
     counts = _counts(costs, num_microbatches, links, warmup, memory_limit)
-    name = "slow-links" if chosen is Rule.PRIORITY else "slow-links-alternate"
-    alternating = _alternating(name, costs.num_stages, num_microbatches, counts)
     if chosen is Rule.PRIORITY:
-        result = _by_priority(alternating, costs, links, counts, memory_limit)
+        rules = Rules("backward-first", warmup=counts, memory_limit=memory_limit)
     else:
-        result = _in_turn(alternating, costs, links, memory_limit)
-    check(result)
-    return result
+        rules = Rules("interleaved", strict=True, warmup=counts, memory_limit=memory_limit)
+    return Program(
+        one_to_one(costs.num_stages),
+        num_microbatches,
+        rules,
+        split=True,
+        costs=costs,
+        links=links,
+        name="slow-links" if chosen is Rule.PRIORITY else "slow-links-alternate",
+    ).build()
 
 
 def _rule(value: Rule | str) -> Rule:
@@ -136,62 +138,3 @@ def _most_in_flight(costs: Costs, num_microbatches: int, memory_limit: float | S
             raise CostError(f"rank {stage}: memory_limit {limit:g} has no room for one forward, which keeps {kept:g}")
         most.append(num_microbatches if kept == 0 else math.floor(min(limit / kept + 1e-9, num_microbatches)))
     return most
-
-
-def _alternating(name: str, num_stages: int, num_microbatches: int, counts: Sequence[int]) -> Schedule:
-    """The warm-up forwards, then one whole backward and one forward in turn."""
-    rows = []
-    for stage, count in enumerate(counts):
-        row = [Op("F", stage, m) for m in range(count)]
-        for m in range(num_microbatches):
-            row.append(Op("B", stage, m))
-            if count + m < num_microbatches:
-                row.append(Op("F", stage, count + m))
-        rows.append(row)
-    return Schedule.of(name, one_to_one(num_stages), rows, num_microbatches)
-
-
-def _by_priority(
-    alternating: Schedule,
-    costs: Costs,
-    links: Links,
-    counts: Sequence[int],
-    memory_limit: float | Sequence[float] | None,
-) -> Schedule:
-    """Runs the decision core over the delays and keeps the order in which the ops ran."""
-    split = replace(
-        alternating,
-        order=tuple(
-            tuple(part for op in row for part in (_halves(op) if op.kind == "B" else (op,)))
-            for row in alternating.order
-        ),
-    )
-    held = [alternating.num_microbatches * costs.memory_change("F", stage) for stage in range(costs.num_stages)]
-    return simulate(
-        split,
-        costs,
-        links=links,
-        dispatch="dynamic",
-        max_held=held if memory_limit is None else memory_limit,
-        warmup=counts,
-    ).executed()
-
-
-def _halves(op: Op) -> tuple[Op, Op]:
-    return Op("I", op.stage, op.microbatch), Op("W", op.stage, op.microbatch)
-
-
-def _in_turn(
-    alternating: Schedule, costs: Costs, links: Links, memory_limit: float | Sequence[float] | None
-) -> Schedule:
-    """Keeps F and I in strict turn and lays W where they leave a rank idle."""
-    net = network(alternating, costs, links)
-    split = {node for node, op in enumerate(net.graph.ops) if op.kind == "B"}
-    durations = [
-        costs.duration("I", net.graph.ops[node].stage) if node in split else duration
-        for node, duration in enumerate(net.durations)
-    ]
-    _, least = net.earliest(durations)
-    memory = memory_of(alternating, net.graph, costs, memory_limit)
-    rows = Separation(alternating, costs, net, memory).filled_lazily(split, durations, least)
-    return replace(alternating, order=tuple(map(tuple, rows)))
