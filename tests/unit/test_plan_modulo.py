@@ -10,10 +10,12 @@ import pytest
 
 import penstock as ps
 from penstock.plan import plan as planner
+from penstock.plan.limits import limits_of
 from penstock.plan.modulo import ROUNDED_UNITS, find_repetends, units_of
 from penstock.plan.progress import Progress
 from penstock.plan.repetend import Block, Flow, Need, Repetend, makespan, peaks, retimed
 from penstock.plan.repetend_bound import flow_bound, follows
+from penstock.plan.repetend_flow import placed_flow
 from penstock.plan.repetend_plan import plan_shared
 from penstock.plan.repetend_rounds import rounds
 
@@ -177,6 +179,15 @@ def test_ends_are_shortened() -> None:
     assert [step.value for step in steps] == sorted((step.value for step in steps), reverse=True)
     assert plan.makespan == steps[-1].value < next(step.value for step in steps if step.how == "repetend")
     assert plan.how == steps[-1].how == "ends"
+
+
+def test_ops_that_take_no_time_find_their_place() -> None:
+    costs = ps.Costs(f=[1, 0, 2, 0, 1], i=[0, 3, 0, 1, 0], w=[0, 0, 1, 0, 0])
+    placement = shared_ends(3)
+    plan = plan_shared(costs, 3, 2, placement=placement, time_limit=5)
+    limits = limits_of(costs, placement, 3, None, None, split=True)
+    flow = placed_flow(costs, placement, 2, ps.Links(), limits, split=True).flow
+    assert plan.makespan == optimum(flow, 2)
 
 
 @pytest.mark.parametrize("nth", [2, 3, 5])

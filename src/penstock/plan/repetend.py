@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from penstock.schedule import ScheduleError
 
+_SLACK = 1e-9
+
 
 class Need(NamedTuple):
     """A block waits for `block` (its place in the list) to end, and `delay` ms more for the message."""
@@ -161,21 +163,27 @@ class Repetend:
         """
         size = len(counts)
         copies = len(self.starts) // size
-        places = [
-            (start + turn * self.period, block)
+        places = sorted(
+            start_order(self.flow, block, turn, start + turn * self.period)
             for block, start in enumerate(self.starts)
             for turn in range(-(-counts[block % size] // copies))
-        ]
-        # Blocks that take no time start together with what needs them; their place in the flow decides.
-        places.sort()
+        )
         run = [0] * size
         sequence = []
-        for _, copy_of in places:
+        for _, _, copy_of, _ in places:
             block = copy_of % size
             if run[block] < counts[block]:
                 sequence.append((block, run[block]))
                 run[block] += 1
         return sequence
+
+
+def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float, bool, int, int]:
+    """What to sort ops by, to have them in the order of their starts, those that take no time before the others.
+
+    Of those that take no time the one that is needed comes first, as it does in the flow.
+    """
+    return start, flow.blocks[block].duration > 0, block, turn
 
 
 def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[Instance]:
@@ -211,3 +219,8 @@ def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
             most[rank] = max(most[rank], held[rank])
             held[rank] -= block.releases
     return most
+
+
+def fits(flow: Flow, sequence: Sequence[tuple[int, int]], caps: Sequence[float]) -> bool:
+    """Whether no rank holds more than its cap in the order of `sequence`."""
+    return all(peak <= cap * (1 + _SLACK) for peak, cap in zip(peaks(flow, sequence), caps, strict=True))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.plan.modulo import Units, cp_sat, memory_unit, solve
-from penstock.plan.repetend import Flow, Instance, makespan, retimed
+from penstock.plan.repetend import Flow, Instance, fits, makespan, retimed, start_order
 
 _FIRST_WINDOW, _LARGEST_WINDOW = 64, 384
 _SLICE = 2.0
@@ -55,8 +55,11 @@ def shortened(
             window = _Window(flow, units, timed, first, first + size, caps)
             order = window.solved(min(left, _SLICE), best, lower_bound, seed, num_workers)
             if order is not None:
-                candidate = sorted(retimed(flow, order), key=lambda one: (one.start, one.block, one.turn))
+                candidate = sorted(retimed(flow, order), key=lambda one: start_order(flow, *one))
                 value = makespan(flow, candidate)
+                # Ops that take no time can change places with others that start when they do.
+                if not fits(flow, [(one.block, one.turn) for one in candidate], caps):
+                    continue
                 if value < best:
                     improved = True
                     found(candidate)
@@ -152,8 +155,7 @@ class _Window:
             if earlier is not None:
                 model.add(starts[k] >= starts[earlier] + length)
             for rank in blocks[one.block].ranks:
-                if length > 0:
-                    rows[rank].append(model.new_fixed_size_interval_var(starts[k], length, ""))
+                rows[rank].append(model.new_fixed_size_interval_var(starts[k], length, ""))
         for row in rows:
             model.add_no_overlap(row)
         self._limit(model, starts)
@@ -162,10 +164,12 @@ class _Window:
         status, value = solve(model, seconds, seed=seed, num_workers=num_workers)
         if status not in (cp.OPTIMAL, cp.FEASIBLE):
             return None
-        order = sorted((value(starts[k]), one.block, one.turn) for k, one in enumerate(self.freed))
+        order = sorted(
+            (start_order(self.flow, one.block, one.turn, value(starts[k])) for k, one in enumerate(self.freed))
+        )
         return [
             *((one.block, one.turn) for one in self.before),
-            *((block, turn) for _, block, turn in order),
+            *((block, turn) for _, _, block, turn in order),
             *((one.block, one.turn) for one in self.after),
         ]
 

@@ -21,7 +21,7 @@ from penstock.plan.limits import limits_of
 from penstock.plan.modulo import cp_sat, find_repetends, units_of
 from penstock.plan.plan import Plan
 from penstock.plan.progress import Progress
-from penstock.plan.repetend import Flow, Instance, Repetend, makespan, peaks, retimed
+from penstock.plan.repetend import Flow, Instance, Repetend, fits, makespan, peaks, retimed
 from penstock.plan.repetend_bound import flow_bound
 from penstock.plan.repetend_ends import shortened
 from penstock.plan.repetend_flow import placed_flow
@@ -149,7 +149,7 @@ class _Search:
     def consider_repetend(self, repetend: Repetend) -> bool:
         """The same for a steady state; says whether better ones are wanted."""
         sequence = repetend.sequence(self.counts)
-        if all(p <= cap * (1 + _SLACK) for p, cap in zip(peaks(self.flow, sequence), self.caps, strict=True)):
+        if fits(self.flow, sequence, self.caps):
             timed = retimed(self.flow, sequence)
             if repetend.flow == self.flow and makespan(self.flow, timed) < self.makespan:
                 self.repetend = repetend
