@@ -115,7 +115,7 @@ def test_forward_only_and_registered_kinds_have_colours() -> None:
     assert rgb(shade("X")) == rgb(shade("nothing"))
 
 
-@pytest.mark.parametrize("kind", ["F", "B", "I", "W", "U", "X"])
+@pytest.mark.parametrize("kind", ["F", "R", "B", "I", "W", "U", "X"])
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
 def test_text_reads_on_every_shade(kind: str, chunk: int) -> None:
     def luminance(color: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 KINDS = {
     "F": ("forward", "#2f6db5"),
+    "R": ("recompute", "#1d4468"),
     "B": ("backward", "#c4552d"),
     "I": ("input gradient", "#eb9a2d"),
     "W": ("weight gradient", "#2ba587"),

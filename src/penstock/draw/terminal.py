@@ -28,13 +28,14 @@ RESET = "\x1b[0m"
 # The palette in the 256 colours that terminals share, dark to light: a rank's later stages are lighter.
 SHADES = {
     "F": (25, 68, 110, 153),
+    "R": (24, 67, 109, 152),
     "B": (166, 173, 180, 223),
     "I": (214, 215, 222, 230),
     "W": (36, 79, 115, 158),
     "U": (97, 140, 183, 225),
 }
 OTHER_SHADES = (243, 247, 251, 254)
-DARK_SHADES = {25, 166, 97, 243}
+DARK_SHADES = {24, 25, 166, 97, 243}
 DARK, LIGHT, EDGE = 16, 231, 236
 
 

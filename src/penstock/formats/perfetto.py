@@ -20,13 +20,21 @@ COMPUTE_TRACK = 1
 FIRST_LINK_TRACK = 10
 CHROME_COLORS = {
     "F": "thread_state_running",
+    "R": "thread_state_runnable",
     "B": "thread_state_uninterruptible",
     "I": "thread_state_iowait",
     "W": "good",
     "U": "generic_work",
 }
 """Colour names that chrome://tracing knows; other viewers pass over them."""
-KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
+KIND_NAMES = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "update",
+}
 
 Event = dict[str, Any]
 
