@@ -16,6 +16,7 @@ from penstock.cost import CostError, Costs
 FORMAT, VERSION = "penstock-costs", 1
 
 _ROWS = ("f", "i", "w", "b", "activation")
+_SHARES = ("freed_by_input", "kept_by_recompute")
 
 
 def costs_from_json(text: str, num_stages: int) -> Costs:
@@ -29,17 +30,20 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
     version = value.get("version", VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
         raise CostError(f"version is {version!r}: this Penstock reads up to {VERSION}")
-    if unknown := sorted(set(value) - {*_ROWS, "freed_by_input", "format", "version"}):
-        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join(_ROWS)} and freed_by_input")
+    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "format", "version"}):
+        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))} and other")
     if missing := [name for name in ("f", "i", "w") if name not in value]:
         raise CostError(f"field {missing[0]!r} is missing: f, i and w are needed")
     rows: dict[str, Any] = {name: _row(name, value[name], num_stages) for name in _ROWS if name in value}
-    if "freed_by_input" not in value:
-        return Costs(**rows)
-    share = value["freed_by_input"]
-    if isinstance(share, bool):
-        raise CostError("freed_by_input is a yes or no: give a share from 0 to 1")
-    return Costs(**rows, freed_by_input=share)
+    for name in _SHARES:
+        if isinstance(value.get(name), bool):
+            raise CostError(f"{name} is a yes or no: give a share from 0 to 1")
+    other = value.get("other", {})
+    if not isinstance(other, dict) or not all(
+        isinstance(ms, int | float) and ms is not True for ms in other.values()
+    ):
+        raise CostError("field 'other': expected the milliseconds of each registered kind, like {\"GATHER\": 2.5}")
+    return Costs(**rows, **{name: value[name] for name in _SHARES if name in value}, other=other)
 
 
 def load_costs(path: str | Path, num_stages: int) -> Costs:

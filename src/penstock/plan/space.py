@@ -156,7 +156,7 @@ def search_space(
         if progress is not None:
             progress(number + 1, len(points))
     tried = len(points)
-    if V in layouts and (shapes is None or V in shapes) and split and memory_limit is not None:
+    if V in layouts and (shapes is None or V in shapes) and split and memory_limit is not None and not shared_ends:
         program = Program(layouts[V], num_microbatches, Rules(), split, fold(costs, 2 * num_ranks), links, name=V)
         if V not in best or best[V].makespan > _least(program):
             tried += _try_constructed(program, memory_limit, best)
