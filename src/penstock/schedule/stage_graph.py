@@ -71,7 +71,8 @@ class Registered:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.kind) or self.kind in BUILT_IN:
             raise ScheduleError(
-                f"op kind {self.kind!r}: give an upper-case letter or word (of three letters or more), other than {', '.join(BUILT_IN)}",
+                f"op kind {self.kind!r}: give an upper-case letter or word (of three letters or more), "
+                f"other than {', '.join(BUILT_IN)}",
                 rule="kind",
             )
         if self.num_ops < 1:
