@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,9 +19,8 @@ from penstock.schedule import one_to_one, v_shape
 def family(num_ranks: int, seed: int) -> tuple[ps.Costs, ps.Links]:
     """Uneven stages and one slow link."""
     draw = np.random.default_rng(seed)
-    costs = ps.Costs(
-        draw.uniform(90, 110, num_ranks), draw.uniform(90, 130, num_ranks), draw.uniform(70, 110, num_ranks)
-    )
+    f, i, w = (draw.uniform(*ends, num_ranks).tolist() for ends in ((90, 110), (90, 130), (70, 110)))
+    costs = ps.Costs(f, i, w)
     rank = int(draw.integers(num_ranks - 1))
     return costs, ps.Links({(rank, rank + 1): float(draw.uniform(100, 300))})
 
@@ -138,7 +138,7 @@ def test_progress_is_told_and_what_it_raises_is_not_swallowed() -> None:
     ps.plan(costs, 4, 12, links, max_in_flight=4, time_limit=0.3, progress=seen.append)
     assert seen
     assert seen[0].how == "greedy"
-    assert all(later.value <= earlier.value for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.value <= earlier.value for earlier, later in itertools.pairwise(seen))
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:

@@ -82,17 +82,12 @@ def plan(
     limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
     from penstock.plan.bounds import jackson_bound  # here, so that `import penstock` stays light
     from penstock.plan.problem import pose
-    from penstock.plan.search import Search, Space, greedy, justified
+    from penstock.plan.search import Search
+    from penstock.plan.steps import run
 
     problem = pose(costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, split)
     search = Search(problem, jackson_bound(problem), seed, stop_at_gap, on_progress=progress, began=began)
-    space = Space(problem)
-    try:
-        greedy(search, space)
-        justified(search, space, time_limit)
-    except KeyboardInterrupt:
-        if search.row is None:
-            raise
+    run(search, float(time_limit))
     schedule = problem.schedule(search.row, "plan", limits.in_flight)
     check(schedule)
     timeline = simulate(schedule, costs, links=links)

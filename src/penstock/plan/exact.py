@@ -1,0 +1,166 @@
+"""Exact solving by CP-SAT (ortools, extra `exact`): up to about 800 ops it often proves the best schedule.
+
+An interval an op, no overlap on a rank, each queue in order (without loss of generality, see `problem`). Where a
+rank hosts one stage and its memory is freed at one op alone, the cap M is one more precedence: F(j + M) after the
+W (or B) of j. Where I frees a part of it, or a rank hosts several stages, memory is a cumulative constraint. Starts
+lie between heads and the horizon less tails.
+
+The solver is not asked for the least makespan but, for one horizon after another, whether any schedule ends by then:
+narrow windows make both answers come sooner. Times are rounded down to a ten-millionth of the horizon, so that a no
+holds for the true times too; the orders found are timed again with those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.plan.bounds import heads_and_tails
+from penstock.plan.problem import Array, Problem
+from penstock.plan.search import Search, time_of
+
+MOST_OPS = 800
+"""Above this CP-SAT finds and proves nothing that is worth its time."""
+
+_STEPS = 10_000_000
+_MEMORY_STEPS = 1_000_000
+_ROUNDING = 1e-9
+_FIRST_SHARE = 0.005
+"""How far below the best the first horizon lies: refuted, it proves that gap."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether a schedule within the horizon is there: its order, or None with whether that was proved."""
+
+    row: Array | None
+    refuted: bool
+
+
+def available() -> bool:
+    """Whether ortools is there."""
+    import importlib.util
+
+    return importlib.util.find_spec("ortools") is not None
+
+
+def solve(search: Search, until: float) -> None:
+    """Closes in on the best makespan from both sides, until `until` (seconds since the search began).
+
+    Each question is whether some schedule ends by a horizon between bound and best: a yes is a better schedule, a
+    no a better bound. A horizon near the best is asked first; where that takes too long, lower ones, which are
+    refuted sooner.
+    """
+    share, seed = _FIRST_SHARE, search.seed
+    while not search.closed and search.seconds < until:
+        horizon = max(search.value / (1 + share), search.lower_bound * (1 + 1e-9))
+        left = until - search.seconds
+        answer = within(search.problem, horizon, min(left, max(0.5, left / 2)), seed)
+        seed += 1
+        if answer.row is not None:
+            search.take(time_of(search.problem, answer.row), answer.row, "exact")
+        elif answer.refuted:
+            search.lower_bound = max(search.lower_bound, min(horizon, search.value))
+            share = max(search.stop_at_gap, share / 4) * (1 - 1e-6)
+        else:
+            share = min(2 * share, 0.6 * (search.value / search.lower_bound - 1))
+        search.report("exact")
+
+
+def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_workers: int = 2) -> Answer:
+    """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`."""
+    from ortools.sat.python import cp_model
+
+    queues = problem.queues
+    unit = horizon / _STEPS
+    model: Any = cp_model.CpModel()
+    head, tail = heads_and_tails(problem)
+    duration = [math.floor(d / unit) for d in queues.duration]
+    starts: list[list[Any]] = []
+    for q in range(len(queues.rank)):
+        first, size = int(queues.op_first[q]), int(queues.size[q])
+        mine = []
+        for j in range(size):
+            earliest = math.floor(head[first + j] / unit * (1 - _ROUNDING))
+            latest = _STEPS - duration[q] - math.floor(tail[first + size - 1 - j] / unit * (1 - _ROUNDING))
+            if latest < earliest:
+                return Answer(None, refuted=True)
+            mine.append(model.new_int_var(earliest, latest, ""))
+        starts.append(mine)
+    for q in range(len(queues.rank)):
+        message, local = int(queues.message_from[q]), int(queues.local_from[q])
+        for j, begin in enumerate(starts[q]):
+            if j:
+                model.add(begin >= starts[q][j - 1] + duration[q])
+            if message >= 0:
+                model.add(begin >= starts[message][j] + duration[message] + math.floor(queues.delay[q] / unit))
+            if local >= 0:
+                model.add(begin >= starts[local][j] + duration[local])
+    exact = True
+    for r in range(queues.num_ranks):
+        mine_queues = range(queues.rank_first[r], queues.rank_first[r + 1])
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(begin, duration[q], "") for q in mine_queues for begin in starts[q]]
+        )
+        exact = _memory(model, problem, r, starts, duration) and exact
+    solver: Any = cp_model.CpSolver()
+    parameters = solver.parameters
+    parameters.max_time_in_seconds = max(seconds, 0.01)
+    parameters.num_workers = num_workers
+    parameters.random_seed = seed
+    # Learning clauses from the order of ops refutes in seconds what linear relaxations never do.
+    parameters.subsolvers.extend(["no_lp", "quick_restart_no_lp"])
+    parameters.use_dynamic_precedence_in_disjunctive = True
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return Answer(None, refuted=exact)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, refuted=False)
+    row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
+    return Answer(row if time_of(problem, row) >= 0 else None, refuted=False)
+
+
+def _memory(model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int]) -> bool:
+    """Caps what rank r holds; returns whether that was said without rounding (else a no proves nothing)."""
+    queues = problem.queues
+    cap = float(queues.cap[r])
+    mine = [q for q in range(queues.rank_first[r], queues.rank_first[r + 1]) if queues.size[q] > 0]
+    takers = [q for q in mine if queues.memory[q] > 0]
+    if math.isinf(cap) or sum(float(queues.memory[q]) * int(queues.size[q]) for q in takers) <= cap:
+        return True
+    givers = [q for q in mine if queues.memory[q] < 0]
+    if len(takers) == 1 and len(givers) == 1:
+        f, w = takers[0], givers[0]
+        room = math.floor(cap / float(queues.memory[f]) * (1 + 1e-9))
+        for j in range(room, len(starts[f])):
+            model.add(starts[f][j] >= starts[w][j - room] + duration[w])
+        return True
+    scale = _MEMORY_STEPS / cap
+    demands, intervals, exact = [], [], True
+    for q in givers:
+        f = next(
+            f for f in takers if (problem.stage[f], queues.pipeline[f]) == (problem.stage[q], queues.pipeline[q])
+        )
+        demand = -float(queues.memory[q]) * scale
+        whole = math.ceil(demand - 1e-6)
+        exact = exact and abs(whole - demand) < 1e-6
+        for begin, last in zip(starts[f], starts[q], strict=True):
+            length = model.new_int_var(0, 2 * _STEPS, "")
+            finish = last + duration[q]
+            intervals.append(model.new_interval_var(begin, length, finish, ""))
+            demands.append(whole)
+    model.add_cumulative(intervals, demands, _MEMORY_STEPS)
+    return exact
+
+
+def _row_of(problem: Problem, starts: list[list[int]]) -> Array:
+    """Queue ids by start, rank after rank; ops that start together (of no length) in queue order."""
+    queues = problem.queues
+    row: list[int] = []
+    for r in range(queues.num_ranks):
+        mine = range(queues.rank_first[r], queues.rank_first[r + 1])
+        row += [q for _, _, q in sorted((begin, j, q) for q in mine for j, begin in enumerate(starts[q]))]
+    return np.array(row, np.int64)
