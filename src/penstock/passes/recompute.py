@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph, lower
-from penstock.passes.network import Memory, check_costs, memory_of
+from penstock.passes.memory import Memory, memory_of
+from penstock.passes.network import check_costs
 from penstock.schedule import Op, Schedule, ScheduleError, check
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
-from penstock.passes.network import check_fits, memory_of, network
+from penstock.passes.memory import check_fits, memory_of
+from penstock.passes.network import network
 from penstock.passes.separate import Separation
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.simulate import simulate

@@ -6,8 +6,9 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
+from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.merge import merged
-from penstock.passes.network import Memory, Network, check_fits, memory_of, network
+from penstock.passes.network import Network, network
 from penstock.schedule import Op, Schedule, check
 
 _HORIZONS = 4

@@ -1,0 +1,91 @@
+"""What a schedule's ops hold on each rank, beside what they may hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from penstock.cost import Costs
+from penstock.dispatch import Graph
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.untimed import activations_added
+from penstock.simulate.simulate import memory_changes
+
+_EPSILON = 1e-9
+"""Relative slack in comparisons of sums of floats."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What ops do to the activations a rank holds, and how many it may hold.
+
+    Attributes:
+        change: per op number, in the units of the costs: above 0 held from its start, below 0 freed at its end.
+        count: per op number, the same in stage activations, as `check` counts them.
+        caps: per rank, in the units of the costs; inf for no limit.
+        max_count: most stage activations a rank may hold from F to B or W: the schedule's own limit, or inf.
+    """
+
+    change: list[float]
+    count: list[int]
+    caps: list[float]
+    max_count: float
+
+    def levels(self, graph: Graph, rank: int) -> list[float]:
+        """What `rank` holds from the start of each op of its row (those that free: after their end)."""
+        return list(accumulate(self.change[graph.first[rank] : graph.first[rank + 1]]))
+
+    def room(self, rank: int) -> float:
+        """The cap with a little slack for sums of floats."""
+        return self.caps[rank] * (1 + _EPSILON)
+
+
+def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: float | Sequence[float] | None) -> Memory:
+    """The memory of a schedule under a limit, and under its own.
+
+    Args:
+        memory_limit: in the units of the costs' activations, one for all ranks or one a rank; None for none.
+
+    Raises:
+        ScheduleError: limits of the wrong number, or below 0.
+    """
+    most = math.inf if schedule.memory_limit is None else schedule.memory_limit
+    again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
+    count = [activations_added(op, again) for op in graph.ops]
+    return Memory(memory_changes(graph, costs), count, _caps(schedule, memory_limit), most)
+
+
+def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> None:
+    """Raises ScheduleError where the schedule as it is holds more than it may."""
+    for rank in range(graph.num_ranks):
+        for step, level in enumerate(memory.levels(graph, rank)):
+            if level > memory.room(rank):
+                op = schedule.order[rank][step]
+                raise ScheduleError(
+                    f"rank {rank}, step {step}, {op.short()} of stage {op.stage}: the rank would hold {level:g}, the "
+                    f"limit is {memory.caps[rank]:g} (rule: memory); {hint}",
+                    rule="memory",
+                    rank=rank,
+                    step=step,
+                    op=op,
+                )
+
+
+def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> list[float]:
+    if memory_limit is None:
+        return [math.inf] * schedule.num_ranks
+    given = [memory_limit] * schedule.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
+    if len(given) != schedule.num_ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(given)} entries, one a rank is needed: {schedule.num_ranks}", rule="memory"
+        )
+    for rank, cap in enumerate(given):
+        if not cap >= 0:
+            raise ScheduleError(
+                f"rank {rank}: the memory limit is {cap}: give a number of at least 0, or None",
+                rule="memory",
+                rank=rank,
+            )
+    return [float(cap) for cap in given]
