@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,17 @@ class NewOp:
             )
         for key, count in [*self.after.items(), *self.before.items()]:
             if not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"op kind {self.kind}: {key} goes in groups of {count!r}: give at least 1")
+                raise ScheduleError(
+                    f"op kind {self.kind}: {key} goes in groups of {count!r}: give at least 1", rule="dependencies"
+                )
+        if self.num_ops is not None and (not isinstance(self.num_ops, int) or self.num_ops < 1):
+            raise ScheduleError(f"op kind {self.kind} has {self.num_ops!r} ops: give at least 1", rule="kind")
+        if not 0 <= self.time < math.inf or not math.isfinite(self.memory):
+            raise ScheduleError(
+                f"op kind {self.kind} takes {self.time} ms and {self.memory} of memory: give finite numbers, "
+                "milliseconds of at least 0",
+                rule="kind",
+            )
 
 
 @dataclass(frozen=True)
@@ -76,4 +87,12 @@ class Branch:
             raise ScheduleError(
                 f"a branch has {self.placement.num_pipelines} pipelines; lay it over its ranks in one",
                 rule="placement",
+            )
+        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"a branch has {self.num_microbatches!r} microbatches: give at least 1", rule="options"
+            )
+        if isinstance(self.feeds, str):
+            raise ScheduleError(
+                f"feeds is {self.feeds!r}: give a tuple of branches, ({self.feeds!r},)", rule="stages"
             )

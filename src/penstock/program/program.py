@@ -11,9 +11,12 @@ Functions of the user's make it run uncompiled; nothing else changes.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
 from penstock.cost import Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
@@ -59,24 +62,40 @@ class Program:
     name: str = "program"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+        if not isinstance(self.placement, Placement):
             raise ScheduleError(
-                f"a program of {self.num_microbatches!r} microbatches: give at least 1", rule="options"
+                f"the placement is {reprlib.repr(self.placement)}: give one of ps.placements, or a ps.Placement",
+                rule="placement",
+            )
+        if not _is_count(self.num_microbatches):
+            raise ScheduleError(
+                f"a program of {self.num_microbatches!r} microbatches: give a whole number of at least 1",
+                rule="options",
             )
         check_all_used(self.placement)
-        named = list(self.rules) if isinstance(self.rules, Mapping) else []
-        if unknown := [rank for rank in named if not (isinstance(rank, int) and 0 <= rank < self.num_ranks)]:
+        by_rank = dict(self.rules) if isinstance(self.rules, Mapping) else {0: self.rules}
+        if unknown := [rank for rank in by_rank if not (isinstance(rank, int) and 0 <= rank < self.num_ranks)]:
             raise ScheduleError(
                 f"rules are given for rank {unknown[0]!r}; ranks go from 0 to {self.num_ranks - 1}", rule="rules"
             )
+        for rank, rules in by_rank.items():
+            if not isinstance(rules, Rules):
+                raise ScheduleError(
+                    f"the rules of rank {rank} are {reprlib.repr(rules)}: give ps.Rules", rule="rules"
+                )
+            rules.check_stages(self.num_stages)
         if self.pipelines is not None:
-            wrong = [k for k in self.pipelines if not 0 <= k < self.placement.num_pipelines]
+            wrong = [k for k in self.pipelines if k not in range(self.placement.num_pipelines)]
             if len(self.pipelines) != self.num_microbatches or wrong:
                 raise ScheduleError(
                     f"pipelines is {list(self.pipelines)}: give each of the {self.num_microbatches} microbatches one "
                     f"from 0 to {self.placement.num_pipelines - 1}",
                     rule="placement",
                 )
+        if self.stages is not None and self.stages.num_stages != self.num_stages:
+            raise ScheduleError(
+                f"the stage graph has {self.stages.num_stages} stages, the placement {self.num_stages}", rule="stages"
+            )
 
     @classmethod
     def of_branches(
@@ -94,7 +113,10 @@ class Program:
         Each branch has ranks, rules and microbatches of its own. Raises ScheduleError where two branches want
         the same rank under different rules, or one feeds a branch that is not there.
         """
+        if not branches:
+            raise ScheduleError("a program of no branches: give at least one", rule="stages")
         row: list[int] = []
+        shared: list[tuple[int, tuple[int, ...]]] = []
         edges: list[tuple[int, int]] = []
         counts: list[int] = []
         where: dict[str, tuple[int, int]] = {}
@@ -103,19 +125,22 @@ class Program:
         for label, branch in branches.items():
             size = num_ranks_of(branch.placement)
             ranks = branch.ranks or tuple(range(next_rank, next_rank + size))
-            if len(ranks) != size:
+            if len(ranks) != size or len(set(ranks)) != size or any(not _is_count(rank + 1) for rank in ranks):
                 raise ScheduleError(
-                    f"branch {label} is placed over {size} ranks and given {len(ranks)}: {ranks}", rule="placement"
+                    f"branch {label} is placed over {size} ranks and given {ranks}; name as many, each once, from 0",
+                    rule="placement",
                 )
             next_rank = max(next_rank, max(ranks) + 1)
             first, num = len(row), branch.placement.num_stages
             where[label] = first, num
             row += [ranks[rank] for rank in branch.placement.pipelines[0]]
+            shared += [(first + at, tuple(ranks[rank] for rank in hosts)) for at, hosts in branch.placement.shared]
             counts += [branch.num_microbatches] * num
             edges += [(stage, stage + 1) for stage in range(first, first + num - 1)]
             for place, rank in enumerate(ranks):
-                own = _of_one_rank(branch.rules, place, size)
-                if rules.setdefault(rank, own) != own:
+                own = _of_one_rank(branch.rules, place, size, first, num)
+                rules[rank] = joined = _joined(rules.get(rank, own), own)
+                if joined != _joined(own, joined):
                     raise ScheduleError(
                         f"branch {label} shares rank {rank} with another whose rules differ; give both the same, "
                         "or ranks of their own",
@@ -130,7 +155,17 @@ class Program:
                 edges.append((where[label][0] + where[label][1] - 1, where[target][0]))
         graph = StageGraph(len(row), tuple(edges), tuple(counts) if len(set(counts)) > 1 else ())
         return cls(
-            Placement((tuple(row),)), max(counts), rules, split, costs, links, graph, tuple(ops), None, where, name
+            Placement((tuple(row),), tuple(shared)),
+            max(counts),
+            rules,
+            split,
+            costs,
+            links,
+            graph,
+            tuple(ops),
+            None,
+            where,
+            name,
         )
 
     @property
@@ -152,8 +187,13 @@ class Program:
 
     def stage(self, name: StageName) -> int:
         """A stage's number, from its name: a number already, or (branch, number within it)."""
-        if isinstance(name, int):
+        if isinstance(name, int) and 0 <= name < self.num_stages:
             return name
+        if not (isinstance(name, tuple) and len(name) == 2 and isinstance(name[1], int)):
+            raise ScheduleError(
+                f"no stage is called {name!r}: give a number from 0 to {self.num_stages - 1}, or (branch, number)",
+                rule="stages",
+            )
         branch, within = name
         if branch not in self.branches:
             raise ScheduleError(
@@ -173,22 +213,49 @@ class Program:
         registered, needs = list(graph.registered), list(graph.needs)
         for op in self.ops:
             stage = self.stage(op.stage)
-            counts = {
-                graph.microbatches_of(self.stage(at), self.num_microbatches) / count
-                for (_, at), count in [*op.after.items(), *op.before.items()]
-            }
-            num_ops = op.num_ops or next(iter(counts))
-            if any(count != num_ops for count in counts) or num_ops != int(num_ops):
-                raise ScheduleError(
-                    f"op kind {op.kind}: its groups ask for {sorted(counts)} ops over all microbatches; choose group "
-                    "sizes that divide the microbatches and agree",
-                    rule="dependencies",
-                )
+            num_ops = self._count(op, graph, registered)
             hosts = tuple(dict.fromkeys(rank for at in op.on for rank in self.placement.hosts(0, self.stage(at))))
-            registered.append(Registered(op.kind, stage, int(num_ops), hosts))
+            registered.append(Registered(op.kind, stage, num_ops, hosts))
             needs += [Needs((kind, self.stage(at)), (op.kind, stage), n, 1) for (kind, at), n in op.after.items()]
             needs += [Needs((op.kind, stage), (kind, self.stage(at)), 1, n) for (kind, at), n in op.before.items()]
         return replace(graph, registered=tuple(registered), needs=tuple(needs))
+
+    def _count(self, op: NewOp, graph: StageGraph, registered: Sequence[Registered]) -> int:
+        """How many ops of a registered kind there are, by the groups in which it goes."""
+        there = {(known.kind, known.stage): known.num_ops for known in registered}
+        counts = {float(op.num_ops)} if op.num_ops is not None else set()
+        for (kind, at), size in [*op.after.items(), *op.before.items()]:
+            stage = self.stage(at)
+            if kind in ("F", "B") or (kind in ("I", "W") and self._splits(stage)):
+                number = graph.microbatches_of(stage, self.num_microbatches)
+            elif (kind, stage) in there:
+                number = there[kind, stage]
+            else:
+                raise ScheduleError(
+                    f"op kind {op.kind} goes before or after {kind} of stage {stage}, which is not there: register "
+                    "ops in the order in which they build on one another; I and W are there in split backwards",
+                    rule="kind",
+                )
+            counts.add(number / size)
+        if len(counts) != 1 or min(counts) < 1 or min(counts) != int(min(counts)):
+            raise ScheduleError(
+                f"op kind {op.kind}: its groups ask for {' and '.join(f'{c:g}' for c in sorted(counts))} ops; choose "
+                "group sizes that divide the microbatches and agree",
+                rule="dependencies",
+            )
+        return int(counts.pop())
+
+    def _splits(self, stage: int) -> bool:
+        if not callable(self.split):
+            return bool(self.split)
+        try:
+            return bool(self.split(stage))
+        except Exception as error:
+            raise ScheduleError(
+                f"split raised {type(error).__name__}: {error}, asked about stage {stage}; see the exception above "
+                "for where",
+                rule="rules",
+            ) from error
 
     @cached_property
     def all_costs(self) -> Costs:
@@ -204,7 +271,14 @@ class Program:
         pipelines = self.pipelines or [m % k for m in range(self.num_microbatches)]
         last = [op.kind for op in self.ops if op.last]
         return queue_graph(
-            self.placement, self.num_ranks, pipelines, self.all_costs, self.links, self.stage_graph, self.split, last
+            self.placement,
+            self.num_ranks,
+            pipelines,
+            self.all_costs,
+            self.links,
+            self.stage_graph,
+            self._splits,
+            last,
         )
 
     def tables(self, graph: QueueGraph) -> Tables:
@@ -243,8 +317,8 @@ class Program:
                 )
             for kind, traversal in ((FORWARD, rules.forward), (BACKWARD, rules.backward), (WEIGHT, rules.backward)):
                 self._traverse(graph, tables, rank * NUM_CLASSES + kind, traversal)
-            for queue, (_, kind_name, stage) in zip(tables.queues, graph.labels, strict=True):
-                if kind_name == "F" and rank in self.placement.hosts(0, stage):
+            for queue, (pipeline, kind_name, stage) in zip(tables.queues, graph.labels, strict=True):
+                if kind_name == "F" and rank in self.placement.hosts(pipeline, stage):
                     queue.cap = min(queue.cap, rules.cap_of_stage(stage))
         return tables
 
@@ -286,9 +360,14 @@ class Program:
         return cap if cap < INFINITY else None
 
 
-def _of_one_rank(rules: Rules, place: int, num_ranks: int) -> Rules:
-    """Rules given for a branch, as rules of its rank number `place`."""
-    changes: dict[str, float | int | None] = {}
+def _is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num_stages: int) -> Rules:
+    """Rules given for a branch, as rules of its rank number `place`; stages as numbers within the whole model."""
+    changes: dict[str, Any] = {}
     for name in ("warmup", "max_in_flight", "memory_limit"):
         value = getattr(rules, name)
         if isinstance(value, Sequence):
@@ -297,4 +376,14 @@ def _of_one_rank(rules: Rules, place: int, num_ranks: int) -> Rules:
                     f"{name} has {len(value)} entries, one a rank of the branch is needed: {num_ranks}", rule="rules"
                 )
             changes[name] = value[place]
-    return replace(rules, **changes) if changes else rules  # type: ignore[arg-type]
+    if isinstance(rules.max_in_flight, Mapping):
+        rules.check_stages(num_stages)
+        changes["max_in_flight"] = {first_stage + stage: cap for stage, cap in rules.max_in_flight.items()}
+    return replace(rules, **changes) if changes else rules
+
+
+def _joined(some: Rules, more: Rules) -> Rules:
+    """The first with the second's limits of stages added to its own."""
+    if isinstance(some.max_in_flight, Mapping) and isinstance(more.max_in_flight, Mapping):
+        return replace(some, max_in_flight={**some.max_in_flight, **more.max_in_flight})
+    return some

@@ -8,8 +8,11 @@ Rules("interleaved", forward=breadth_first(4), backward=depth_first(4), warmup=[
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from penstock.dispatch.listing import (
@@ -136,9 +139,26 @@ class Rules:
         """Whether some decision asks a function of the user's."""
         return self.check is not None or self.choose is not None or callable(self.max_in_flight)
 
+    def check_stages(self, num_stages: int) -> None:
+        """Raises ScheduleError for a limit of a stage that is not there, or of less than one forward."""
+        if not isinstance(self.max_in_flight, Mapping):
+            return
+        for stage, limit in self.max_in_flight.items():
+            if not (isinstance(stage, Integral) and 0 <= int(stage) < num_stages):
+                raise ScheduleError(
+                    f"max_in_flight names stage {stage!r}; stages go from 0 to {num_stages - 1}", rule="rules"
+                )
+            if isinstance(limit, bool) or not isinstance(limit, Real) or not float(limit) >= 1:
+                raise ScheduleError(
+                    f"max_in_flight of stage {stage} is {limit!r}: a stage must be let hold at least 1", rule="rules"
+                )
+
     def warmup_of(self, rank: int, num_ranks: int) -> int:
         """Forwards that `rank` runs before anything else."""
-        return int(_of_rank("warmup", self.warmup, rank, num_ranks, 0))
+        found = _of_rank("warmup", self.warmup, rank, num_ranks, 0)
+        if found != math.inf and found != int(found):
+            raise ScheduleError(f"warmup of rank {rank} is {found}: give a whole number", rule="rules")
+        return int(min(found, sys.maxsize))
 
     def cap_of(self, rank: int, num_ranks: int) -> float:
         """Most forwards in flight on `rank`; infinite where the limit is one of stages or a function."""
@@ -150,12 +170,7 @@ class Rules:
         """Most forwards of `stage` in flight."""
         if not isinstance(self.max_in_flight, Mapping):
             return math.inf
-        limit = self.max_in_flight.get(stage, math.inf)
-        if not limit >= 1:
-            raise ScheduleError(
-                f"max_in_flight of stage {stage} is {limit}: a stage must be let hold at least 1", rule="rules"
-            )
-        return float(limit)
+        return float(self.max_in_flight.get(stage, math.inf))
 
     def memory_of(self, rank: int, num_ranks: int) -> float:
         """Most memory that `rank` may hold."""
@@ -165,13 +180,14 @@ class Rules:
 def _of_rank(name: str, value: Any, rank: int, num_ranks: int, otherwise: float) -> float:
     if value is None:
         return otherwise
-    if isinstance(value, int | float):
-        found = float(value)
-    else:
-        counts = list(value)
-        if len(counts) != num_ranks:
-            raise ScheduleError(f"{name} has {len(counts)} entries, one a rank is needed: {num_ranks}", rule="rules")
-        found = float(counts[rank])
-    if math.isnan(found) or found < 0:
-        raise ScheduleError(f"{name} of rank {rank} is {found}: give at least 0", rule="rules")
-    return found
+    entry = value
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        entries = list(value)
+        if len(entries) != num_ranks:
+            raise ScheduleError(f"{name} has {len(entries)} entries, one a rank is needed: {num_ranks}", rule="rules")
+        entry = entries[rank]
+    if isinstance(entry, bool) or not isinstance(entry, Real):
+        raise ScheduleError(f"{name} is {reprlib.repr(value)}: give one number, or one a rank", rule="rules")
+    if not float(entry) >= 0:
+        raise ScheduleError(f"{name} of rank {rank} is {entry}: give at least 0", rule="rules")
+    return float(entry)

@@ -11,8 +11,11 @@ for step in ps.Stepper(program):
 from __future__ import annotations
 
 import heapq
+import math
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from penstock.dispatch import listing
@@ -69,11 +72,13 @@ class Stepper:
         self.program = program
         self.graph = program.queues()
         self._tables = program.tables(self.graph)
+        self._number = {label: q for q, label in enumerate(self.graph.labels)}
         self.rows: list[list[int]] = [[] for _ in range(program.num_ranks)]
         self._start_time = [0.0] * self.graph.num_ops
         self._num_started = 0
         self._moments: list[float] = []
         self._asking: set[int] = set()
+        self._now = 0.0
 
     def __iter__(self) -> Iterator[Step]:
         yield from self._steps(explain=True)
@@ -100,13 +105,16 @@ class Stepper:
             rank = min(range(len(t.ranks)), key=lambda r: (t.ranks[r].wake, r))
             time = t.ranks[rank].wake
             if self._asking and self._moments and self._moments[0] < time:
-                moment = heapq.heappop(self._moments)
+                moment = max(self._moments[0], self._now)
+                while self._moments and self._moments[0] <= moment:
+                    heapq.heappop(self._moments)
                 for asking in self._asking:
                     t.ranks[asking].wake = max(moment, t.ranks[asking].free_at)
                 self._asking.clear()
                 continue
             if time == NEVER:
                 raise self._stuck()
+            self._now = time
             q = self._decide(rank, time)
             step = self._explained(rank, time, q) if explain else None
             if q == NOTHING:
@@ -143,19 +151,23 @@ class Stepper:
     def _ask(self, rank: int, time: float) -> None:
         """Lets the user's check and limit look at every op that could run."""
         t, rules = self._tables, self.program.rules_of(rank)
-        view = View(self.graph, t, rank, time, self.rows)
+        view = View(self.graph, t, rank, time, self.rows, self._start_time, self._number)
         for q in self._own(rank):
             queue = t.queues[q]
             queue.refused = 0
             if listing.standing(q, time, t.queues, t.ranks, t.hosts) != READY:
                 continue
             op = self._op(q)
-            if rules.check is not None and not self._call(rules.check, "check", rank, time, op, view, op):
-                queue.refused = 1
-            elif callable(rules.max_in_flight) and queue.op_class == FORWARD:
+            if rules.check is not None:
+                answer = self._call(rules.check, "check", rank, time, op, view, op)
+                if not (isinstance(answer, int) or type(answer).__name__ in ("bool", "bool_")):
+                    raise self._wrong_answer("check", answer, "True or False", rank, time, op)
+                queue.refused = int(not answer)
+            if callable(rules.max_in_flight) and queue.op_class == FORWARD and not queue.refused:
                 limit = self._call(rules.max_in_flight, "max_in_flight", rank, time, op, view, op)
-                if not isinstance(limit, int | float) or not t.ranks[rank].in_flight + queue.count <= limit:
-                    queue.refused = 1
+                if isinstance(limit, bool) or not isinstance(limit, Real) or math.isnan(limit):
+                    raise self._wrong_answer("max_in_flight", limit, "a number of forwards", rank, time, op)
+                queue.refused = int(t.ranks[rank].in_flight + queue.count > float(limit))
 
     def _ask_to_choose(self, rank: int, time: float) -> int:
         t, rules = self._tables, self.program.rules_of(rank)
@@ -166,18 +178,28 @@ class Stepper:
         }
         if not ready or rules.choose is None:
             return NOTHING
-        view = View(self.graph, t, rank, time, self.rows)
+        view = View(self.graph, t, rank, time, self.rows, self._start_time, self._number)
         chosen = self._call(rules.choose, "choose", rank, time, None, view, tuple(ready))
         if chosen is None:
             return NOTHING
-        if chosen not in ready:
-            raise ScheduleError(
-                f"rank {rank} at {time:g} ms: choose returned {chosen!r}, which is none of the ready ops "
-                f"{', '.join(map(str, ready))}; return one of them, or None to idle",
-                rule="rules",
-                rank=rank,
-            )
-        return ready[chosen]
+        for op, q in ready.items():
+            if chosen is op or (isinstance(chosen, Op) and chosen == op):
+                return q
+        raise self._wrong_answer(
+            "choose", chosen, f"one of {', '.join(map(str, ready))}, or None to idle", rank, time
+        )
+
+    def _wrong_answer(
+        self, what: str, answer: object, wanted: str, rank: int, time: float, op: Op | None = None
+    ) -> ScheduleError:
+        about = f" for {op}" if op is not None else ""
+        shown = str(answer) if isinstance(answer, Op) else reprlib.repr(answer)
+        return ScheduleError(
+            f"rank {rank} at {time:g} ms: the {what} function returned {shown}{about}; return {wanted}",
+            rule="rules",
+            rank=rank,
+            op=op,
+        )
 
     def _call(self, function, what, rank, time, op, *arguments):  # type: ignore[no-untyped-def]
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.dispatch.queues import QueueGraph
-from penstock.dispatch.tables import Tables
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from penstock.dispatch.queues import CLASS_OF, QueueGraph
+from penstock.dispatch.tables import INFINITY, QueueRecord, Tables
 from penstock.schedule import Op
 
 
@@ -15,14 +18,24 @@ class View:
         time: when (ms).
     """
 
-    def __init__(self, graph: QueueGraph, tables: Tables, rank: int, time: float, rows: list[list[int]]) -> None:
+    def __init__(
+        self,
+        graph: QueueGraph,
+        tables: Tables,
+        rank: int,
+        time: float,
+        rows: list[list[int]],
+        start_time: Sequence[float],
+        number: Mapping[tuple[int, str, int], int],
+    ) -> None:
         self.rank, self.time = rank, time
         self._graph, self._tables, self._rows = graph, tables, rows
+        self._start_time, self._number = start_time, number
 
     def started(self, kind: str, stage: int, pipeline: int = 0) -> int:
         """How many ops of a kind of a stage have started; 0 for a kind that is not there."""
-        label = (pipeline, kind, stage)
-        return self._tables.queues[self._graph.labels.index(label)].started if label in self._graph.labels else 0
+        q = self._number.get((pipeline, kind, stage))
+        return 0 if q is None else int(self._tables.queues[q].started)
 
     def in_flight(self, rank: int | None = None, stage: int | None = None) -> int:
         """Forwards on a rank (by default the one that decides), or of a stage, whose B or W has not started."""
@@ -51,15 +64,38 @@ class View:
             seen[q] = seen.get(q, 0) + 1
         return tuple(ops)
 
+    def upcoming(self, rank: int | None = None) -> tuple[Op, ...]:
+        """The next op of each kind of each stage of a rank (in each pipeline), ready or not, where any is left."""
+        t = self._tables
+        record = t.ranks[self.rank if rank is None else rank]
+        own = [(q, t.queues[q]) for q in t.own[record.own_first : record.own_last]]
+        return tuple(self._graph.op(q, queue.started) for q, queue in own if queue.started < queue.length)
+
+    def ready_since(self, op: Op) -> float:
+        """When (ms) an upcoming op had all that it needs; infinite where that is not known yet, or for another op.
+
+        An op that a limit held back counts from the moment when all it needs was there.
+        """
+        found = self._find(op)
+        return found[0].ready_at if found is not None and found[1] == found[0].started else INFINITY
+
     def has_run(self, op: Op) -> bool:
         """Whether an op has ended by now, wherever it runs (False for one that is not there)."""
-        for q, (_, kind, stage) in enumerate(self._graph.labels):
-            if (kind, stage) == (op.kind, op.stage):
-                record = self._tables.queues[q]
-                for index in range(record.started):
-                    if self._graph.op(q, index) == op:
-                        return all(
-                            index < record.started - 1 or self._tables.ranks[r].free_at <= self.time
-                            for r in self._graph.hosts(q)
-                        )
-        return False
+        found = self._find(op)
+        if found is None or found[1] >= found[0].started:
+            return False
+        queue, index = found
+        return self._start_time[queue.first_op + index] + queue.duration <= self.time
+
+    def _find(self, op: Op) -> tuple[QueueRecord, int] | None:
+        """An op's queue and its number there; None for one that is not there."""
+        graph, index, pipeline = self._graph, op.microbatch, 0
+        if op.kind in CLASS_OF and not (graph.stage_graph and graph.stage_graph.num_microbatches):
+            if not 0 <= index < len(graph.microbatch_pipeline):
+                return None
+            pipeline = graph.microbatch_pipeline[index]
+            index = bisect_left(graph.microbatches[pipeline], index)
+        q = self._number.get((pipeline, op.kind, op.stage))
+        if q is None or not 0 <= index < self._tables.queues[q].length:
+            return None
+        return self._tables.queues[q], index
