@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
@@ -86,20 +87,20 @@ class Separation:
     def __init__(
         self, schedule: Schedule, costs: Costs, net: Network, memory: Memory, only: Set[int] | None = None
     ) -> None:
-        self._net, self._memory = net, memory
+        self.net, self.memory = net, memory
         graph = net.graph
         stages = range(schedule.num_stages)
-        self._time_i = [costs.duration("I", s) for s in stages]
-        self._time_w = [costs.duration("W", s) for s in stages]
-        self._frees_i = [costs.memory_change("I", s) for s in stages]
-        self._frees_w = [costs.memory_change("W", s) for s in stages]
-        self._can_split = [
+        self.time_i = [costs.duration("I", s) for s in stages]
+        self.time_w = [costs.duration("W", s) for s in stages]
+        self.frees_i = [costs.memory_change("I", s) for s in stages]
+        self.frees_w = [costs.memory_change("W", s) for s in stages]
+        self.can_split = [
             op.kind == "B" and graph.gang[o] < 0 and (only is None or o in only) for o, op in enumerate(graph.ops)
         ]
 
     def best_rows(self) -> list[list[Op]] | None:
         """The best order found, or None where none is shorter than the one there is."""
-        _, before = self._net.earliest(self._net.durations)
+        _, before = self.net.earliest(self.net.durations)
         split, durations, least = self._split_what_blocks()
         return self.filled(split, durations, least, before) if split else None
 
@@ -125,7 +126,7 @@ class Separation:
 
     def _split_what_blocks(self) -> tuple[set[int], list[float], float]:
         """The backwards behind the bubbles, the durations without their W, and the makespan with these."""
-        net, graph = self._net, self._net.graph
+        net, graph = self.net, self.net.graph
         durations = list(net.durations)
         split: set[int] = set()
         while True:
@@ -144,13 +145,13 @@ class Separation:
                 return split, durations, makespan
             split |= found
             for node in found:
-                durations[node] = self._time_i[graph.ops[node].stage]
+                durations[node] = self.time_i[graph.ops[node].stage]
 
     def _follow_back(
         self, blocked: int, starts: list[float], durations: list[float], slack: float, seen: set[int], found: set[int]
     ) -> None:
         """Adds to `found` the whole backwards on the paths that made `blocked` as late as it is."""
-        net, ops = self._net, self._net.graph.ops
+        net, ops = self.net, self.net.graph.ops
         pending = [blocked]
         while pending:
             node = pending.pop()
@@ -160,19 +161,19 @@ class Separation:
             causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - slack]
             causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - slack]
             for cause in causes:
-                if self._can_split[cause] and durations[cause] > self._time_i[ops[cause].stage]:
+                if self.can_split[cause] and durations[cause] > self.time_i[ops[cause].stage]:
                     found.add(cause)
             pending += causes
 
     def _work_bound(self, split: set[int], durations: list[float]) -> float:
         """No rank ends before its first op could start and all its work is done."""
-        net, graph = self._net, self._net.graph
+        net, graph = self.net, self.net.graph
         starts, _ = net.earliest(durations)
         bound = 0.0
         for rank in range(graph.num_ranks):
             nodes = [net.node_of[o] for o in range(graph.first[rank], graph.first[rank + 1])]
             if nodes:
-                work = sum(durations[n] + (self._time_w[graph.ops[n].stage] if n in split else 0.0) for n in nodes)
+                work = sum(durations[n] + (self.time_w[graph.ops[n].stage] if n in split else 0.0) for n in nodes)
                 bound = max(bound, starts[nodes[0]] + work)
         return bound
 
@@ -184,7 +185,7 @@ class Filling:
         self, parts: Separation, split: set[int], durations: list[float], horizon: float, eager: bool
     ) -> None:
         self._parts, self._split, self._durations, self._eager = parts, split, durations, eager
-        self._net, self._memory = parts._net, parts._memory
+        self._net, self._memory = parts.net, parts.memory
         num_ranks = self._net.graph.num_ranks
         self._latest = self._net.latest(durations, horizon)
         self._slack = 1e-9 * max(1.0, horizon)
@@ -192,7 +193,8 @@ class Filling:
         self._free = [0.0] * num_ranks
         self._held = [0.0] * num_ranks
         self._count = [0] * num_ranks
-        self._waiting: list[list[Op]] = [[] for _ in range(num_ranks)]
+        self._waiting: list[dict[int, deque[tuple[int, Op]]]] = [{} for _ in range(num_ranks)]
+        """Of each rank, by stage, the weight halves that wait, with their turns."""
 
     def run(self) -> tuple[float, list[list[Op]]]:
         """The makespan and every rank's ops."""
@@ -207,53 +209,56 @@ class Filling:
                 self._make_way(rank, node)
             start = max([ready, *(self._free[rank] for rank in ranks)])
             ends[node] = start + self._run(node, ranks, start)
-        for rank, waiting in enumerate(self._waiting):
-            while waiting:
-                self._run_weight(rank, 0)
+        for rank in range(len(self._rows)):
+            while heads := self._heads(rank):
+                self._run_weight(rank, heads[0])
         return max(self._free, default=0.0), self._rows
 
     def _fill(self, rank: int, ready: float, latest: float) -> None:
         """Runs weight halves in the bubble before an op that is ready then and must start by `latest`."""
         while self._eager or self._free[rank] < ready - self._slack:
-            stages: set[int] = set()
-            for index, op in enumerate(self._waiting[rank]):
-                end = self._free[rank] + self._parts._time_w[op.stage]
-                if op.stage not in stages and end <= latest + self._slack:
-                    self._run_weight(rank, index)
-                    break
-                stages.add(op.stage)
-            else:
+            room = latest + self._slack - self._free[rank]
+            fitting = [stage for stage in self._heads(rank) if self._parts.time_w[stage] <= room]
+            if not fitting:
                 return
+            self._run_weight(rank, fitting[0])
+
+    def _heads(self, rank: int) -> list[int]:
+        """The stages of which a weight half waits, the one that has waited longest first."""
+        waiting = self._waiting[rank]
+        return sorted((stage for stage, halves in waiting.items() if halves), key=lambda stage: waiting[stage][0][0])
 
     def _make_way(self, rank: int, node: int) -> None:
         """Runs the weight halves that must come before this op: those that hold the memory it needs, and those
         that add to the same gradients as it."""
         op, memory = self._net.graph.ops[node], self._memory
-        waiting = self._waiting[rank]
         if op.kind in ("B", "W") and not self._splits(node):
-            while index := next((i + 1 for i, other in enumerate(waiting) if other.stage == op.stage), 0):
-                self._run_weight(rank, index - 1)
+            while self._waiting[rank].get(op.stage):
+                self._run_weight(rank, op.stage)
         more, counted = memory.change[node], memory.count[node]
-        while waiting and (
-            (more > 0 and self._held[rank] + more > memory.room(rank))
-            or (counted > 0 and self._count[rank] + counted > memory.max_count)
+        while (more > 0 and self._held[rank] + more > memory.room(rank)) or (
+            counted > 0 and self._count[rank] + counted > memory.max_count
         ):
-            self._run_weight(rank, 0)
+            heads = self._heads(rank)
+            if not heads:
+                return
+            self._run_weight(rank, heads[0])
 
     def _splits(self, node: int) -> bool:
         """Whether this backward runs as two halves: it was chosen, or a half of its stage waits before it."""
         if node in self._split:
             return True
         stage, rank = self._net.graph.ops[node].stage, self._net.graph.rank[node]
-        return self._parts._can_split[node] and any(op.stage == stage for op in self._waiting[rank])
+        return self._parts.can_split[node] and bool(self._waiting[rank].get(stage))
 
     def _run(self, node: int, ranks: list[int], start: float) -> float:
         op, parts = self._net.graph.ops[node], self._parts
         duration, change, counted = self._durations[node], self._memory.change[node], self._memory.count[node]
         if self._splits(node):
-            self._waiting[ranks[0]].append(Op("W", op.stage, op.microbatch))
+            halves = self._waiting[ranks[0]].setdefault(op.stage, deque())
+            halves.append((len(self._rows[ranks[0]]), Op("W", op.stage, op.microbatch)))
             op = Op("I", op.stage, op.microbatch)
-            duration, change, counted = parts._time_i[op.stage], parts._frees_i[op.stage], 0
+            duration, change, counted = parts.time_i[op.stage], parts.frees_i[op.stage], 0
         for rank in ranks:
             self._rows[rank].append(op)
             self._free[rank] = start + duration
@@ -261,9 +266,9 @@ class Filling:
             self._count[rank] += counted
         return duration
 
-    def _run_weight(self, rank: int, index: int) -> None:
-        op = self._waiting[rank].pop(index)
+    def _run_weight(self, rank: int, stage: int) -> None:
+        _, op = self._waiting[rank][stage].popleft()
         self._rows[rank].append(op)
-        self._free[rank] += self._parts._time_w[op.stage]
-        self._held[rank] += self._parts._frees_w[op.stage]
+        self._free[rank] += self._parts.time_w[op.stage]
+        self._held[rank] += self._parts.frees_w[op.stage]
         self._count[rank] -= 1
