@@ -24,7 +24,8 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     end every R that turned out not to be needed is taken out again. On a rank whose stages cost and keep alike
     this is the fewest R that do.
 
-    Ops that several ranks run together are not recomputed. The order of the other ops stays as it is.
+    Ops that several ranks run together are not recomputed, nor is what a split backward holds from I to W: to do
+    both, recompute first and separate gradients then, under the same limit. The order of the other ops stays.
 
     Args:
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
