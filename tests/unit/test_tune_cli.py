@@ -135,6 +135,18 @@ def test_the_best_schedule_trains(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (inputs.schedule, inputs.config.depth) == (schedule, 2)
 
 
+def test_a_program_needs_a_file_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = ["--model", "tiny", "--batch", "16", "--tflops", "0.05", "--ranks", "4", "--pp", "4", "--dp", "1"]
+    result = told(capsys, "tune", *deep, "--microbatch-size", "1")
+    assert result["best_running"][0]["program"]
+    assert result["train"] is None
+    written = told(capsys, "tune", *deep, "--microbatch-size", "1", "--out", str(tmp_path / "best.txt"))
+    assert f"--schedule {tmp_path / 'best.txt'}" in written["train"]
+    named = told(capsys, "tune", *deep, "--microbatch-size", "1", "--no-programs")
+    assert not any(each["program"] for each in named["best"])
+    assert named["best"][0]["step_ms"] >= result["best"][0]["step_ms"]
+
+
 def _typed(given: dict[str, str]) -> dict[str, Any]:
     return {name: int(value) if name in ("batch", "depth") else value for name, value in given.items()}
 

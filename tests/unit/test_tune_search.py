@@ -41,6 +41,33 @@ def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> No
     assert found.num_tried - found.num_too_large == len(fits)
 
 
+def test_programs_join_the_ranking() -> None:
+    model, space = profile(16, 5), Space(4, 8, dp=[1], microbatch_sizes=[1])
+    without = search(space, lambda shape, again: model, lambda shape: LINKS)
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, programs=True)
+    assert found.best[0].prediction.step <= without.best[0].prediction.step
+    programs = [ranked.candidate for ranked in found.best if ranked.candidate.plan.program]
+    assert programs
+    for candidate in programs:
+        schedule = candidate.plan.schedule
+        ps.check(schedule)
+        assert (schedule.num_ranks, schedule.num_microbatches) == (candidate.shape.pp, 8)
+        assert sum(len(layers) for layers in candidate.cut) == 16
+    orders = [(r.candidate.shape, r.candidate.plan.schedule.placement, r.candidate.plan.schedule.order)
+              for r in found.best]  # fmt: skip
+    assert len(orders) == len(set(orders))
+
+
+def test_programs_keep_the_memory_limit() -> None:
+    model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), Space(4, 8, pp=[4])
+    least = min(p.peak_bytes for _, p in everything(space, model))
+    found = search(
+        space, lambda shape, again: model, lambda shape: LINKS, memory_limit=2 * least, programs=True, num_best=50
+    )
+    assert all(ranked.prediction.peak_bytes <= 2 * least for ranked in found.best)
+    assert any(ranked.candidate.plan.program for ranked in found.best)
+
+
 def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
     model = profile(8, 3)
     found = search(Space(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), num_best=5)

@@ -3,9 +3,10 @@
     penstock bench tune --out FILE.json
 
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
-through the launcher and the runtime. Rounds of the settings alternate. A round in which other programs kept more
-than `QUIET` cores busy while the schedule ran is kept in the raw numbers and left out of the medians, unless no
-round was quieter; rounds are added until there are enough quiet ones, within a bound.
+through the launcher and the runtime. Rounds of the settings alternate. A round is quiet if ranks and other programs
+together did not outnumber the cores while the schedule ran, or by no more than `QUIET`. One that is not stays in
+the raw numbers and is left out of the medians, unless none was quiet; rounds are added until there are enough quiet
+ones, within a bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.bench.machine import machine
 from penstock.library import build
 from penstock.models import GPTConfig
 from penstock.runtime import partition
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, num_cores
 from penstock.tune.database import Database
 from penstock.tune.meter import Meter, Need
 from penstock.tune.predict import predict
@@ -34,6 +35,8 @@ from penstock.tune.work import carry_out
 
 MODEL = "tiny"
 QUIET = 0.1
+"""Cores that other programs may take from the ranks."""
+
 MOST_ROUNDS = 4
 """Times as many rounds as asked for, at most, in search of quiet ones."""
 
@@ -67,7 +70,7 @@ def run(
     config = config_of(told)
     raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
     for number in range(rounds * MOST_ROUNDS):
-        left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
+        left = [setting for setting in settings if len(_quiet(setting, raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
             found = _round(setting, told, config, steps, seconds)
             raw[setting].append(found)
@@ -91,8 +94,7 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         need = Need(setting.microbatch_size, setting.pp, False)
         meter.prepare([need], [setting.pp])
     profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
-    costs = [sum(row) for row in zip(profile.f, profile.b)]
-    cut = partition(costs, schedule.num_stages)
+    cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
     prediction = predict(schedule, cut, profile, transfer)
     shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
     candidate = Candidate(shape, Plan(setting.schedule, schedule), tuple(cut), False)
@@ -113,16 +115,17 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
     }
 
 
-def _quiet(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each for each in rounds if (each["other_programs_cores"] or 0.0) <= QUIET]
+def _quiet(setting: Setting, rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    most = num_cores() - setting.pp + QUIET
+    return [each for each in rounds if (each["other_programs_cores"] or 0.0) <= most]
 
 
 def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    counted = _quiet(rounds) or rounds
+    counted = _quiet(setting, rounds) or rounds
     return {
         **vars(setting),
         "num_rounds": len(rounds),
-        "num_quiet": len(_quiet(rounds)),
+        "num_quiet": len(_quiet(setting, rounds)),
         "predicted_ms": median(each["predicted_ms"] for each in counted),
         "measured_ms": median(each["measured_ms"] for each in counted),
         "ratio": median(each["ratio"] for each in counted),

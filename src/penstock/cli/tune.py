@@ -85,6 +85,9 @@ def tune(
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Else tried where memory is limited.")
     ] = None,
+    programs: Annotated[
+        bool, typer.Option("--programs/--no-programs", help="Search schedules of no name too, unless --schedule.")
+    ] = True,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="BYTES", help="Most a rank may need, like 2GiB.")
     ] = None,
@@ -128,6 +131,7 @@ def tune(
         _numbers("--microbatch-size", microbatch_size),
         schedule,
         recompute,
+        programs,
         None if memory_limit is None else number_of_bytes("--memory-limit", memory_limit),
         top,
         verify,

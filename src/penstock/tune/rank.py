@@ -51,7 +51,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
             ),
             _meet,
         )
-    return trial.run(settings, config, task, rank)
+    return trial.run(settings, config, task, rank, _meet)
 
 
 def _meet() -> None:

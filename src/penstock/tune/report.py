@@ -39,6 +39,7 @@ def _ranked_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
     return {
         "schedule": candidate.plan.name,
         "options": dict(candidate.plan.options),
+        "program": candidate.plan.program,
         "pp": candidate.shape.pp,
         "dp": candidate.shape.dp,
         "microbatch_size": candidate.shape.microbatch_size,
@@ -76,7 +77,7 @@ def show(outcome: Outcome, num_shown: int) -> None:
     running = [ranked for ranked in found.best_running[:num_shown] if ranked.candidate not in shown]
     if running:
         print()
-        _print_table(outcome, "and of those that penstock train runs", running)
+        _print_table(outcome, "more of those that penstock train runs", running)
     print()
     print(_summary(outcome))
     if any(not ranked.candidate.runs for ranked in found.best[:num_shown]):
@@ -86,10 +87,16 @@ def show(outcome: Outcome, num_shown: int) -> None:
 
 
 def train_command(outcome: Outcome, schedule_file: str | None = None) -> str | None:
-    """The line that trains with the best that runs; None where none does, or the model is just a file of costs."""
+    """The line that trains with the best that runs; None where there is no such line.
+
+    There is none where nothing that runs was found, the model is just a file of costs, or the best is a program
+    that no file holds yet.
+    """
     if not outcome.found.best_running or outcome.config is None:
         return None
     candidate = outcome.found.best_running[0].candidate
+    if candidate.plan.program and schedule_file is None:
+        return None
     words = ["penstock", "train", "--preset", outcome.model, "--batch", str(outcome.space.batch)]
     if schedule_file is not None:
         words += ["--schedule", schedule_file]

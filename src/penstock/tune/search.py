@@ -16,7 +16,11 @@ from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
 from penstock.tune.profile import Profile, Transfer
+from penstock.tune.programs import programs_for, split_costs
 from penstock.tune.space import Plan, Shape, Space, schedules_for
+
+NUM_SHAPES = 4
+"""Shapes on which programs are searched."""
 
 ProfileOf = Callable[[Shape, bool], Profile | None]
 """The profile for a shape, with or without recompute; None where there is none, and the shape is left out."""
@@ -90,6 +94,7 @@ def search(
     num_devices: int | None = None,
     progress: Callable[[Found], None] | None = None,
     interrupted: bool = False,
+    programs: bool = False,
 ) -> Found:
     """Looks at the whole space.
 
@@ -99,6 +104,7 @@ def search(
         num_devices: ranks that can work at the same time on the machine.
         progress: called after each candidate.
         interrupted: whether measuring was, so that some profiles are missing.
+        programs: whether to search programs too, on the shapes of the best.
 
     An interrupt (Ctrl-C) returns what was found so far, if anything was.
 
@@ -107,6 +113,12 @@ def search(
     """
     found = Found(interrupted=interrupted)
     shapes = space.shapes()
+
+    def consider(candidate: Candidate, profile: Profile, transfer: Transfer) -> None:
+        _consider(found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch, num_devices)
+        if progress is not None:
+            progress(found)
+
     try:
         for shape in shapes:
             for recompute in space.recompute:
@@ -114,12 +126,16 @@ def search(
                 if profile is None or transfer is None:
                     continue
                 for candidate in candidates(shape, profile, recompute, space.schedules):
-                    _consider(
-                        found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch,
-                        num_devices,
-                    )  # fmt: skip
-                    if progress is not None:
-                        progress(found)
+                    consider(candidate, profile, transfer)
+        for shape, recompute in _best_shapes(found) if programs else ():
+            profile, transfer = profile_of(shape, recompute), transfer_of(shape)
+            if profile is None or transfer is None:
+                continue
+            for plan in programs_for(shape, profile, transfer, memory_limit):
+                cut = tuple(partition(split_costs(profile), plan.schedule.num_stages))
+                candidate = Candidate(shape, plan, cut, recompute)
+                if not _is_known(found, candidate):
+                    consider(candidate, profile, transfer)
     except KeyboardInterrupt:
         if not found.best:
             raise
@@ -155,6 +171,24 @@ def candidates(
             costs = [sum(getattr(profile, row)[layer] for row in rows) for layer in range(profile.num_layers)]
             cuts[key] = tuple(partition(costs, key[0]))
         yield Candidate(shape, plan, cuts[key], recompute)
+
+
+def _best_shapes(found: Found) -> list[tuple[Shape, bool]]:
+    """Where programs are searched: the shapes of the best candidates."""
+    ranked = [*found.best_running, *found.best]
+    shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in ranked if r.candidate.shape.pp > 1)
+    return list(shapes)[:NUM_SHAPES]
+
+
+def _is_known(found: Found, candidate: Candidate) -> bool:
+    """Whether a program came to an order that is among the best already."""
+    schedule = candidate.plan.schedule
+    return any(
+        (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
+        and other.plan.schedule.placement == schedule.placement
+        and other.plan.schedule.order == schedule.order
+        for other in (ranked.candidate for ranked in (*found.best, *found.best_running))
+    )
 
 
 def _consider(

@@ -60,6 +60,7 @@ class Asked:
         settings: model, optimizer, batch, precision and so on, as `penstock train` has them.
         num_ranks: at most; None for as many as can work at the same time here.
         pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None for where memory asks.
+        programs: whether to search schedules of no name too, where no library schedules are given.
         memory_limit: bytes a rank. num_best: candidates to keep. num_verified: of them, to run for real.
     """
 
@@ -71,6 +72,7 @@ class Asked:
     microbatch_sizes: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
     recompute: bool | None = None
+    programs: bool = True
     memory_limit: float | None = None
     num_best: int = 10
     num_verified: int = 0
@@ -257,7 +259,7 @@ def _searched(
 ) -> Found:
     return search(
         space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
-        asked.settings.dispatch, devices, progress, interrupted,
+        asked.settings.dispatch, devices, progress, interrupted, asked.programs and not asked.schedules,
     )  # fmt: skip
 
 

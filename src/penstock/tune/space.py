@@ -94,11 +94,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, and how it was built."""
+    """A schedule, and how it was built: by the library with options, or by a program that was searched for."""
 
     name: str
     schedule: Schedule
     options: tuple[tuple[str, object], ...] = ()
+    program: bool = False
 
     @property
     def runs(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from penstock.train.settings import Settings
 WARM_UPS = 3
 
 
-def run(settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int) -> dict[str, Any]:
+def run(
+    settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int, meet: Callable[[], None]
+) -> dict[str, Any]:
     """Steps of `task["schedule"]` on stages of `task["cut"]` layers each, on random tokens, with updates.
 
+    Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
     Returns milliseconds of every step on this rank, the steps' makespans, and on rank 0 the mean op times by stage.
     """
     schedule = from_json(task["schedule"])
@@ -46,6 +50,7 @@ def run(settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int) 
     timelines: list[Timeline] = []
     steps: list[float] = []
     for number in range(WARM_UPS + task["steps"]):
+        meet()
         start = time.perf_counter()
         pipe.step(inputs, targets)
         elapsed = (time.perf_counter() - start) * 1e3

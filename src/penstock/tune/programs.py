@@ -1,0 +1,80 @@
+"""Schedules made for the model: the best program of each placement over its measured costs.
+
+The planner's search over placements, rules and traversals (`plan/space.py`, FlexPipe's section 6) finds them. It is
+run for the shapes of the best library candidates only, as it takes longer than building from the library.
+"""
+
+from __future__ import annotations
+
+from penstock.cost import Costs, Links
+from penstock.plan.space import placements_of, search_space
+from penstock.runtime import partition
+from penstock.schedule import ScheduleError
+from penstock.tune.profile import Profile, Transfer
+from penstock.tune.space import Plan, Shape
+
+STAGES_A_RANK = (1, 2, 4)
+
+
+def programs_for(shape: Shape, profile: Profile, transfer: Transfer, memory_limit: float | None) -> list[Plan]:
+    """The best program of each placement that the model's layers are enough for.
+
+    Where memory is limited, programs that keep within it by their activations are tried besides the fastest.
+    """
+    if shape.pp < 2:
+        return []
+    found: list[Plan] = []
+    for each in STAGES_A_RANK:
+        num_stages = each * shape.pp
+        if num_stages > profile.num_layers:
+            break
+        names = [
+            name
+            for name, placement in placements_of(shape.pp, num_stages).items()
+            if placement.num_stages == num_stages
+        ]
+        costs, links = _costs(profile, transfer, num_stages), _links(profile, transfer)
+        for limit in (None, *([] if memory_limit is None else [_left(profile, memory_limit, shape.pp)])):
+            if not names or (limit is not None and limit <= 0):
+                continue
+            try:
+                outcome = search_space(
+                    costs, shape.pp, shape.num_microbatches, links=links, memory_limit=limit, shapes=names
+                )
+            except ScheduleError:  # no program runs under the limit
+                continue
+            found += [Plan(each.name, each.schedule, program=True) for each in outcome.found]
+    return found
+
+
+def split_costs(profile: Profile) -> list[float]:
+    """Milliseconds of a microbatch in each layer, by which it is cut where backwards are split."""
+    return [sum(times) for times in zip(profile.f_split, profile.i, profile.w, strict=True)]
+
+
+def _costs(profile: Profile, transfer: Transfer, num_stages: int) -> Costs:
+    """Costs of stages that all send and receive; what a placement makes of that is predicted afterwards."""
+    cut = partition(split_costs(profile), num_stages)
+    size = max(profile.output)
+    around = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
+    activation = [profile.total("activation", layers) for layers in cut]
+    held = sum(profile.held)
+    share = 1 - min(1.0, held / sum(activation)) if sum(activation) else 0.5
+    return Costs(
+        f=[profile.time("f_split", layers) + around for layers in cut],
+        i=[profile.time("i", layers) + around for layers in cut],
+        w=[profile.time("w", layers) + transfer.gap for layers in cut],
+        activation=activation,
+        freed_by_input=share,
+    )
+
+
+def _links(profile: Profile, transfer: Transfer) -> Links:
+    size = max(profile.output)
+    own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
+    return Links(default=max(0.0, transfer.at("delay", size) - own))
+
+
+def _left(profile: Profile, memory_limit: float, num_ranks: int) -> float:
+    """Bytes a rank has for activations, if weights are spread evenly."""
+    return memory_limit - (2 * sum(profile.weight) + sum(profile.state)) / num_ranks
