@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
-from penstock.plan import Plan, plan
+from penstock.plan import Expected, Plan, plan
 from penstock.program import (
     Branch,
     NewOp,
@@ -45,6 +45,7 @@ __all__ = [
     "Branch",
     "CostError",
     "Costs",
+    "Expected",
     "Decoupled",
     "Links",
     "Needs",

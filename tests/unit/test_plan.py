@@ -176,3 +176,69 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"costs": ps.Costs.uniform(4), "num_ranks": 4, "num_microbatches": 8, **change}
     with pytest.raises((ps.ScheduleError, ps.CostError), match=message.replace("(", r"\(")):
         ps.plan(**given)
+
+
+def test_the_span_of_a_zero_bubble_schedule_is_found() -> None:
+    """F = I = W and room for 2p - 1: no bubble inside any rank's span."""
+    plan = ps.plan(ps.Costs.uniform(4, f=10, i=10, w=10), 4, 12, max_in_flight=7, objective="span", time_limit=5.0)
+    assert plan.value == plan.lower_bound == 12 * 30
+    assert ps.simulate(plan.schedule, ps.Costs.uniform(4, f=10, i=10, w=10)).span == 360
+
+
+def test_the_span_under_a_tight_cap_is_measured() -> None:
+    costs, links = family(4, 5)
+    plan = ps.plan(costs, 4, 10, links, max_in_flight=4, objective="span", time_limit=0.3)
+    assert ps.simulate(plan.schedule, costs, links=links).span == pytest.approx(plan.value)
+    assert plan.value >= plan.lower_bound
+
+
+def test_the_expected_makespan_over_delays() -> None:
+    costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+    goal = ps.Expected.drawn(lambda random: ps.Links({(1, 2): random.uniform(0, 60)}), num_samples=8, seed=3)
+    plan = ps.plan(costs, 4, 12, max_in_flight=7, objective=goal, time_limit=0.6)
+    runs = [ps.simulate(plan.schedule, costs, links=links).makespan for links in goal.samples]
+    assert plan.value == pytest.approx(sum(runs) / 8)
+    assert plan.value >= plan.lower_bound
+    unaware = ps.plan(costs, 4, 12, max_in_flight=7, time_limit=0.2).schedule
+    assert plan.value <= sum(ps.simulate(unaware, costs, links=links).makespan for links in goal.samples) / 8 + 1e-9
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_a_plan_for_dynamic_dispatch_is_measured_so(objective: str) -> None:
+    costs, links = family(4, 6)
+    plan = ps.plan(costs, 4, 10, links, max_in_flight=4, dispatch="dynamic", objective=objective, time_limit=0.3)
+    held = ps.Costs(costs.f, costs.i, costs.w, freed_by_input=0.0)
+    timeline = ps.simulate(plan.schedule, held, links=links, dispatch="dynamic", max_held=4)
+    assert getattr(timeline, objective) == pytest.approx(plan.value)
+    assert timeline.makespan == plan.makespan
+    assert plan.value >= plan.lower_bound
+
+
+def test_ops_and_links_that_take_no_time() -> None:
+    plan = ps.plan(ps.Costs([0, 1, 0], [1, 0, 0], [0, 0, 1]), 3, 6, max_in_flight=2, time_limit=0.2)
+    assert plan.makespan >= plan.lower_bound
+    assert ps.plan(ps.Costs.uniform(2, f=0, i=0, w=0), 2, 3).makespan == 0
+
+
+def test_one_rank_one_microbatch() -> None:
+    plan = ps.plan(ps.Costs([3], [4], [5]), 1, 1)
+    assert (plan.makespan, plan.lower_bound, plan.gap) == (12, 12, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ps.Expected([]), "at least one sample"),
+        (
+            lambda: ps.Expected([1.0]),  # type: ignore[list-item]
+            "a sample of link delays is 1.0",
+        ),
+        (lambda: ps.Expected.drawn(lambda random: ps.Links(), num_samples=0), "num_samples is 0"),
+        (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, objective="cost"), "objective 'cost'"),
+        (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, dispatch="eager"), "dispatch 'eager'"),
+        (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, stop_at_gap=-1), "stop_at_gap is -1"),
+    ],
+)
+def test_bad_objectives_are_named(make: Any, message: str) -> None:
+    with pytest.raises((ps.ScheduleError, ps.CostError), match=message):
+        make()

@@ -1,11 +1,13 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
+from penstock.plan.objective import Expected
 from penstock.plan.plan import Plan, plan
 from penstock.plan.progress import Progress
 from penstock.plan.slow_links import slow_link_schedule
 from penstock.plan.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
 __all__ = [
+    "Expected",
     "Plan",
     "Progress",
     "adapted_warmups",

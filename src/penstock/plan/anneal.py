@@ -103,9 +103,9 @@ def critical_pairs(
     """
     op, longest = -1, -1.0
     for r in range(len(last)):
-        if last[r] >= 0 and start[last[r]] + p.duration[queue[last[r]]] > longest:
+        if last[r] >= 0 and start[last[r]] + p.duration[queue[last[r]]] + p.tail[r] > longest:
             op = last[r]
-            longest = start[op] + p.duration[queue[op]]
+            longest = start[op] + p.duration[queue[op]] + p.tail[r]
     count = 0
     while op >= 0:
         q = queue[op]
@@ -200,9 +200,9 @@ def anneal(
     now: float,
     best: float,
     best_row: Array,
-) -> tuple[float, float]:
-    """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with
-    and the best one, whose order is in `best_row`. Stops at `target`.
+) -> tuple[float, float, int]:
+    """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
+    the best one, whose order is in `best_row`, and the moves made: fewer at `target` or where no pair is left.
 
     Args:
         ints: rows of n: previous, following (from `load`), order (ops by start), place in it, and working space of
@@ -222,7 +222,7 @@ def anneal(
         if num_pairs < 0:
             num_pairs = critical_pairs(p, start, queue, needs, previous, held, last, pairs)
         if num_pairs == 0:
-            return now, best
+            return now, best, move
         trail = pairs[np.random.randint(num_pairs)]
         lead = previous[trail]
         r = rank[queue[lead]]
@@ -276,7 +276,7 @@ def anneal(
         made = 0.0
         for other_rank in range(len(last)):
             if last[other_rank] >= 0:
-                made = max(made, start[last[other_rank]] + duration[queue[last[other_rank]]])
+                made = max(made, start[last[other_rank]] + duration[queue[last[other_rank]]] + p.tail[other_rank])
         worse = made - now
         if worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves))):
             now = made
@@ -287,7 +287,7 @@ def anneal(
                 best = now
                 unload(p, queue, previous, last, best_row)
                 if best <= target:
-                    return now, best
+                    return now, best, move + 1
         else:
             for k in range(num_changed):
                 start[changed[k]] = old[k]
@@ -295,4 +295,4 @@ def anneal(
             if behind < 0:
                 last[r] = trail
             reorder(trail, lead, needs, previous, order, place, mark, moved)
-    return now, best
+    return now, best, num_moves

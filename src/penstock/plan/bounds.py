@@ -100,10 +100,9 @@ def heads_and_tails(problem: Problem, given: Waits | None = None) -> tuple[Array
     """Per op, ms before it can start, and ms that must follow its end (numbered from each queue's last op)."""
     queues = problem.queues
     given = waits(problem) if given is None else given
-    floor = np.zeros(len(queues.rank))
     return (
-        _heads(queues, given, floor, first_only=False),
-        _heads(queues.turned(), turned_waits(given), floor, first_only=False),
+        _heads(queues, given, queues.release[queues.rank], first_only=False),
+        _heads(queues.turned(), turned_waits(given), queues.tail[queues.rank], first_only=False),
     )
 
 

@@ -26,7 +26,7 @@ EPSILON = 1e-9
 def list_ops(
     p: Any, values: Array, wait: Array, turned: bool, start: Array, row: Array, state: Array, times: Array
 ) -> float:
-    """Schedules every op; returns the makespan (ms), or -1 where the ranks are stuck.
+    """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 
     Args:
         p: `Queues`.
@@ -94,7 +94,8 @@ def list_ops(
         ready[q] = 0.0 if message_from[q] < 0 and local_from[q] < 0 and count[q] > 0 else INFINITE
     tree[:] = INFINITE
     for r in range(num_ranks):
-        free[r] = held[r] = 0.0
+        free[r] = p.release[r]
+        held[r] = 0.0
         placed[r] = p.row_first[r]
         limit[r] = cap[r] + EPSILON * cap[r]
         takers = 0
@@ -123,7 +124,7 @@ def list_ops(
         begun = max(time, ready[chosen])
         start[number(chosen, j)] = begun
         free[r] = begun + duration[chosen]
-        makespan = max(makespan, free[r])
+        makespan = max(makespan, free[r] + p.tail[r])
         row[placed[r]] = chosen
         placed[r] += 1
         held[r] += memory[chosen]
@@ -220,5 +221,5 @@ def time_row(p: Any, row: Array, start: Array, head: Array, place: Array, free: 
                 if other != r and place[other] < p.row_first[other + 1] and row[place[other]] == after:
                     stack[depth] = other
                     depth += 1
-        makespan = max(makespan, free[r])
+        makespan = max(makespan, free[r] + p.tail[r])
     return makespan if done == p.op_first[num_queues] else -1.0

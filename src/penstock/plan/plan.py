@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from penstock.cost import CostError, Costs, Links
-from penstock.plan.limits import limits_of
+from penstock.dispatch import Dispatch
+from penstock.plan.limits import Limits, limits_of
+from penstock.plan.objective import Expected, read_objective
 from penstock.plan.progress import Progress, gap
 from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
-from penstock.simulate import simulate
+from penstock.simulate import Timeline, simulate
+from penstock.simulate.simulate import as_dispatch
+
+if TYPE_CHECKING:
+    from penstock.plan.search import Search
+
+_AGREES = 1e-9
+"""Relative difference up to which the search's own time of a schedule and its simulation are the same."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +31,24 @@ class Plan:
 
     Attributes:
         schedule: checked, and confirmed by simulation.
-        makespan: ms.
-        lower_bound: no schedule within the limits ends sooner (ms).
+        makespan: ms, under the links given.
+        value: ms, of the objective: the makespan, the span, or the mean makespan.
+        lower_bound: no schedule within the limits has a smaller value (ms).
         seconds: spent.
-        how: the step that found it: "greedy", "justified", "local search" or "exact"; "serial", "repetend" or
-            "ends" where stages are shared.
+        how: the step that found it: "greedy", "justified", "local search" or "exact".
     """
 
     schedule: Schedule
     makespan: float
+    value: float
     lower_bound: float
     seconds: float
     how: str
 
     @property
     def gap(self) -> float:
-        """`makespan / lower_bound - 1`: the plan is at most this far from the best there is."""
-        return gap(self.makespan, self.lower_bound)
+        """`value / lower_bound - 1`: the plan is at most this far from the best there is."""
+        return gap(self.value, self.lower_bound)
 
 
 def plan(
@@ -49,51 +60,134 @@ def plan(
     max_in_flight: float | Sequence[float] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     time_limit: float = 10.0,
+    objective: str | Expected = "makespan",
+    dispatch: Dispatch | str = Dispatch.FROZEN,
     placement: Placement | None = None,
     split: bool = True,
     seed: int = 0,
     stop_at_gap: float = 1e-4,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """Searches the best schedule, and stops when it is proved or the time is spent."""
-    began = time.perf_counter()
+    """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
+    (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
+
+    Args:
+        links: delays (ms); none where not given.
+        max_in_flight: most forwards a rank, or each rank, may have started whose W (or B) has not ended, each
+            stage's counted as one.
+        memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
+        time_limit: seconds. Compiling on first use does not count; proving the result comes after.
+        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
+            `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
+        dispatch: how the schedule will be run. "dynamic" measures what the search finds in that way.
+        placement: which rank hosts which stage; stage i on rank i where not given. Microbatches go to several
+            pipelines in turn.
+        split: whether the backward is I and W, or one B.
+        seed: of the random numbers. The time left decides how far the search comes, so results may differ
+            from run to run all the same.
+        stop_at_gap: the gap that is good enough.
+        progress: called with `Progress` now and then. A KeyboardInterrupt it raises, like one from the
+            keyboard, ends the search, and the best so far is returned.
+
+    Raises:
+        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule.
+        CostError: costs or links for other stages or ranks.
+    """
     links = Links() if links is None else links
     placement = _placement(costs, num_ranks, num_microbatches, placement)
-    links.check_ranks(num_ranks)
-    if not isinstance(time_limit, Real) or isinstance(time_limit, bool) or not float(time_limit) > 0:
+    goal, mode = read_objective(objective), as_dispatch(dispatch)
+    for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
+        each.check_ranks(num_ranks)
+    if not _is_number(time_limit) or not float(time_limit) > 0:
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
-    if placement.shared:
-        from penstock.plan.repetend_plan import plan_shared
-
-        return plan_shared(
-            costs,
-            num_ranks,
-            num_microbatches,
-            links,
-            placement=placement,
-            max_in_flight=max_in_flight,
-            memory_limit=memory_limit,
-            time_limit=time_limit,
-            split=split,
-            seed=seed,
-            stop_at_gap=stop_at_gap,
-            progress=progress,
-        )
+    if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
+        raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
     limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
-    from penstock.plan.bounds import jackson_bound  # here, so that `import penstock` stays light
-    from penstock.plan.problem import pose
-    from penstock.plan.search import Search
-    from penstock.plan.steps import run
 
+    from penstock.plan import steps  # here, so that `import penstock` stays light
+    from penstock.plan.problem import pose
+
+    steps.compile_all()
+    began = time.perf_counter()
     problem = pose(costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, split)
-    search = Search(problem, jackson_bound(problem), seed, stop_at_gap, on_progress=progress, began=began)
-    run(search, float(time_limit))
-    schedule = problem.schedule(search.row, "plan", limits.in_flight)
+    search = steps.begin(problem, goal, seed, stop_at_gap, progress, began)
+    steps.run(search, float(time_limit), goal)
+    name = "plan"
+    if mode is Dispatch.DYNAMIC:
+        row, value = _best_dynamic(search, costs, links, goal, limits)
+        schedule = problem.schedule(row, name, limits.in_flight)
+    else:
+        schedule = problem.schedule(search.row, name, limits.in_flight)
+        value = search.value - search.shift
     check(schedule)
-    timeline = simulate(schedule, costs, links=links)
-    if not math.isclose(timeline.makespan, search.value, rel_tol=1e-9, abs_tol=1e-9):
-        raise AssertionError(f"the plan takes {search.value} ms, its simulation {timeline.makespan}")
-    return Plan(schedule, timeline.makespan, search.lower_bound, time.perf_counter() - began, search.how)
+    timeline = _timed(schedule, costs, links, mode, limits)
+    _confirm(schedule, costs, goal, mode, limits, value, timeline)
+    bound = min(search.lower_bound - search.shift, value)
+    return Plan(schedule, timeline.makespan, value, bound, time.perf_counter() - began, search.how)
+
+
+def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:
+    """Simulates; a dynamic run under the plan's own limits, in their unit."""
+    if mode is Dispatch.FROZEN:
+        return simulate(schedule, costs, links=links)
+    held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
+    return simulate(
+        schedule, held, links=links, dispatch=mode, max_held=None if math.isinf(min(limits.cap)) else limits.cap
+    )
+
+
+def _measured(timeline: Timeline, goal: str | Expected) -> float:
+    return timeline.span if goal == "span" else timeline.makespan
+
+
+def _value(
+    schedule: Schedule, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
+) -> float:
+    """The objective by simulation."""
+    if isinstance(goal, Expected):
+        runs = [_timed(schedule, costs, sample, mode, limits).makespan for sample in goal.samples]
+        return sum(runs) / len(runs)
+    return _measured(_timed(schedule, costs, links, mode, limits), goal)
+
+
+def _best_dynamic(
+    search: Search, costs: Costs, links: Links, goal: str | Expected, limits: Limits
+) -> tuple[Any, float]:
+    """Of the orders the search found good, the one that runs best when ranks may run any ready op."""
+    best: tuple[float, Any] | None = None
+    for row in search.good_rows():
+        schedule = search.problem.schedule(row, "plan", limits.in_flight)
+        value = _value(schedule, costs, links, goal, Dispatch.DYNAMIC, limits)
+        if best is None or value < best[0]:
+            best = value, row
+    assert best is not None
+    return best[1], best[0]
+
+
+def _confirm(
+    schedule: Schedule,
+    costs: Costs,
+    goal: str | Expected,
+    mode: Dispatch,
+    limits: Limits,
+    value: float,
+    timeline: Timeline,
+) -> None:
+    """Holds what the search says against the simulator."""
+    found = (
+        _value(schedule, costs, Links(), goal, mode, limits)
+        if isinstance(goal, Expected)
+        else _measured(timeline, goal)
+    )
+    if not math.isclose(found, value, rel_tol=_AGREES, abs_tol=_AGREES):
+        raise ScheduleError(
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            rule="confirmed",
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
@@ -107,6 +201,12 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
                 "say with `placement` where they go"
             )
         return one_to_one(num_ranks)
+    if placement.shared:
+        raise ScheduleError(
+            f"stage {placement.shared[0][0]} is shared by ranks {placement.shared[0][1]}; ps.plan has one rank a stage: "
+            "give a placement without shared stages",
+            rule="placement",
+        )
     if placement.num_stages != costs.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
     for pipeline, hosts in enumerate(placement.pipelines):

@@ -45,6 +45,7 @@ class Queues(NamedTuple):
         local_from: the queue on its own stage whose op it needs.
         message_to, local_to: the same seen from the other side; `delay_to` is the delay towards `message_to`.
         cap: most that each rank may hold.
+        release, tail: ms before a rank may start, and ms that count after its last op: 0 but where the span matters.
     """
 
     rank: Array
@@ -62,6 +63,8 @@ class Queues(NamedTuple):
     delay_to: Array
     local_to: Array
     cap: Array
+    release: Array
+    tail: Array
 
     @property
     def num_ranks(self) -> int:
@@ -81,6 +84,8 @@ class Queues(NamedTuple):
             message_to=self.message_from,
             delay_to=self.delay,
             local_to=self.local_from,
+            release=self.tail,
+            tail=self.release,
         )
 
     def with_delays(self, delay: Array, delay_to: Array) -> Queues:
@@ -200,6 +205,8 @@ def pose(
         op_first=op_first,
         row_first=op_first[rank_first],
         cap=np.array(cap, np.float64),
+        release=np.zeros(num_ranks),
+        tail=np.zeros(num_ranks),
         **ints,
         **floats,
     )

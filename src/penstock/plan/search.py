@@ -17,7 +17,7 @@ from penstock.plan import justify, listing
 from penstock.plan.problem import BACKWARD_CLASS, Array, Problem
 from penstock.plan.progress import Progress
 
-_FIRST_TRIALS = 4
+_MOST_SEEN = 8
 _SLICE = 0.1
 """Seconds that compiled code runs before it comes back to look at the clock."""
 
@@ -47,18 +47,23 @@ class Search:
         problem: what to plan.
         lower_bound: ms.
         seed: of the random numbers.
+        stop_at_gap: the gap that is good enough.
+        shift: ms that makespan and bound here are above those of the objective (see `spans`).
         value, row, how: the best so far.
+        seen: orders that were the best for a while, the newest last.
     """
 
     problem: Problem
     lower_bound: float
     seed: int = 0
     stop_at_gap: float = 0.0
+    shift: float = 0.0
+    on_progress: Callable[[Progress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
     value: float = float("inf")
     row: Array = None
     how: str = ""
-    on_progress: Callable[[Progress], None] | None = None
-    began: float = field(default_factory=time.perf_counter)
+    seen: list[Array] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -72,16 +77,21 @@ class Search:
     @property
     def target(self) -> float:
         """The makespan (ms) at which the search may stop."""
-        return self.lower_bound * (1 + max(self.stop_at_gap, 1e-9))
+        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, 1e-9))
 
     def report(self, how: str) -> None:
         if self.on_progress is not None:
-            self.on_progress(Progress(how, self.seconds, self.value, self.lower_bound))
+            self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
 
     def take(self, value: float, row: Array, how: str) -> None:
         """Keeps an order if it is the best so far."""
         if value < self.value * (1 - 1e-12) or self.row is None:
             self.value, self.row, self.how = float(value), row.copy(), how
+            self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
+
+    def good_rows(self) -> list[Array]:
+        """Orders worth a second look, the best first."""
+        return self.seen[::-1]
 
 
 def class_rows(problem: Problem) -> Array:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+
+from penstock.cost import Costs, Links
 from penstock.plan import exact
+from penstock.plan.bounds import jackson_bound
+from penstock.plan.expected import Samples, robust, under
+from penstock.plan.objective import Expected
+from penstock.plan.problem import Problem, pose
+from penstock.plan.progress import Progress
 from penstock.plan.search import Search, Space, greedy, justified
+from penstock.plan.spans import bound_of_span, with_tails
 from penstock.plan.walk import walked
+from penstock.schedule import one_to_one
 
 JUSTIFIED_SHARE, WALKED_SHARE = 0.1, 0.4
 """Shares of the time; what is left is for exact solving where the problem is small enough, else for local search."""
@@ -13,20 +25,78 @@ _MOST_JUSTIFIED = 5.0
 """Seconds after which justification finds little more."""
 
 
-def run(search: Search, time_limit: float) -> None:
+@functools.cache
+def compile_all() -> None:
+    """Compiles, or loads what was compiled before, by planning next to nothing."""
+    costs = Costs.uniform(2)
+    problem = pose(costs, one_to_one(2), 2, 3, Links({(0, 1): 0.5}), [(1.0, 0.5)] * 2, [2.0] * 2, split=True)
+    search = Search(problem, jackson_bound(problem) / 2)
+    space = Space(problem)
+    greedy(search, space)
+    justified(search, space, search.seconds + 1e-9)
+    walked(search, search.seconds + 1e-3)
+
+
+def begin(
+    problem: Problem,
+    goal: str | Expected,
+    seed: int,
+    stop_at_gap: float,
+    on_progress: Callable[[Progress], None] | None,
+    began: float,
+) -> Search:
+    """A search for the objective, with its bound."""
+    shift = 0.0
+    if goal == "span":
+        tailed, shift = with_tails(problem)
+        bound = bound_of_span(problem, tailed, shift) + shift
+        problem = tailed
+    elif isinstance(goal, Expected):
+        bound = _samples(problem, goal).lower_bound()
+    else:
+        bound = jackson_bound(problem)
+    return Search(problem, bound, seed, stop_at_gap, shift, on_progress, began)
+
+
+def run(search: Search, time_limit: float, goal: str | Expected = "makespan") -> None:
     """Searches until the gap is closed or `time_limit` (seconds since the search began) is over.
 
     An interrupt from the keyboard ends it, and what was found till then stands.
     """
+    if isinstance(goal, Expected):
+        _run_expected(search, time_limit, goal)
+        return
     space = Space(search.problem)
     greedy(search, space)
-    try:
+    with suppress(KeyboardInterrupt):
         if not search.closed:
             justified(search, space, min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
         small = search.problem.queues.num_ops <= exact.MOST_OPS and exact.available()
         walked(search, WALKED_SHARE * time_limit if small else time_limit)
         if small:
             exact.solve(search, time_limit)
-            walked(search, time_limit)
-    except KeyboardInterrupt:
-        search.report("interrupted")
+        justified(search, space, time_limit)
+
+
+def _samples(problem: Problem, goal: Expected) -> Samples:
+    return Samples(tuple(under(problem, links) for links in goal.samples))
+
+
+def _run_expected(search: Search, time_limit: float, goal: Expected) -> None:
+    """Plans for the given delays and for some of the samples, then for all of them together."""
+    samples = _samples(search.problem, goal)
+    step = max(1, len(samples.problems) // 4)
+    problems = [search.problem, *samples.problems[::step]]
+    candidates = []
+    for number, problem in enumerate(problems):
+        bound = jackson_bound(problem)
+        inner = Search(problem, bound, search.seed + number, search.stop_at_gap, began=search.began)
+        space = Space(problem)
+        greedy(inner, space)
+        with suppress(KeyboardInterrupt):
+            until = time_limit * 0.5 * (number + 1) / len(problems)
+            justified(inner, space, search.seconds + 0.3 * max(0.0, until - search.seconds))
+            walked(inner, until)
+        candidates += inner.good_rows()
+    with suppress(KeyboardInterrupt):
+        robust(search, samples, candidates, time_limit)

@@ -39,6 +39,7 @@ class Walk:
         self.now = self.best = float("inf")
         self.scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
         self.moves_a_second = 50_000.0
+        self.stuck = False
 
     def begin(self, row: Array) -> None:
         """Takes up an order."""
@@ -57,18 +58,21 @@ class Walk:
         num_moves = max(1, int(seconds * self.moves_a_second))
         self._module.seed(int(self._random.integers(2**31)))
         before = time.perf_counter()
-        self.now, self.best = self._module.anneal(
+        self.now, self.best, moved = self._module.anneal(
             self.problem.queues, self._queue, self._needs, self._after, self._ints, self._floats, self._flags,
             self._last, num_moves, hot * self.scale, cold * self.scale, target, self.now, self.best, self.best_row,
         )  # fmt: skip
         spent = time.perf_counter() - before
-        self.moves_a_second = min(4 * self.moves_a_second, max(1000.0, num_moves / max(spent, 1e-6)))
+        self.stuck = moved == 0
+        if moved == num_moves:
+            self.moves_a_second = min(4 * self.moves_a_second, max(1000.0, moved / max(spent, 1e-6)))
 
 
-def walked(
-    search: Search, until: float, num_threads: int | None = None, idle: Callable[[], None] | None = None
-) -> None:
-    """Step 3: local search until `until` (seconds since the search began), from the best order so far."""
+def walked(search: Search, until: float, num_threads: int | None = None) -> None:
+    """Step 3: local search until `until` (seconds since the search began), from the best order so far.
+
+    Ends before where no pair on the critical path can change places.
+    """
     if search.problem.queues.num_ops == 0:
         return
     num_threads = num_threads or min(2, os.cpu_count() or 1)
@@ -87,3 +91,5 @@ def walked(
                 for walk in walks:
                     search.take(walk.best, walk.best_row, "local search")
                 search.report("local search")
+                if all(walk.stuck for walk in walks):
+                    return

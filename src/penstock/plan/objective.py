@@ -1,0 +1,49 @@
+"""What a plan is to make small: the makespan, the span, or the expected makespan over link delays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cost import CostError, Links
+from penstock.schedule import ScheduleError
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The mean makespan over samples of link delays.
+
+        ps.Expected.drawn(lambda random: ps.Links({(0, 1): random.expovariate(1 / 20)}), num_samples=32, seed=0)
+
+    Attributes:
+        samples: delays, each as likely as the others.
+
+    Raises:
+        CostError: no sample.
+    """
+
+    samples: Sequence[Links]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(self.samples))
+        if not self.samples:
+            raise CostError("an expected makespan needs at least one sample of link delays")
+        if wrong := next((sample for sample in self.samples if not isinstance(sample, Links)), None):
+            raise CostError(f"a sample of link delays is {wrong!r}: give ps.Links")
+
+    @classmethod
+    def drawn(cls, draw: Callable[[random.Random], Links], num_samples: int = 16, seed: int = 0) -> Expected:
+        """Samples from a distribution: `draw` makes one from a source of random numbers."""
+        if num_samples < 1:
+            raise CostError(f"num_samples is {num_samples}: an expected makespan needs at least 1")
+        source = random.Random(seed)
+        return cls([draw(source) for _ in range(num_samples)])
+
+
+def read_objective(value: Any) -> str | Expected:
+    """Raises ScheduleError unless it is "makespan", "span" or an `Expected`."""
+    if isinstance(value, Expected) or value in ("makespan", "span"):
+        return value
+    raise ScheduleError(f"objective {value!r}: give 'makespan', 'span' or ps.Expected(...)", rule="options")
