@@ -203,8 +203,8 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
         return one_to_one(num_ranks)
     if placement.shared:
         raise ScheduleError(
-            f"stage {placement.shared[0][0]} is shared by ranks {placement.shared[0][1]}; ps.plan has one rank a stage: "
-            "give a placement without shared stages",
+            f"stage {placement.shared[0][0]} is shared by ranks {placement.shared[0][1]}; ps.plan takes one rank a "
+            "stage: give a placement without shared stages",
             rule="placement",
         )
     if placement.num_stages != costs.num_stages:

@@ -1,0 +1,215 @@
+"""`penstock plan`: the best schedule for given costs, links and memory, and how far from the best it can be.
+
+penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --max-in-flight 7
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import penstock as ps
+from penstock.cli import options
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json, Out, numbers
+from penstock.cli.output import in_colour, print_json
+from penstock.formats.costs import load_costs
+from penstock.plan import Progress
+from penstock.schedule import circular, one_to_one, v_shape
+
+PLACEMENTS = {"one-to-one": 1, "circular": 2, "v": 2}
+"""Placements by name, with the stages a rank hosts where --stages does not say."""
+
+_VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+(?:\.[0-9]+)?)\.\.(?P<high>.+)")
+
+
+@app.command(short_help="Find the best schedule, with a proof of how good it is.")
+def plan(
+    ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
+    f: Annotated[str, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12.")] = "1",
+    i: Annotated[str, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = "1",
+    w: Annotated[str, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = "1",
+    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="All costs, as JSON.")] = None,
+    activation: Annotated[
+        str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
+    ] = None,
+    freed_by_input: Annotated[
+        float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
+    ] = None,
+    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    max_in_flight: Annotated[
+        str | None,
+        typer.Option("--max-in-flight", metavar="COUNT", help="Most F - W a rank, or one a rank: 7,5."),
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", metavar="UNITS", help="Most activations a rank, in the unit of --activation."),
+    ] = None,
+    placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v.")] = "one-to-one",
+    stages: Annotated[int | None, typer.Option("--stages", help="Number of stages (circular).")] = None,
+    objective: Annotated[str, typer.Option("--objective", help="makespan or span.")] = "makespan",
+    vary: Annotated[
+        list[str] | None,
+        typer.Option("--vary", metavar="A:B=LOW..HIGH", help="Plan for the mean over delays drawn between the two."),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="How many draws (--vary).")] = 16,
+    dispatch: Annotated[str, typer.Option("--dispatch", help="How it will be run: frozen or dynamic.")] = "frozen",
+    split: Annotated[bool, typer.Option("--split/--no-split", help="Backward as I and W, or one B.")] = True,
+    time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Time to spend at most.")] = 10.0,
+    stop_at_gap: Annotated[float, typer.Option("--stop-at-gap", help="Gap that is good enough, 0.01 is 1%.")] = 1e-4,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random numbers.")] = 0,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
+    where = _placement(placement, ranks, stages)
+    if costs is not None and (activation is not None or freed_by_input is not None):
+        raise Misuse(f"--costs {costs} says what activations hold; leave --activation and --freed-by-input out")
+    chosen = load_costs(costs, where.num_stages) if costs is not None else None
+    if chosen is None:
+        rows: dict[str, Any] = {
+            name: _row(name, text, where.num_stages) for name, text in (("f", f), ("i", i), ("w", w))
+        }
+        if activation is not None:
+            rows["activation"] = _row("activation", activation, where.num_stages)
+        if freed_by_input is not None:
+            rows["freed_by_input"] = freed_by_input
+        chosen = ps.Costs(**rows)
+    delays = options.link_delays(link or [])
+    if vary and objective != "makespan":
+        raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
+    goal = _expected(vary, delays, default_delay, samples, seed) if vary else objective
+    with ProgressLine(time_limit) as show:
+        found = ps.plan(
+            chosen,
+            ranks,
+            microbatches,
+            ps.Links(delays, default_delay),
+            max_in_flight=_limit("--max-in-flight", max_in_flight),
+            memory_limit=_limit("--memory-limit", memory_limit),
+            time_limit=time_limit,
+            objective=goal,
+            dispatch=dispatch,
+            placement=where,
+            split=split,
+            seed=seed,
+            stop_at_gap=stop_at_gap,
+            progress=show,
+        )
+    if out is not None:
+        from penstock.cli.picture import save
+
+        save(found.schedule, out)
+    if json:
+        print_json(
+            {
+                "makespan": found.makespan,
+                "value": found.value,
+                "objective": goal if isinstance(goal, str) else "expected",
+                "lower_bound": found.lower_bound,
+                "gap": found.gap,
+                "seconds": found.seconds,
+                "how": found.how,
+                "num_ranks": ranks,
+                "num_microbatches": microbatches,
+                "dispatch": dispatch,
+                "grid": str(found.schedule),
+                "out": out,
+            }
+        )
+        return
+    from penstock.draw.terminal import to_terminal
+
+    print(to_terminal(found.schedule, color=in_colour()))
+    print(f"\nmakespan     {found.makespan:.10g} ms")
+    if found.value != found.makespan:
+        print(f"{'mean' if vary else objective:<12} {found.value:.10g} ms")
+    print(f"lower bound  {found.lower_bound:.10g} ms")
+    print(f"gap          {found.gap:.2%}")
+    print(f"found by     {found.how}, {found.seconds:.2g} s")
+    if out is not None:
+        print(f"wrote {out}")
+
+
+class ProgressLine:
+    """A line on stderr that says where the search stands, where that is a terminal."""
+
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit = time_limit
+        self._progress: Any = None
+
+    def __enter__(self) -> Any:
+        if not sys.stderr.isatty():
+            return None
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        self._progress = Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
+        self._progress.start()
+        task = self._progress.add_task("planning", total=self._time_limit)
+
+        def show(now: Progress) -> None:
+            said = f"{now.how}: {now.value:.6g} ms, gap {now.gap:.2%}"
+            self._progress.update(task, completed=min(now.seconds, self._time_limit), description=said)
+
+        return show
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _placement(name: str, ranks: int, stages: int | None) -> ps.Placement:
+    if name not in PLACEMENTS:
+        raise Misuse(f"--placement {name}: choose among {', '.join(PLACEMENTS)}")
+    if ranks < 1:
+        raise Misuse(f"--ranks {ranks}: at least 1 is needed")
+    if stages is not None and name != "circular":
+        raise Misuse(f"--stages {stages} is for --placement circular; {name} has {PLACEMENTS[name] * ranks}")
+    if name == "circular":
+        return circular(ranks, 2 * ranks if stages is None else stages)
+    return one_to_one(ranks) if name == "one-to-one" else v_shape(ranks)
+
+
+def _row(name: str, text: str, num_stages: int) -> list[float]:
+    values = numbers(f"--{name}", text)
+    if len(values) not in (1, num_stages):
+        raise Misuse(f"--{name} has {len(values)} entries; give one, or one a stage: {num_stages}")
+    return values * num_stages if len(values) == 1 else values
+
+
+def _limit(option: str, text: str | None) -> float | list[float] | None:
+    if text is None:
+        return None
+    values = numbers(option, text)
+    return values[0] if len(values) == 1 else values
+
+
+def _expected(
+    texts: list[str], delays: dict[tuple[int, int], float], default: float, num_samples: int, seed: int
+) -> ps.Expected:
+    ranges = {}
+    for text in texts:
+        match = _VARY.fullmatch(text)
+        if match is None:
+            raise Misuse(f"--vary {text}: write RANK:RANK=LOW..HIGH, like 0:1=0..40")
+        low, high = (numbers(f"--vary {text}", match[part])[0] for part in ("low", "high"))
+        if not 0 <= low <= high:
+            raise Misuse(f"--vary {text}: the delays go from low to high, both at least 0")
+        ranges[int(match["source"]), int(match["target"])] = low, high
+
+    def draw(random: Any) -> ps.Links:
+        return ps.Links({**delays, **{pair: random.uniform(*ends) for pair, ends in ranges.items()}}, default)
+
+    return ps.Expected.drawn(draw, num_samples, seed)

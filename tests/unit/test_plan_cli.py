@@ -1,0 +1,60 @@
+"""`penstock plan`: one JSON object, files, and misuse named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.cli import main
+
+PLAN = ["plan", "--ranks", "4", "--microbatches", "12", "--f", "10", "--i", "10", "--w", "10", "--link", "0:1=20"]
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["makespan"], found["lower_bound"], found["gap"]) == (410.0, 410.0, 0.0)
+
+
+def test_the_schedule_is_written_and_simulates_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main([*PLAN, "--max-in-flight", "4", "--time", "0.3", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+    assert ps.simulate(ps.load(out), costs, links=ps.Links({(0, 1): 20.0})).makespan == found["makespan"]
+
+
+def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "2", "--microbatches", "3", "--placement", "v", "--time", "0.2"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1 |" in said
+    assert "gap" in said
+
+
+def test_a_mean_over_delays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--vary", "1:2=0..30", "--samples", "4", "--time", "0.3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["objective"] == "expected"
+    assert found["value"] >= found["lower_bound"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--max-in-flight", "0.5"], 1, "no schedule fits"),
+        (["--time", "0"], 2, "time_limit is 0"),
+        (["--placement", "w"], 2, "--placement w"),
+        (["--stages", "8"], 2, "--stages 8"),
+        (["--f", "1,2"], 2, "--f has 2 entries"),
+        (["--vary", "0:1"], 2, "--vary 0:1"),
+        (["--vary", "0:1=9..3"], 2, "from low to high"),
+        (["--objective", "cost"], 2, "objective 'cost'"),
+    ],
+    ids=str,
+)
+def test_misuse_is_named(options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *options]) == code
+    assert message in capsys.readouterr().err
