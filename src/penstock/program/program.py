@@ -257,6 +257,21 @@ class Program:
                 rule="rules",
             ) from error
 
+    @property
+    def callables(self) -> dict[str, Callable[..., Any]]:
+        """What the runtime calls for each kind of op that has a `run`: `ps.Pipeline(..., ops=program.callables)`.
+
+        Raises ScheduleError where one kind has several functions.
+        """
+        found: dict[str, Callable[..., Any]] = {}
+        for op in self.ops:
+            if op.run is not None and found.setdefault(op.kind, op.run) != op.run:
+                raise ScheduleError(
+                    f"op kind {op.kind} has several functions; give one, which tells its stages apart by the call",
+                    rule="kind",
+                )
+        return found
+
     @cached_property
     def all_costs(self) -> Costs:
         """The costs, those of the registered ops among them: what to simulate the schedule with."""
