@@ -28,10 +28,15 @@ def profile(num_layers: int = 4, seed: int = 0, **changes: Any) -> Profile:
 
 
 def transfer(
-    send: float = 0.0, receive: float = 0.0, delay: float = 0.0, reduce: float = 0.0, **rest: float
+    send: float = 0.0,
+    receive: float = 0.0,
+    delay: float = 0.0,
+    reduce: float = 0.0,
+    threads: float = 0.0,
+    **rest: float,
 ) -> Transfer:
     """Messages that cost the same whatever their size."""
-    return Transfer([1.0], [send], [receive], [delay], [reduce], **rest)
+    return Transfer([1.0], [send], [receive], [delay], [reduce], [threads], **rest)
 
 
 def ranges(*counts: int) -> list[range]:
@@ -74,7 +79,7 @@ class Ranks:
         if task["do"] == "transfer":
             if num_ranks == 1:
                 return {"gap": 0.01, "step_alone": 0.5}
-            rows = {name: [0.1, 0.2] for name in ("send", "receive", "delay", "reduce")}
+            rows = {name: [0.1, 0.2] for name in ("send", "receive", "delay", "reduce", "threads")}
             return {"sizes": [1000, 100000], **rows, "gap": 0.01, "step": 1.0}
         if task["do"] == "run":
             return {"steps": [50.0, 52.0], "makespans": [40.0, 41.0], "ops": None, "notices": []}

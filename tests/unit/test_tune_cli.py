@@ -160,14 +160,15 @@ def test_a_cut_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_profile_written_is_read_again(
-    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "num_devices", lambda settings: 3)  # a file does not say how many cores there are
     file = tmp_path / "costs.json"
     measure = ["--model", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
     written = told(capsys, "profile", *measure, "--out", str(file))
     assert (written["num_measured"], written["num_reused"]) == (3, 0)
     read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
-    here = told(capsys, "tune", *NANO, "--pp", "2")
+    here = told(capsys, "tune", *NANO, "--ranks", "2", "--pp", "2")
     assert [(b["schedule"], b["step_ms"]) for b in read["best"]] == [
         (b["schedule"], b["step_ms"]) for b in here["best"]
     ]

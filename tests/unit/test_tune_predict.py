@@ -62,6 +62,17 @@ def test_sending_holds_up_the_sender() -> None:
     assert costs.b == (8.0, 7.0)
 
 
+def test_what_carries_messages_takes_from_the_ranks_where_every_core_has_one() -> None:
+    schedule, links = ps.build("gpipe", 2, 3), transfer(send=1.0, receive=2.0, delay=9.0, threads=0.25)
+    costs = stage_costs(schedule, ranges(1, 1), plain(), links, crowded=True)
+    assert (costs.f, costs.b) == ((4.25, 5.25), (8.25, 7.25))
+    free = predict(schedule, ranges(1, 1), plain(), links, num_devices=3)
+    assert free.makespan == predict(schedule, ranges(1, 1), plain(), links).makespan
+    full = predict(schedule, ranges(1, 1), plain(), links, num_devices=2)
+    # Two forwards on rank 0 before its last, and two backwards after its first; a message waited for takes no longer.
+    assert full.makespan - free.makespan == pytest.approx(4 * 0.25)
+
+
 def test_stages_of_one_rank_send_nothing() -> None:
     schedule = ps.build("zb-v", 2, 4)
     told = profile(4, f_split=[1.0] * 4, i=[1.0] * 4, w=[1.0] * 4)
@@ -87,14 +98,14 @@ def test_more_ranks_than_devices_take_at_least_all_their_work() -> None:
 @pytest.mark.parametrize(("copies", "expected"), [(1, 0.0), (2, 20.0), (4, 30.0)])
 def test_copies_reduce_their_gradients_in_a_ring(copies: int, expected: float) -> None:
     """The rank with most gradients counts; over k copies 2 (k - 1) / k of them pass through each rank."""
-    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0])
+    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
     assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), plain(), links, copies) == pytest.approx(expected)
 
 
 def test_several_pipelines_reduce_too() -> None:
     schedule = ps.build("dualpipe", 2, 4)
     told = profile(2, weight=[10.0, 20.0])
-    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0])
+    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
     assert reduce_time(schedule, ranges(1, 1), told, links, 1) == pytest.approx(30.0)
 
 
@@ -132,7 +143,7 @@ def test_a_tied_weight_counts_once_on_one_rank() -> None:
 
 
 def test_message_times_lie_between_known_sizes() -> None:
-    links = Transfer([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3)
+    links = Transfer([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3, [0] * 3)
     assert [links.at("delay", size) for size in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
     assert (links.latency, links.bandwidth) == (1.0, 6.0)
     assert transfer(delay=3.0).at("delay", 1e9) == 3.0
@@ -158,7 +169,7 @@ def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, object], sa
 
 def test_messages_that_make_no_sense_are_refused() -> None:
     with pytest.raises(TuneError, match="sizes are"):
-        Transfer([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0])
+        Transfer([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0])
     with pytest.raises(TuneError, match="bandwidth is 0"):
         Transfer.assumed(1.0, 0.0)
     with pytest.raises(TuneError, match="latency is -1"):

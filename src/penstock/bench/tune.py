@@ -25,6 +25,7 @@ from penstock.models import GPTConfig
 from penstock.runtime import partition
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.database import Database
+from penstock.tune.device import num_devices
 from penstock.tune.meter import Meter, Need
 from penstock.tune.predict import predict
 from penstock.tune.search import Candidate
@@ -95,7 +96,7 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         meter.prepare([need], [setting.pp])
     profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
     cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
-    prediction = predict(schedule, cut, profile, transfer)
+    prediction = predict(schedule, cut, profile, transfer, num_devices=num_devices(told))
     shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
     candidate = Candidate(shape, Plan(setting.schedule, schedule), tuple(cut), False)
     answer = carry_out([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
@@ -110,6 +111,7 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         "other_programs_cores": measured.others,
         "cut": [len(layers) for layers in cut],
         "steps_ms": list(measured.steps),
+        "measured_ops_ms": answer.ranks[0]["ops"],
         "profile": profile.to_json(),
         "transfer": transfer.to_json(),
     }

@@ -130,7 +130,7 @@ class Meter:
 
         def keep(answer: Answer) -> None:
             told = answer.ranks[0]
-            nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce")}
+            nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
             transfer = Transfer.from_json({**nothing, **told, "source": "measured"})
             self.transfers[num_ranks] = transfer
             self._keep(key, transfer.to_json(), answer, text)

@@ -46,8 +46,13 @@ class Prediction:
         return max(memory.total for memory in self.memory)
 
 
-def stage_costs(schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer) -> Costs:
-    """Milliseconds of every stage's ops with the messages they send and receive, and bytes they keep."""
+def stage_costs(
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, crowded: bool = False
+) -> Costs:
+    """Milliseconds of every stage's ops with the messages they send and receive, and bytes they keep.
+
+    `crowded`: every core has a rank, so that what carries messages takes its time from them.
+    """
     halved = {op.stage for row in schedule.order for op in row if op.kind == "I"}
     f: list[float] = []
     b: list[float] = []
@@ -56,8 +61,8 @@ def stage_costs(schedule: Schedule, cut: Sequence[range], profile: Profile, tran
     for stage, layers in enumerate(cut):
         above = _crossing(schedule, cut, profile, stage)
         below = _crossing(schedule, cut, profile, stage + 1)
-        forward = _messages(transfer, sent=below, received=above)
-        backward = _messages(transfer, sent=above, received=below)
+        forward = _messages(transfer, below, above, crowded)
+        backward = _messages(transfer, above, below, crowded)
         if profile.tied and _apart(schedule):
             if stage == 0:
                 backward += transfer.at("receive", profile.tied)
@@ -70,14 +75,16 @@ def stage_costs(schedule: Schedule, cut: Sequence[range], profile: Profile, tran
     return Costs(f, i, w, b, [profile.total("activation", layers) for layers in cut])
 
 
-def links_of(schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer) -> Links:
+def links_of(
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, crowded: bool = False
+) -> Links:
     """The delays between ranks, as far as they are not part of the ops."""
     delays: dict[tuple[int, int], float] = {}
     for ranks in schedule.placement.pipelines:
         for stage, (a, b) in enumerate(pairwise(ranks)):
             if a != b:
                 size = profile.output[cut[stage][-1]]
-                own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
+                own = transfer.gap + _messages(transfer, size, size, crowded)
                 delay = max(0.0, transfer.at("delay", size) - own)
                 delays[a, b] = max(delay, delays.get((a, b), 0.0))
     return Links(delays)
@@ -100,8 +107,10 @@ def predict(
         num_devices: ranks that can work at the same time; by default all. With more ranks than that, a step
             takes at least all ranks' work over the devices.
     """
-    costs = stage_costs(schedule, cut, profile, transfer)
-    timeline = simulate(schedule, costs, links=links_of(schedule, cut, profile, transfer), dispatch=dispatch)
+    crowded = num_devices is not None and schedule.num_ranks * num_copies >= num_devices
+    costs = stage_costs(schedule, cut, profile, transfer, crowded)
+    links = links_of(schedule, cut, profile, transfer, crowded)
+    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
     makespan = timeline.makespan
     if num_devices is not None:
         makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
@@ -147,12 +156,11 @@ def _crossing(schedule: Schedule, cut: Sequence[range], profile: Profile, stage:
     return profile.output[cut[stage - 1][-1]]
 
 
-def _messages(transfer: Transfer, sent: float | None, received: float | None) -> float:
+def _messages(transfer: Transfer, sent: float | None, received: float | None, crowded: bool) -> float:
     cost = 0.0
-    if sent is not None:
-        cost += transfer.at("send", sent)
-    if received is not None:
-        cost += transfer.at("receive", received)
+    for what, size in (("send", sent), ("receive", received)):
+        if size is not None:
+            cost += transfer.at(what, size) + (transfer.at("threads", size) if crowded else 0.0)
     return cost
 
 

@@ -113,6 +113,7 @@ class Profile:
         return cls(**{**value, "source": value.get("source", source)})
 
 
+_BY_SIZE = ("sizes", "send", "receive", "delay", "reduce", "threads")
 _OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")
 
 
@@ -123,6 +124,8 @@ class Transfer:
     Attributes:
         sizes: bytes, rising.
         send, receive: milliseconds that a message of each size keeps its sender and its receiver from their ops.
+        threads: milliseconds of processor time that a message takes from other threads at each end; where every
+            core has a rank, they take it from the ranks.
         delay: milliseconds from the end of an op to the start of one on another rank that waited for its result.
         gap: milliseconds between two ops of a rank when nothing is sent or received.
         step: milliseconds of a step in which no op runs, with several ranks; step_alone: with one.
@@ -135,13 +138,14 @@ class Transfer:
     receive: Sequence[float]
     delay: Sequence[float]
     reduce: Sequence[float]
+    threads: Sequence[float]
     gap: float = 0.0
     step: float = 0.0
     step_alone: float = 0.0
     source: str = "measured"
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "send", "receive", "delay", "reduce"):
+        for name in _BY_SIZE:
             object.__setattr__(self, name, _row(self.source, name, getattr(self, name), len(self.sizes)))
         if not self.sizes or any(b <= a for a, b in pairwise(self.sizes)):
             raise TuneError(
@@ -184,7 +188,7 @@ class Transfer:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(value) - known):
             raise TuneError(f"{source}: unknown field {unknown[0]!r} of messages")
-        if missing := sorted({"sizes", "send", "receive", "delay", "reduce"} - set(value)):
+        if missing := sorted({*_BY_SIZE} - set(value)):
             raise TuneError(f"{source}: field {missing[0]!r} of messages is missing")
         return cls(**{**value, "source": value.get("source", source)})
 
@@ -196,7 +200,8 @@ class Transfer:
             raise TuneError(f"the links' bandwidth is {bandwidth}: give a number above 0")
         sizes = (0.0, 1e6)
         delay = tuple(latency + size / bandwidth for size in sizes)
-        return cls(sizes, (0.0, 0.0), (0.0, 0.0), delay, delay, source="assumed")
+        nothing = (0.0, 0.0)
+        return cls(sizes, nothing, nothing, delay, delay, nothing, source="assumed")
 
 
 def _row(source: str, name: str, values: Any, length: int) -> tuple[float, ...]:

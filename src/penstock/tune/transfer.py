@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import quantiles
+from statistics import fmean, quantiles
 from typing import Any
 
 import torch
@@ -41,15 +41,16 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
     One rank tells `gap` and `step_alone`, two tell the rest.
     """
     if num_ranks == 1:
-        timelines, step = _steps(1, SIZES[0], steps)
+        timelines, step, _ = _steps(1, SIZES[0], steps)
         return {"gap": undisturbed(_gaps(timelines, 0, "F", "F")), "step_alone": step}
-    rows: dict[str, list[float]] = {"send": [], "receive": [], "delay": [], "reduce": []}
+    rows: dict[str, list[float]] = {"send": [], "receive": [], "delay": [], "reduce": [], "threads": []}
     gaps: list[float] = []
     rests: list[float] = []
     measured = []
     for size in SIZES:
         meet()
-        timelines, step = _steps(2, size, steps)
+        timelines, step, threads = _steps(2, size, steps)
+        rows["threads"].append(threads)
         measured.append(timelines)
         rests.append(step)
         gaps += _gaps(timelines, 1, "F", "B")
@@ -64,8 +65,8 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
 
 
 def undisturbed(values: Sequence[float]) -> float:
-    """The lower quartile: other programs only ever make a message later."""
-    return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+    """The lowest tenth's bound: other programs only ever make a message later."""
+    return quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 class Spin(nn.Module):
@@ -104,8 +105,12 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float]:
-    """Timelines of some steps with messages of `size` bytes, and the median of what a step takes beyond them."""
+def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float, float]:
+    """Timelines of some steps with messages of `size` bytes.
+
+    And milliseconds that a step takes beyond them, and that other threads than those of the ops work for a message at
+    each of its ends.
+    """
     spin = 1.0 + size / 1e6
     pipe = Pipeline(
         [partial(Spin, spin * (stage + 1)) for stage in range(num_ranks)],
@@ -114,17 +119,21 @@ def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float
         timeout=DEADLINE,
     )
     x = torch.ones(NUM_MICROBATCHES, size // FLOAT_BYTES)
-    timelines, rests = [], []
+    timelines, rests, beside = [], [], []
+    meeting_points = 2 * NUM_MICROBATCHES  # a forward and a backward of each microbatch pass each rank's only link
     for number in range(WARM_UPS + steps):
-        start = time.perf_counter()
+        start, work = time.perf_counter(), time.process_time() - time.thread_time()
         pipe.step(x, x)
         whole = (time.perf_counter() - start) * 1e3
+        work = (time.process_time() - time.thread_time() - work) * 1e3
         timeline = pipe.timeline()
         if number >= WARM_UPS:
             timelines.append(timeline)
             rests.append(whole - timeline.makespan)
+            beside.append(work / meeting_points)
+    everywhere = [undisturbed(values) for values in pipe.gather(beside)]
     pipe.close()
-    return timelines, max(0.0, undisturbed(rests))
+    return timelines, max(0.0, undisturbed(rests)), fmean(everywhere)
 
 
 def _gaps(timelines: list[Timeline], rank: int, before: str, after: str) -> list[float]:
