@@ -93,6 +93,48 @@ def tune(
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
+@bench.command(short_help="Speeds of the planner and the gaps it proves.")
+def plan(
+    context: typer.Context,
+    instances: Annotated[int, typer.Option("--instances", min=1, help="Problems of each family.")] = 20,
+    only: Annotated[
+        str | None, typer.Option("--only", help="speed, free (no memory cap), or tight; all where not given.")
+    ] = None,
+    size: Annotated[
+        list[str] | None, typer.Option("--size", metavar="RANKSxN", help="tight: just these sizes, like 8x32.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the problems; drawn where not given.")] = None,
+    out: Raw = None,
+    json: Json = False,
+) -> None:
+    """Time list scheduling and timing of orders, and plan random problems with and without a tight memory cap."""
+    import secrets
+
+    from penstock.bench import plan as measured
+    from penstock.bench.machine import machine
+
+    if only not in (None, "speed", "free", "tight"):
+        raise Misuse(f"--only {only}: choose among speed, free, tight")
+    known = {f"{ranks}x{num}": (ranks, num, seconds) for ranks, num, seconds in measured.TIGHT_SIZES}
+    if wrong := next((name for name in size or () if name not in known), None):
+        raise Misuse(f"--size {wrong}: choose among {', '.join(known)}")
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    result: dict[str, Any] = {"machine": machine(), "seed": seed}
+    tables = [f"seed {seed}"]
+    if only in (None, "speed"):
+        result["speeds"] = measured.speeds(seed)
+        tables.append(measured.speed_table(result["speeds"]))
+    families: list[dict[str, Any]] = []
+    if only in (None, "free"):
+        families += measured.free(instances, seed)
+    if only in (None, "tight"):
+        families += measured.tight(instances, seed, [known[name] for name in size or known])
+    if families:
+        result["families"] = families
+        tables.append(measured.gap_table(families))
+    _give(context, result, "\n\n".join(tables), out, json)
+
+
 def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
     if out is not None:
