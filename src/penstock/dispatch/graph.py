@@ -34,7 +34,7 @@ class Graph:
 
     Attributes:
         ops: op number -> Op. An op that several ranks run together has a number on each of them.
-        number: Op -> its number, the first where it has several.
+        number: Op -> its number; on the first of the ranks that run it together where it has several.
         rank: op -> its rank.
         first: rank -> its first op; one entry more than ranks.
         num_needed: op -> how many edges lead to it.
@@ -99,6 +99,9 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     num_needed = [0] * len(ops)
     stage_graph = schedule.graph
     _check_known(schedule, ops, number, together)
+    for op, found in numbers.items():
+        sender = schedule.hosts(op)[0]
+        number[op] = next((n for n in found if rank[n] == sender), found[0])
     edges = [(p, op) for op in number for p in predecessors(op, stage_graph, number)]
     _check_closed(number, edges)
     for producer, consumer in [*edges, *_accumulation_order(schedule), *extra]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
@@ -163,9 +164,11 @@ def queue_graph(
     for q, ranks in enumerate(hosts):
         for rank in ranks:
             own[rank].append(q)
-    depth = _depths(graph)
-    reserve = [_reserve(q, memory, own, hosts, labels, depth) for q in range(len(labels))]
-    reserve_count = [_reserve(q, count, own, hosts, labels, depth) for q in range(len(labels))]
+    of_stage = _depths(graph)
+    depths = [of_stage[stage] for _, _, stage in labels]
+    forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
+    reserve = _reserves(memory, forwards, hosts, depths, num_ranks)
+    reserve_count = _reserves(count, forwards, hosts, depths, num_ranks)
     unlocks: list[list[int]] = [[] for _ in labels]
     for q, found in enumerate(needs):
         for p, _, _ in found:
@@ -267,22 +270,29 @@ def _depths(graph: StageGraph) -> list[int]:
     return depth
 
 
-def _reserve(
-    queue: int,
-    memory: list[float],
-    own: list[list[int]],
-    hosts: list[tuple[int, ...]],
-    labels: list[tuple[int, str, int]],
-    depth: list[int],
-) -> float:
-    """Room for one op of every deeper F on the same rank; the most over the queue's ranks."""
-    if labels[queue][1] != "F":
-        return 0.0
-    here = depth[labels[queue][2]]
-    return max(
-        sum(memory[q] for q in own[rank] if labels[q][1] == "F" and depth[labels[q][2]] > here)
-        for rank in hosts[queue]
-    )
+def _reserves(
+    added: list[float], forwards: list[int], hosts: list[tuple[int, ...]], depths: list[int], num_ranks: int
+) -> list[float]:
+    """Of each queue, the room that must stay free on its ranks when an F of it starts, so that one of each deeper
+    F queue there can still run, and so on downwards; 0 for other kinds.
+
+    With it no cap locks stages out. Take the deepest F that a cap holds back on some rank. All that the rank holds
+    is of less deep stages (what is deeper moves on), and when the last of those started, room for this F was left.
+
+    Args:
+        added: what an op of each queue adds to what its ranks hold.
+        forwards: the F queues; `depths` of each queue.
+    """
+    reserve = [0.0] * len(added)
+    room = [0.0] * num_ranks
+    for _, group in groupby(sorted(forwards, key=lambda q: -depths[q]), key=lambda q: depths[q]):
+        queues = list(group)
+        for q in queues:
+            reserve[q] = max(room[rank] for rank in hosts[q])
+        for q in queues:
+            for rank in hosts[q]:
+                room[rank] = max(room[rank], added[q] + reserve[q])
+    return reserve
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> list[int]:

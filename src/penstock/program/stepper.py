@@ -252,11 +252,7 @@ class Stepper:
         if standing == WAITS:
             return self._wait(q)
         if standing == FULL:
-            room = queue.reserve_count
-            deeper = f" (and must keep room for {room:g} deeper in the model)" if room else ""
-            if record.in_flight + queue.count + room > record.cap_count:
-                return f"rank {rank} holds {record.in_flight:g} of at most {record.cap_count:g} in flight{deeper}"
-            return f"rank {rank} holds {record.memory:g} of at most {record.cap_memory:g} of memory"
+            return self._full(q)
         if standing == STAGE_FULL:
             return f"its stage holds the {queue.cap:g} in flight that it may"
         if standing == REFUSED:
@@ -277,6 +273,20 @@ class Stepper:
             return f"{since}; by the traversal {first} goes first"
         return f"{since}; {rules.kinds}: {first} goes first"
 
+    def _full(self, q: int) -> str:
+        """Which of the ranks of a queue has no room for its next op, and for what."""
+        t, queue = self._tables, self._tables.queues[q]
+        for rank in self.graph.hosts(q):
+            record = t.ranks[rank]
+            for held, added, room, cap, what in (
+                (record.in_flight, queue.count, queue.reserve_count, record.cap_count, "in flight"),
+                (record.memory, queue.memory, queue.reserve, record.cap_memory, "of memory"),
+            ):
+                if held + added + room > cap * (1 + listing.EPSILON):
+                    deeper = f" (and must keep room for {room:g} deeper in the model)" if room else ""
+                    return f"rank {rank} holds {held:g} of at most {cap:g} {what}{deeper}"
+        return "no room"
+
     def _wait(self, q: int) -> str:
         t = self._tables
         queue = t.queues[q]
@@ -294,7 +304,8 @@ class Stepper:
     def _stuck(self) -> ScheduleError:
         """Who waits for what when nobody can go on."""
         t = self._tables
-        time = max(record.free_at for record in t.ranks)
+        known = [queue.ready_at for queue in t.queues if queue.ready_at < NEVER]
+        time = max([record.free_at for record in t.ranks] + known)
         lines, first = [], None
         for rank in range(len(t.ranks)):
             left = []
