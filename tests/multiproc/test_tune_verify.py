@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,31 @@ def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.Capture
     transfer = result["transfers"]["2"]
     assert transfer["sizes"] == list(SIZES)
     assert all(value > 0 for row in ("delay", "reduce") for value in transfer[row])
+
+
+def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> None:
+    arguments = ["tune", *SMALL, "--batch", "2", "--microbatch-size", "1", "--database", str(tmp_path / "db")]
+    assert main([*arguments, "--pp", "1", "--dp", "1", "--seconds", "0.05", "--json"]) == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *arguments, "--ranks", "2", "--seconds", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "2 ranks" in line:
+                break
+        time.sleep(0.5)  # the ranks start now, or measure already: both must end
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, error
+    assert "interrupted: the best so far" in out
+    assert "1f1b" in out
 
 
 def test_ranks_that_fail_say_why() -> None:

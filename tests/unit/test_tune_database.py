@@ -108,9 +108,11 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypat
 
 def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter_module, "carry_out", tune_models.Ranks(others=1.25))
-    notices = measured(tmp_path / "db").notices
-    assert len(notices) == 5
-    assert "other programs kept 1.2 cores busy while nano, microbatches of 1, 1 rank was measured" in notices[0]
+    assert measured(tmp_path / "db").notices == [
+        "other programs kept up to 1.2 cores busy while nano, microbatches of 1, 1 rank and 4 more were measured; "
+        "--fresh measures anew"
+    ]
+    assert measured(tmp_path / "db").notices == []
 
 
 def test_what_every_op_costs_is_taken_off_the_layers(tmp_path: Path, ranks: tune_models.Ranks) -> None:

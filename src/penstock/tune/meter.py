@@ -47,7 +47,7 @@ class Meter:
 
     Attributes:
         profiles, transfers: what was prepared; transfers by number of ranks.
-        num_measured, num_reused: of both. notices: what a person should know.
+        num_measured, num_reused: of both.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Meter:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.num_measured = self.num_reused = 0
-        self.notices: list[str] = []
+        self._disturbed: list[tuple[float, str]] = []
         self._name, self._settings, self._config = name, settings, config
         self._database, self._seconds, self._fresh = database, seconds, fresh
         self._say = say or (lambda line: None)
@@ -100,6 +100,19 @@ class Meter:
                     self._say,
                     lambda number, answer, found=found: found[number][1](answer),  # type: ignore[misc]
                 )
+
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know."""
+        if not self._disturbed:
+            return []
+        busiest = max(others for others, _ in self._disturbed)
+        first, more = self._disturbed[0][1], len(self._disturbed) - 1
+        and_more = f" and {more} more" if more else ""
+        return [
+            f"other programs kept up to {busiest:.1f} cores busy while {first}{and_more} "
+            f"{'were' if more else 'was'} measured; --fresh measures anew"
+        ]
 
     # What is asked for, and what is made of the answers.
 
@@ -148,10 +161,7 @@ class Meter:
         self._database.put(key, value)
         self.num_measured += 1
         if answer.others is not None and answer.others > BUSY:
-            what = text.removeprefix("measuring ")
-            self.notices.append(
-                f"other programs kept {answer.others:.1f} cores busy while {what} was measured; --fresh measures anew"
-            )
+            self._disturbed.append((answer.others, text.removeprefix("measuring ")))
 
     def _read(self, reader: Callable[[dict[str, Any], str], Any], value: dict[str, Any]) -> Any:
         try:
