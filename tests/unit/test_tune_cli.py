@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import penstock as ps
 import tune_models
 from penstock.cli import main
 from penstock.cli.tune import number_of_bytes
-from penstock.train.command import order_of
+from penstock.train import command as train_command
+from penstock.train.handover import Order
 from penstock.train.inputs import gather_inputs
 from penstock.tune import meter, session, verify
 from penstock.tune.search import search
@@ -120,19 +122,24 @@ def test_interrupted_verification_shows_what_ran(
     assert [each["measured"] is not None for each in result["best_running"]].count(True) == 1
 
 
-def test_the_best_schedule_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_schedule_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "best.json"
-    result = told(capsys, "tune", *FAST, "--ranks", "2", "--pp", "2", "--out", str(out))
+    more = ["--clip", "0.5", "--optimizer-options", '{"weight_decay": 0.0}', "--tied"]
+    result = told(capsys, "tune", *FAST, *more, "--ranks", "2", "--pp", "2", "--out", str(out))
     best = result["best_running"][0]
     schedule = ps.load(out)
     assert (schedule.num_ranks, schedule.num_microbatches) == (2, best["num_microbatches"])
-    words = result["train"].split()
-    assert words[:2] == ["penstock", "train"]
-    given = {name.removeprefix("--"): value for name, value in zip(words[2::2], words[3::2])}
-    order = order_of(_typed(given), str(tmp_path / "run"), None, None, False)
-    inputs = gather_inputs(order.settings)
-    assert list(order.settings.cut or ()) == best["cut"]
-    assert (inputs.schedule, inputs.config.depth) == (schedule, 2)
+    monkeypatch.chdir(tmp_path)
+    orders: list[Order] = []
+    monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
+    assert main(shlex.split(result["train"])[1:]) == 0
+    settings = orders[0].settings
+    assert list(settings.cut or ()) == best["cut"]
+    assert (settings.clip, settings.optimizer_options, settings.threads) == (0.5, {"weight_decay": 0.0}, 1)
+    inputs = gather_inputs(settings)
+    assert (inputs.schedule, inputs.config.depth, inputs.config.tied) == (schedule, 2, True)
 
 
 def test_a_program_needs_a_file_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,10 +152,6 @@ def test_a_program_needs_a_file_to_train(tmp_path: Path, capsys: pytest.CaptureF
     named = told(capsys, "tune", *deep, "--microbatch-size", "1", "--no-programs")
     assert not any(each["program"] for each in named["best"])
     assert named["best"][0]["step_ms"] >= result["best"][0]["step_ms"]
-
-
-def _typed(given: dict[str, str]) -> dict[str, Any]:
-    return {name: int(value) if name in ("batch", "depth") else value for name, value in given.items()}
 
 
 def test_a_cut_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ penstock tune --model gpt2-1.5b --ranks 16 --tflops 150     for devices that are
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_module
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -141,7 +141,7 @@ def tune(
     outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)
     if out is not None:
         _write(outcome.found, out)
-    command = _with_sizes(report.train_command(outcome, out), settings)
+    command = _with_settings(report.train_command(outcome, out), settings)
     if json:
         print_json({**report.as_json(outcome), "out": out, "train": command})
     else:
@@ -217,17 +217,28 @@ def _write(found: Found, out: str) -> None:
     save(found.best_running[0].candidate.plan.schedule, out)
 
 
-def _with_sizes(command: str | None, settings: Settings) -> str | None:
-    """The training command with the sizes that were given instead of the model's own."""
+def _with_settings(command: str | None, settings: Settings) -> str | None:
+    """The training command with what was given instead of its defaults."""
     if command is None:
         return None
-    default = dataclasses.asdict(type(settings)())
+    default = type(settings)()
     words: list[str] = []
-    for name in ("depth", "width", "heads", "context", "dropout", "precision", "optimizer", "clip", "dispatch"):
+    for name in _TRAIN_SETTINGS:
         value = getattr(settings, name)
-        if value != default[name]:
-            words.append(f"--{name} {value}")
-    return " ".join([command, *words])
+        option = f"--{name.replace('_', '-')}"
+        if value == getattr(default, name):
+            continue
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{name}")
+        else:
+            words += [option, json_module.dumps(value) if isinstance(value, dict) else str(value)]
+    return shlex.join([*shlex.split(command), *words])
+
+
+_TRAIN_SETTINGS = (
+    "depth", "width", "heads", "context", "dropout", "tied", "tokenizer", "precision", "optimizer",
+    "optimizer_options", "clip", "dispatch", "device", "threads",
+)  # fmt: skip
 
 
 def say_line(line: str) -> None:
