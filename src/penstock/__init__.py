@@ -6,7 +6,7 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-`ps.Pipeline` runs a schedule and is the only name here that imports torch, when it is first used.
+`ps.Pipeline` runs a schedule; it, `StepResult` and `OpCall` import torch, when they are first used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.schedule import Needs, Op, Placement, Registered, Schedule, Schedu
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
 if TYPE_CHECKING:
-    from penstock.runtime import Pipeline, StepResult
+    from penstock.runtime import OpCall, Pipeline, StepResult
 
 __version__ = "0.1.0"
 
@@ -51,6 +51,7 @@ __all__ = [
     "Needs",
     "NewOp",
     "Op",
+    "OpCall",
     "Pipeline",
     "Placement",
     "Plan",
@@ -81,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Pipeline", "StepResult"):
+    if name in ("OpCall", "Pipeline", "StepResult"):
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

@@ -3,10 +3,12 @@
 from penstock.runtime.cut import PartitionError, partition
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.pipeline import Pipeline, StepResult
+from penstock.runtime.registered import OpCall
 from penstock.runtime.stage import Stage
 
 __all__ = [
     "DeadlineExceeded",
+    "OpCall",
     "PartitionError",
     "PeerLost",
     "Pipeline",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock.cost import Costs
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
+from penstock.schedule.op import BUILT_IN
 from penstock.simulate import Message, TimedOp, Timeline
 
 RankTimes = Sequence[tuple[Op, int, int]]
@@ -42,7 +43,7 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
 
     Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
-    I and W together.
+    I and W together. Registered kinds are among the costs of other ops.
     """
     num_stages = timelines[0].schedule.num_stages
     found: dict[tuple[str, int], list[float]] = {}
@@ -52,9 +53,11 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     mean = {key: statistics.fmean(values) for key, values in found.items()}
     stages = range(num_stages)
     full = [mean.get(("B", s), mean.get(("I", s), 0.0) + mean.get(("W", s), 0.0)) for s in stages]
-    return Costs(
+    costs = Costs(
         f=[mean.get(("F", s), 0.0) for s in stages],
         i=[mean.get(("I", s), full[s] / 2) for s in stages],
         w=[mean.get(("W", s), full[s] / 2) for s in stages],
         b=full,
     )
+    other = {key: ms for key, ms in mean.items() if key[0] not in BUILT_IN}
+    return costs.with_other(other) if other else costs

@@ -13,15 +13,20 @@ from penstock.schedule import Op
 class Edge(NamedTuple):
     """A message from `producer` to `consumer`.
 
-    `slot` 0 carries activations or gradients; slot k carries the gradient of the k-th tied parameter.
+    `slot` 0 carries activations or gradients; slot k carries the gradient of the k-th tied parameter; slot -k is a
+    token, which carries nothing: the k-th of the stage graph's needs asks that the producer has run.
     """
 
     producer: Op
     consumer: Op
     slot: int = 0
 
+    @property
+    def is_token(self) -> bool:
+        return self.slot < 0
+
     def __str__(self) -> str:
-        what = "the tied gradient of " if self.slot else ""
+        what = "the token of " if self.is_token else "the tied gradient of " if self.slot else ""
         return f"{what}{self.producer.short()} of stage {self.producer.stage}"
 
 

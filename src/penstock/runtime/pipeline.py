@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same
 from penstock.runtime.clip import global_norm, scale_gradients
+from penstock.runtime.devices.registered import RegisteredDevice
 from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.group import run_rank
@@ -27,8 +28,9 @@ from penstock.runtime.measured import measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan, pairs_with, plan_step
+from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
-from penstock.runtime.setup import device_of, optimizer_of, peers_of, transport_of
+from penstock.runtime.setup import device_of, optimizer_of, peers_of, require_runnable, transport_of
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
@@ -38,8 +40,8 @@ from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.tree import flatten, unflatten
-from penstock.runtime.wiring import Wiring
-from penstock.runtime.worker import Transport, Worker
+from penstock.runtime.wiring import Wiring, num_indices
+from penstock.runtime.worker import Device, Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
@@ -90,11 +92,13 @@ class Pipeline:
         timeout: seconds that any wait may last.
         transport: between processes: "host" (gloo; messages of a GPU pass through host memory, so that several
             ranks may share one), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
+        ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
+            called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
         PartitionError: more stages than layers, or a list of another length than the schedule's stages.
-        RuntimeFailure: what torch.distributed has does not fit the schedule.
+        RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Pipeline:
         seed: int = 0,
         timeout: float = 60.0,
         transport: str = "host",
+        ops: Mapping[str, OpFunction] | None = None,
     ) -> None:
         self.schedule = schedule = remove_communication(schedule)  # the transport places messages
         self.dispatch = as_dispatch(dispatch)
@@ -123,17 +128,11 @@ class Pipeline:
         self._seed = seed
         self._loss_fn = loss_fn
         self._peers = peers_of(mesh, schedule.num_ranks, timeout)
-        if schedule.placement.num_pipelines > 1:
-            raise RuntimeFailure(
-                f"{schedule.name} has {schedule.placement.num_pipelines} pipelines; the runtime runs schedules of one"
-            )
-        if schedule.has_shared_ops or not schedule.graph.is_chain:
-            raise RuntimeFailure(
-                f"{schedule.name} has stages that several ranks share, that branch, or ops of registered kinds; "
-                "the runtime runs plain chains of stages, one rank a stage (simulate and check take them all)"
-            )
-        require_same(self._peers.gather(self._facts(tied)), "every rank must make the same ps.Pipeline(...)")
+        require_runnable(schedule)
+        ops = ops or {}
+        require_same(self._peers.gather(self._facts(tied, ops)), "every rank must make the same ps.Pipeline(...)")
         self._check()
+        functions = functions_of(schedule, ops)
         sources = stages_of(model, schedule.num_stages, costs)
         here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
         stages = {index: build_stage(sources[index], index) for index in sorted(here)}
@@ -158,9 +157,17 @@ class Pipeline:
             for index, stage in stages.items()
         }
         self._stages = stages
+        self._calls = calls_of(schedule, functions, stages)
         self._plans: dict[tuple[bool, int], StepPlan] = {}
         self._transport: GroupTransport | None = None
-        self._tags = Tags(schedule.num_stages, len(self._ties), schedule.num_microbatches)
+        self._num_indices = num_indices(schedule)
+        self._tags = Tags(
+            schedule.num_stages,
+            len(self._ties),
+            schedule.num_microbatches,
+            schedule.graph.needs,
+            self._num_indices,
+        )
         if isinstance(self._peers, GroupPeers):
             wiring = self._plan(training=True, num_microbatches=schedule.num_microbatches).wiring
             self._transport = transport_of(
@@ -175,16 +182,17 @@ class Pipeline:
 
     # Setting up.
 
-    def _facts(self, tied: Sequence[Sequence[str]]) -> dict[str, object]:
+    def _facts(self, tied: Sequence[Sequence[str]], ops: Mapping[str, OpFunction]) -> dict[str, object]:
         """What all ranks must have in common."""
         schedule = self.schedule
-        text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline))
+        text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph))
         return {
             "schedule": hashlib.sha256(text.encode()).hexdigest(),
             "dispatch": self.dispatch.value,
             "seed": self._seed,
             "clip_norm": self.clip_norm,
             "tied": [list(group) for group in tied],
+            "ops": sorted(ops),
         }
 
     def _check(self) -> None:
@@ -363,7 +371,9 @@ class Pipeline:
     def _plan(self, training: bool, num_microbatches: int) -> StepPlan:
         key = training, num_microbatches
         if key not in self._plans:
-            schedule = self.schedule if training else self.schedule.forward_only(num_microbatches)
+            schedule = self.schedule
+            if not training:  # a chain of forwards, without registered ops and what they wait for
+                schedule = replace(schedule.forward_only(num_microbatches), stage_graph=None)
             ties = [tie.stages for tie in self._ties]
             self._plans[key] = plan_step(schedule, ties, training, self.rank, self._tags)
         return self._plans[key]
@@ -378,9 +388,10 @@ class Pipeline:
             transport: Transport = self._transport or LocalTransport(board, rank)
             dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
-            workers.append(
-                Worker(plan.wiring, rank, dispatcher, TorchDevice(runners, self._tied, self._device), transport)
-            )
+            device: Device = TorchDevice(runners, self._tied, self._device)
+            if plan.wiring.schedule.stage_graph is not None:
+                device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, self._device)
+            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport))
         try:
             for runner in self._runners.values():
                 runner.begin(settings)
@@ -401,7 +412,8 @@ class Pipeline:
     def _signatures(self, settings: StepSettings) -> list[str]:
         shapes = settings.microbatches.signatures
         texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
-        return [texts[shape] for shape in shapes]
+        signatures = [texts[shape] for shape in shapes]
+        return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
 
     def _share_tied(self) -> None:
         """Gives the sum of every tied gradient to all ranks that hold the parameter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.lines import LineTransport, lines_of
 from penstock.runtime.wiring import Wiring
+from penstock.schedule import Schedule, StageGraph
 
 
 def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
@@ -34,6 +35,40 @@ def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
             f"num_ranks={size} or start {num_ranks} processes"
         )
     return GroupPeers(group, timeout)
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
+    graph, placement = schedule.graph, schedule.placement
+    found = None
+    if placement.num_pipelines > 1:
+        found = f"{placement.num_pipelines} pipelines; the runtime runs schedules of one"
+    elif placement.shared:
+        stage, ranks = placement.shared[0]
+        found = f"stage {stage} shared by ranks {_listed(ranks)}; the runtime runs each stage on one rank"
+    elif together := [registered for registered in graph.registered if len(registered.ranks) > 1]:
+        one = together[0]
+        found = (
+            f"ops of registered kind {one.kind} that ranks {_listed(one.ranks)} run together; the runtime runs "
+            "each op on one rank"
+        )
+    elif set(graph.edges) != set(StageGraph.chain(graph.num_stages).edges):
+        found = f"stages that branch (edges {_edges(graph)}); the runtime runs plain chains of stages"
+    elif set(graph.num_microbatches) - {schedule.num_microbatches}:
+        found = (
+            f"stages with different numbers of microbatches, {_listed(graph.num_microbatches)}; the runtime runs as "
+            "many on each stage"
+        )
+    if found is not None:
+        raise RuntimeFailure(f"{schedule.name} has {found} (ps.simulate and ps.check take it as it is)")
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _edges(graph: StageGraph) -> str:
+    return ", ".join(f"{a} -> {b}" for a, b in graph.edges) or "none"
 
 
 def device_of(stages: Mapping[int, Stage], device: torch.device | str | None) -> torch.device:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,9 +27,11 @@ class Station(NamedTuple):
 class Wiring:
     """The edges of a schedule, seen from its ops.
 
+    Between ranks there are tokens too, for what the stage graph's needs ask; on a rank the graph alone counts them.
+
     Attributes:
         graph: what the decision core works on; it counts every edge.
-        incoming, outgoing: per op, in a fixed order.
+        incoming, outgoing: per op, in a fixed order, tokens last.
     """
 
     schedule: Schedule
@@ -53,6 +55,12 @@ class Wiring:
             for op, rank in zip(self.graph.ops, self.graph.rank, strict=True)
         ]
 
+    @cached_property
+    def num_tokens(self) -> dict[Op, int]:
+        """How many tokens come in for an op, for those that get any."""
+        counts = {op: sum(edge.is_token for edge in edges) for op, edges in self.incoming.items()}
+        return {op: count for op, count in counts.items() if count}
+
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
         graph = self.graph
@@ -73,11 +81,12 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
     the chain of stages does not have.
     """
+    chain = replace(schedule.graph, registered=(), needs=()) if schedule.graph.needs else schedule.graph
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
     edges = [
         Edge(producer, op)
         for op in number
-        for producer in predecessors(op, schedule.graph, number)
+        for producer in predecessors(op, chain, number)
         if carries_message(producer, op)
     ]
     training = any(op.kind != "F" for op in number)
@@ -89,6 +98,11 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                     for m in range(schedule.num_microbatches)
                 ]
     graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
+    edges += [
+        edge
+        for edge in _needed(schedule, number)
+        if graph.rank[graph.number[edge.producer]] != graph.rank[graph.number[edge.consumer]]
+    ]
     incoming: dict[Op, list[Edge]] = {op: [] for op in number}
     outgoing: dict[Op, list[Edge]] = {op: [] for op in number}
     for edge in edges:
@@ -100,3 +114,25 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
         {op: tuple(found) for op, found in incoming.items()},
         {op: tuple(found) for op, found in outgoing.items()},
     )
+
+
+def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
+    """The stage graph's needs, op by op."""
+    needs = schedule.graph.needs
+    if not needs:
+        return
+    queues: dict[tuple[str, int], list[Op]] = {}
+    for op in number:
+        queues.setdefault((op.kind, op.stage), []).append(op)
+    for place, need in enumerate(needs, start=1):
+        (before_kind, before), (kind, stage) = need.before, need.after
+        for name in ("B", "I") if kind == "B" else (kind,):
+            for op in queues.get((name, stage), ()):
+                for index in need.needed(op.microbatch):
+                    one = backward_op(number, before, index) if before_kind == "B" else Op(before_kind, before, index)
+                    yield Edge(one, op, -place)
+
+
+def num_indices(schedule: Schedule) -> int:
+    """The most ops of one kind on one stage: as many as microbatches, or as some registered kind has."""
+    return max([schedule.num_microbatches, *(registered.num_ops for registered in schedule.graph.registered)])

@@ -1,25 +1,27 @@
 """Channels: how the messages between two ranks are told apart and kept in order.
 
-A channel carries one kind of message between two stages: activations, gradients or a tied gradient. Within
-it messages come in the order of the consumer's queue, so that the next one is always known and can have a
-buffer posted before it is sent.
+A channel carries one kind of message between two stages: activations, gradients, a tied gradient or the tokens
+of one need. Within it messages come in the order of the consumer's queue, so that the next one is always known
+and can have a buffer posted before it is sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from penstock.runtime.message import Edge
 from penstock.runtime.wire_format import Packet, Spec
+from penstock.schedule import Needs
 
 TAG_LIMIT = 2**31 - 1
 
 
 class ChannelKey(NamedTuple):
-    """Names a channel: the stages at its ends, the direction of the model, and the tied slot (0: none)."""
+    """Names a channel: the stages at its ends, the direction of the model, and the slot (see `Edge`)."""
 
     producer: int
     consumer: int
@@ -38,13 +40,27 @@ class ChannelKey(NamedTuple):
 class Tags:
     """Numbers for messages, the same on every rank: each channel has one for headers, one a microbatch.
 
+    The tokens of a need are a channel as well: it has one for headers, and one for each of the `num_before` tokens
+    that each of its ops waits for.
+
     What is left of gloo's range holds a digest of the batch's shapes. Messages about different shapes then
     never meet (gloo ends the process where a message does not fit), and a deadline tells.
     """
 
-    def __init__(self, num_stages: int, num_slots: int, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        num_slots: int,
+        num_microbatches: int,
+        needs: Sequence[Needs] = (),
+        num_indices: int = 0,
+    ) -> None:
+        """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage."""
         self._stages, self._microbatches = num_stages, num_microbatches
-        self._span = (2 + num_slots) * num_stages * (num_microbatches + 1)
+        self._needs = needs
+        sizes = (1 + num_indices * need.num_before for need in needs)
+        self._token_headers = list(accumulate(sizes, initial=(2 + num_slots) * num_stages * (num_microbatches + 1)))
+        self._span = self._token_headers[-1]
         self._variants = max(1, TAG_LIMIT // self._span)
 
     def shift(self, digest: int) -> int:
@@ -52,12 +68,18 @@ class Tags:
         return digest % self._variants * self._span
 
     def header(self, key: ChannelKey) -> int:
+        if key.slot < 0:
+            return self._token_headers[-key.slot - 1]
         # Stages of the chain send to a neighbour, tied ones to one stage in each slot: the producer says it all.
         kind = key.slot + 1 if key.slot else int(key.forward)
         return (kind * self._stages + key.producer) * (self._microbatches + 1)
 
     def message(self, edge: Edge) -> int:
-        return self.header(ChannelKey.of(edge)) + 1 + edge.consumer.microbatch
+        first = self.header(ChannelKey.of(edge)) + 1
+        if edge.slot < 0:
+            num_before = self._needs[-edge.slot - 1].num_before
+            return first + edge.consumer.microbatch * num_before + edge.producer.microbatch % num_before
+        return first + edge.consumer.microbatch
 
 
 class Expected(NamedTuple):

@@ -1,7 +1,7 @@
 """Messages between devices over a backend that has no tags (NCCL): a line of its own for every channel.
 
 A line is a process group of the two ranks at a channel's ends; what it carries comes in the order in which it
-was sent. Headers still go through host memory with tags, payloads from device to device.
+was sent. Headers and tokens still go through host memory with tags, payloads from device to device.
 
     rank 0 ==F==> rank 1 ==F==> rank 2          a line a channel, so that a receive posted ahead
     rank 0 <==B== rank 1 <==B== rank 2          in one never holds up another
@@ -42,11 +42,12 @@ def lines_of(wiring: Wiring) -> list[Line]:
     for station in wiring.stations:
         for edge, target in station.outgoing:
             line = Line(ChannelKey.of(edge), wiring.rank_of(station.op), target)
-            if line.source != line.target:
+            if not edge.is_token and line.source != line.target:
                 sent.setdefault(line, []).append(edge.consumer.microbatch)
         for edge in station.remote:
             line = Line(ChannelKey.of(edge), wiring.rank_of(edge.producer), wiring.rank_of(station.op))
-            taken.setdefault(line, []).append(edge.consumer.microbatch)
+            if not edge.is_token:
+                taken.setdefault(line, []).append(edge.consumer.microbatch)
     for line, microbatches in sent.items():
         if microbatches != taken[line]:
             raise RuntimeFailure(
@@ -88,15 +89,19 @@ class LineTransport(GroupTransport):
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
     def _packet(self, spec: Spec) -> Packet:
-        return DevicePacket(spec, self._device)
+        return DevicePacket(spec, self._device) if spec.leaves else Packet(spec)  # a token holds no tensor
 
     def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+        if not packet.spec.leaves:
+            return super()._send_packet(channel, packet, tag)
         try:
             return dist.isend(packet.buffer, group=self._lines[channel.key], group_dst=self._end(channel.peer))
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
 
     def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+        if not packet.spec.leaves:
+            return super()._receive_packet(channel, packet, tag)
         try:
             return dist.irecv(packet.buffer, group=self._lines[channel.key], group_src=self._end(channel.peer))
         except RuntimeError as error:

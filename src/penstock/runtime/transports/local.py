@@ -29,7 +29,7 @@ class LocalTransport:
         board = self._board
         channel = (self._rank, target, edge.producer.kind == "F")
         held = board.held.get(channel, 0)
-        # Tied gradients ride along with the message of the chain and take no room of their own.
+        # Tied gradients ride along with the message of the chain, tokens hold nothing: both take no room.
         if edge.slot == 0:
             if board.depth is not None and held >= board.depth:
                 return False
