@@ -13,6 +13,7 @@ shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from penstock.schedule import Placement, ScheduleError
 from penstock.schedule.placement import circular as _circular
@@ -126,6 +127,6 @@ def check_all_used(placement: Placement) -> None:
 
 
 def _at_least_one(num_ranks: int) -> int:
-    if num_ranks < 1:
-        raise ScheduleError(f"a placement over {num_ranks} ranks: give at least 1", rule="placement")
+    if not isinstance(num_ranks, Integral) or num_ranks < 1:
+        raise ScheduleError(f"a placement over {num_ranks!r} ranks: give at least 1", rule="placement")
     return num_ranks

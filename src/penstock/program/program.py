@@ -12,10 +12,10 @@ Functions of the user's make it run uncompiled; nothing else changes.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from penstock.cost import Costs, Links
@@ -123,6 +123,8 @@ class Program:
         rules: dict[int, Rules] = {}
         next_rank = 0
         for label, branch in branches.items():
+            if not isinstance(branch, Branch):
+                raise ScheduleError(f"branch {label} is {reprlib.repr(branch)}: give a ps.Branch", rule="stages")
             size = num_ranks_of(branch.placement)
             ranks = branch.ranks or tuple(range(next_rank, next_rank + size))
             if len(ranks) != size or len(set(ranks)) != size or any(not _is_count(rank + 1) for rank in ranks):
@@ -369,7 +371,7 @@ class Program:
 
     def _limit(self) -> float | None:
         """The limit that the schedule keeps, where it is one number for all ranks."""
-        if isinstance(self.rules, Mapping) or not isinstance(self.rules.max_in_flight, int | float):
+        if isinstance(self.rules, Mapping) or not isinstance(self.rules.max_in_flight, Real):
             return None
         cap = float(self.rules.max_in_flight)
         return cap if cap < INFINITY else None
@@ -385,12 +387,14 @@ def _of_one_rank(rules: Rules, place: int, num_ranks: int, first_stage: int, num
     changes: dict[str, Any] = {}
     for name in ("warmup", "max_in_flight", "memory_limit"):
         value = getattr(rules, name)
-        if isinstance(value, Sequence):
-            if len(value) != num_ranks:
+        if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+            entries = list(value)
+            if len(entries) != num_ranks:
                 raise ScheduleError(
-                    f"{name} has {len(value)} entries, one a rank of the branch is needed: {num_ranks}", rule="rules"
+                    f"{name} has {len(entries)} entries, one a rank of the branch is needed: {num_ranks}",
+                    rule="rules",
                 )
-            changes[name] = value[place]
+            changes[name] = entries[place]
     if isinstance(rules.max_in_flight, Mapping):
         rules.check_stages(num_stages)
         changes["max_in_flight"] = {first_stage + stage: cap for stage, cap in rules.max_in_flight.items()}

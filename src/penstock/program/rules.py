@@ -116,7 +116,8 @@ class Rules:
     def __post_init__(self) -> None:
         if self.kinds not in KINDS:
             raise ScheduleError(f"kinds {self.kinds!r}: give {', '.join(map(repr, KINDS))}", rule="rules")
-        if len(self.units) != 2 or any(not isinstance(u, int) or u < 1 for u in self.units):
+        units = self.units if isinstance(self.units, tuple | list) else ()
+        if len(units) != 2 or any(not isinstance(u, int) or u < 1 for u in units):
             raise ScheduleError(
                 f"units {self.units!r}: give how many forwards and how many backwards run at one go, each at least 1",
                 rule="rules",
@@ -127,7 +128,7 @@ class Rules:
                     f"{name} is {getattr(self, name)!r}: give ps.breadth_first(...) or ps.depth_first(...)",
                     rule="rules",
                 )
-        if not 0 <= self.patience < math.inf:
+        if not isinstance(self.patience, Real) or not 0 <= self.patience < math.inf:
             raise ScheduleError(f"patience is {self.patience}: give milliseconds of at least 0", rule="rules")
         for name in ("check", "choose"):
             function = getattr(self, name)

@@ -208,10 +208,10 @@ class Stepper:
             raise
         except Exception as error:
             name = getattr(function, "__name__", type(function).__name__)
-            about = f" about {op}" if op is not None else ""
+            about = f", asked about {op}" if op is not None else ""
             raise ScheduleError(
-                f"rank {rank} at {time:g} ms: {what} function {name} raised {type(error).__name__}: {error}, "
-                f"asked{about}; see the exception above for where",
+                f"rank {rank} at {time:g} ms: {what} function {name} raised {type(error).__name__}: {error}{about}; "
+                "see the exception above for where",
                 rule="rules",
                 rank=rank,
                 op=op,
