@@ -1,0 +1,69 @@
+"""`penstock bench tune`: rounds, what counts as quiet, and the medians, with ranks that answer known numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tune_models
+from penstock.bench import tune as bench
+from penstock.cli import main
+from penstock.tune import meter
+
+pytestmark = pytest.mark.unit
+
+
+class Restless(tune_models.Ranks):
+    """Every second run is disturbed."""
+
+    def __call__(self, tasks, *rest, **more):  # type: ignore[no-untyped-def]
+        runs = sum(task["do"] == "run" for task in self.tasks)
+        self._others = 1.5 if tasks[0]["do"] == "run" and runs % 2 else 0.0
+        return super().__call__(tasks, *rest, **more)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, fake: tune_models.Ranks, rounds: int) -> dict[str, object]:
+    monkeypatch.setattr(meter, "carry_out", fake)
+    monkeypatch.setattr(bench, "carry_out", fake)
+    monkeypatch.setattr(bench, "num_cores", lambda: 2)
+    (row,) = bench.run(rounds, steps=2, seconds=0.01, settings=[bench.Setting("1f1b", 2, 1, 4)])["rows"]
+    assert isinstance(row, dict)
+    return row
+
+
+def test_rounds_are_added_until_enough_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = run(monkeypatch, Restless(), 3)
+    assert (row["num_rounds"], row["num_quiet"]) == (5, 3)
+    assert row["measured_ms"] == 51.0
+    assert row["ratio"] == row["predicted_ms"] / 51.0
+    assert row["off"] == abs(row["ratio"] - 1)
+
+
+def test_without_a_quiet_round_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = run(monkeypatch, tune_models.Ranks(others=1.0), 2)
+    assert (row["num_rounds"], row["num_quiet"]) == (2 * bench.MOST_ROUNDS, 0)
+    assert row["measured_ms"] == 51.0
+
+
+def test_every_round_measures_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tune_models.Ranks()
+    run(monkeypatch, fake, 2)
+    assert [task["do"] for task in fake.tasks] == ["layers", "transfer", "run"] * 2
+
+
+def test_the_table_and_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = tune_models.Ranks()
+    for module in (meter, bench):
+        monkeypatch.setattr(module, "carry_out", fake)
+    out = tmp_path / "tune.json"
+    assert main(["bench", "tune", "--rounds", "1", "--steps", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "| zb-h1 | 2 | 8 of 2 |" in printed
+    result = json.loads(out.read_text())
+    assert result["command"] == "penstock bench tune --rounds 1 --steps 2"
+    assert [row["pp"] for row in result["rows"]] == [1, 2, 2]
+    assert str(tmp_path) not in out.read_text()
