@@ -46,7 +46,7 @@ Times = dict[tuple[int, str], list[float]]
 
 
 @dataclass(frozen=True)
-class Task:
+class Share:
     """What one rank measures: its share of the layers, for one microbatch size."""
 
     settings: Settings
@@ -63,21 +63,21 @@ class Task:
         return partition(gpt_costs(self.config), self.num_ranks)[self.rank]
 
 
-def measure_layers(task: Task, meet: Callable[[], None]) -> dict[str, Any]:
+def measure_layers(share: Share, meet: Callable[[], None]) -> dict[str, Any]:
     """Times and bytes of this rank's layers, as plain data.
 
     Args:
         meet: returns when all ranks have called it, so that they measure side by side.
     """
-    own, config = task.own_layers, task.config
+    own, config = share.own_layers, share.config
     blocks = range(1, config.num_layers - 1)
-    layers = dict(zip(own, build_layers(config, own, task.settings.seed)))
-    sizes = {index: _bytes_of(task, index, layer) for index, layer in layers.items()}
-    if task.recompute:
+    layers = dict(zip(own, build_layers(config, own, share.settings.seed)))
+    sizes = {index: _bytes_of(share, index, layer) for index, layer in layers.items()}
+    if share.recompute:
         layers = {index: recomputed(layer) if index in blocks else layer for index, layer in layers.items()}
-    device = device_of(task.settings)
+    device = device_of(share.settings)
     stages = {index: Stage({f"layers.{index}": layer}, [index]).to(device) for index, layer in layers.items()}
-    chain = Chain(task, stages, device)
+    chain = Chain(share, stages, device)
     times: Times = {}
     for split in (False, True):
         if split:
@@ -85,7 +85,7 @@ def measure_layers(task: Task, meet: Callable[[], None]) -> dict[str, Any]:
         for _ in range(WARM_UPS):
             chain.step(split, None)
         meet()
-        end = time.perf_counter() + task.seconds / 2
+        end = time.perf_counter() + share.seconds / 2
         while True:
             chain.step(split, times)
             if time.perf_counter() >= end:
@@ -109,17 +109,17 @@ def middle_mean(values: Sequence[float]) -> float:
 class Chain:
     """The layers of one rank, one stage each, and an empty stage beside them."""
 
-    def __init__(self, task: Task, stages: dict[int, Stage], device: torch.device) -> None:
-        settings, config = task.settings, task.config
+    def __init__(self, share: Share, stages: dict[int, Stage], device: torch.device) -> None:
+        settings, config = share.settings, share.config
         self._device, self._clip, self._seed = device, settings.clip, settings.seed
         self._stages = stages
-        self._in_flight = min(task.num_ranks, NUM_MICROBATCHES)
+        self._in_flight = min(share.num_ranks, NUM_MICROBATCHES)
         draws = torch.Generator().manual_seed(1)
-        num_samples = task.microbatch_size * NUM_MICROBATCHES
+        num_samples = share.microbatch_size * NUM_MICROBATCHES
         shape = (num_samples, config.context)
         tokens, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
         self._batch = cut_batch(tokens, targets, NUM_MICROBATCHES, CrossEntropy())
-        hidden = task.microbatch_size, config.context, config.width
+        hidden = share.microbatch_size, config.context, config.width
         self._activation = torch.randn(hidden, generator=draws).to(device)
         self._gradient = (torch.randn(hidden, generator=draws) * 1e-3).to(device)
         self._autocast = torch.bfloat16 if settings.precision == "bfloat16" else None
@@ -233,11 +233,11 @@ class Chain:
             times.setdefault((layer, kind), []).append((end - start) / 1e6)
 
 
-def _bytes_of(task: Task, index: int, layer: nn.Module) -> dict[str, float]:
+def _bytes_of(share: Share, index: int, layer: nn.Module) -> dict[str, float]:
     """Bytes of a layer's weights, of what a microbatch keeps of it, and of what it sends on."""
-    settings, config = task.settings, task.config
-    recompute = task.recompute and 0 < index < config.num_layers - 1
-    shape = (task.microbatch_size, config.context)
+    settings, config = share.settings, share.config
+    recompute = share.recompute and 0 < index < config.num_layers - 1
+    shape = (share.microbatch_size, config.context)
     value: Tensor = torch.zeros(shape, dtype=torch.int64) if index == 0 else torch.zeros(*shape, config.width)
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}

@@ -46,7 +46,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
     config = model_config(settings, task["vocab_size"])
     if task["do"] == "layers":
         return layers.measure_layers(
-            layers.Task(
+            layers.Share(
                 settings, config, task["microbatch_size"], task["recompute"], rank, num_ranks, task["seconds"]
             ),
             _meet,
