@@ -63,6 +63,8 @@ class Costs:
         kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again.
         other: registered ops' costs by kind, or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
             from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing.
+        message_bytes: what a stage's forward sends on, and so what its gradient weighs coming back; 0 a stage where
+            not given. It matters where a link has a bandwidth, and where messages are really sent.
 
     Messages as ops (SEND_F and the like) take no time: `Links` says how late they arrive.
 
@@ -78,6 +80,7 @@ class Costs:
     freed_by_input: float = field(default=FREED_BY_INPUT)
     kept_by_recompute: float = 0.0
     other: OtherCosts = field(default=())
+    message_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -86,13 +89,16 @@ class Costs:
         i, w = _validated("i", self.i, len(f)), _validated("w", self.w, len(f))
         b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
         activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
-        _validated("b", b, len(f)), _validated("activation", activation, len(f))
+        message_bytes = _validated("message_bytes", self.message_bytes, None) or (0.0,) * len(f)
+        for name, row in (("b", b), ("activation", activation), ("message_bytes", message_bytes)):
+            _validated(name, row, len(f))
         for name in ("freed_by_input", "kept_by_recompute"):
             share = getattr(self, name)
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
-        for name, value in (("f", f), ("i", i), ("w", w), ("b", b), ("activation", activation)):
+        rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation, "message_bytes": message_bytes}
+        for name, value in rows.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -136,6 +142,11 @@ class Costs:
         if kind in share:
             return share[kind] * self.activation[stage]
         return self._other_cost(kind, stage)[1]
+
+    def message_size(self, producer: tuple[str, int], consumer: tuple[str, int]) -> float:
+        """Bytes of the message from one op, as (kind, stage), to another: a gradient weighs what it is of."""
+        backwards = producer[1] > consumer[1] and producer[0] in ("B", "I")
+        return self.message_bytes[consumer[1] if backwards else producer[1]]
 
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
         """The same costs with those of more registered ops, by (kind, stage)."""

@@ -2,7 +2,7 @@
 
 {"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
 
-`b`, `activation` and `freed_by_input` may be there too; `format` and `version` may be left out.
+`b`, `activation`, `message_bytes` and `freed_by_input` may be there too; `format` and `version` may be left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.cost import CostError, Costs
 
 FORMAT, VERSION = "penstock-costs", 1
 
-_ROWS = ("f", "i", "w", "b", "activation")
+_ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 _SHARES = ("freed_by_input", "kept_by_recompute")
 
 

@@ -7,6 +7,7 @@ Ranks then decide in rank order.
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 from penstock.dispatch import core
 from penstock.dispatch.core import Array, choose_dynamic, choose_frozen, finish, start
@@ -51,11 +52,13 @@ def run(
     gang_first: Array,
     gang_ops: Array,
     gathered: Array,
+    arrival: Any = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
     In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), `depth`
-    messages a link may hold under way before its sender blocks (0: no bound).
+    messages a link may hold under way before its sender blocks (0: no bound). Where `arrival` is there (never
+    when compiled), it says by edge and time of sending when a message arrives, instead of `delay`.
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
@@ -138,12 +141,13 @@ def run(
                     unsent[rank] = edge
                     break
                 in_transit[link] += 1
-                if delay[link] == 0.0:
+                arrives = time + delay[link] if arrival is None else arrival(edge, time)
+                if arrives == time:
                     missing[target] -= 1
                     arrival_time[edge] = time
                     in_transit[link] -= 1
                 else:
-                    heapq.heappush(events, (time + delay[link], num_ops + edge))
+                    heapq.heappush(events, (arrives, num_ops + edge))
             if state[rank] == IDLE:
                 free_time[op] = time
 

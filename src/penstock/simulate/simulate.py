@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Graph, lower
 from penstock.dispatch.compiled import compiled
 from penstock.schedule import Op, Schedule, ScheduleError
@@ -57,11 +58,12 @@ def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    links: Links | None = None,
+    links: Links | LinkConditions | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
     warmup: Sequence[int] | None = None,
+    links_at: float = 0.0,
 ) -> Timeline:
     """Runs `schedule` over `costs` and `links` and returns the timeline. Deterministic.
 
@@ -70,12 +72,14 @@ def simulate(
 
     Args:
         costs: per stage; by default F = I = W = 1 ms.
-        links: delays in ms (pure latency); by default none.
+        links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
+            over time; by default none. Conditions run uncompiled: a million ops take some seconds.
         dispatch: "frozen", or "dynamic": a rank runs any ready op by priority B or I, then F, then W.
         transport: "decoupled", or `Blocking(depth)`.
         max_held: dynamic only: most activations a rank (or each rank) may hold, in the units of the costs.
             By default each rank is capped at its own peak in the frozen run without delays.
         warmup: dynamic only: forwards each rank runs before anything else.
+        links_at: the moment (ms) of the conditions' own time at which the run starts.
 
     Raises:
         ScheduleError: the order deadlocks, or a cap is below what the frozen order itself needs.
@@ -97,7 +101,7 @@ def simulate(
         )
     if mode is Dispatch.DYNAMIC:
         caps = frozen_caps(graph, change, max_held)
-    return _run(schedule, graph, costs, links, mode, _transport(transport), change, caps, warmup)
+    return _run(schedule, graph, costs, links, mode, _transport(transport), change, caps, warmup, links_at)
 
 
 def as_dispatch(value: Dispatch | str) -> Dispatch:
@@ -159,12 +163,13 @@ def _run(
     schedule: Schedule,
     graph: Graph,
     costs: Costs,
-    links: Links,
+    links: Links | LinkConditions,
     mode: Dispatch,
     transport: Transport,
     change: list[float],
     caps: list[float],
     warmup: Sequence[int] | None,
+    links_at: float,
 ) -> Timeline:
     ranks = range(graph.num_ranks)
     duration = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
@@ -196,7 +201,9 @@ def _run(
     floats: dict[str, list[float]] = {
         "duration": [duration[op.kind, op.stage] for op in graph.ops],
         "memory_change": change,
-        "delay": [links.delay(a, b) if a != b else 0.0 for a in ranks for b in ranks],
+        "delay": [links.delay(a, b) if a != b else 0.0 for a in ranks for b in ranks]
+        if isinstance(links, Links)
+        else [0.0],
         "cap": caps,
         "held": [0.0] * graph.num_ranks,
         "start_time": [0.0] * num_ops,
@@ -207,14 +214,15 @@ def _run(
     }
     arrays: dict[str, Any] = {**ints, **floats}
     loop: ModuleType = engine
-    if num_ops > COMPILE_ABOVE:
+    arrival = None if isinstance(links, Links) else _passage(graph, costs, links, links_at)
+    if num_ops > COMPILE_ABOVE and arrival is None:
         import numpy as np
 
         arrays = {n: np.asarray(a, np.int64) for n, a in ints.items()}
         arrays |= {n: np.asarray(a, np.float64) for n, a in floats.items()}
         loop = compiled(engine)
     depth = transport.depth if isinstance(transport, Blocking) else 0
-    ended = loop.run(mode is Dispatch.DYNAMIC, depth=depth, **arrays)
+    ended = loop.run(mode is Dispatch.DYNAMIC, depth=depth, arrival=arrival, **arrays)
     if ended < num_ops:
         stuck = next(o for o in range(num_ops) if not arrays["done"][o])
         raise ScheduleError(
@@ -225,6 +233,20 @@ def _run(
             op=graph.ops[stuck],
         )
     return _timeline(schedule, graph, mode, arrays)
+
+
+def _passage(graph: Graph, costs: Costs, conditions: LinkConditions, at: float) -> Callable[[int, float], float]:
+    """When the message of an edge, sent at some time, arrives."""
+    lines = Lines(conditions)
+    sources = [op for op in range(graph.num_ops) for _ in range(graph.edge_first[op + 1] - graph.edge_first[op])]
+
+    def arrival(edge: int, now: float) -> float:
+        source, target = sources[edge], graph.edge_to[edge]
+        size = costs.message_size(graph.ops[source][:2], graph.ops[target][:2])
+        # The sum and the difference of `at` may round to just before now, and time never goes back.
+        return max(now, lines.arrival(graph.rank[source], graph.rank[target], size, now + at) - at)
+
+    return arrival
 
 
 def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str, Any]) -> Timeline:
