@@ -1,0 +1,311 @@
+"""Conditions of links: what a message meets between two ranks, as a small language and a pure function.
+
+    0:1=latency:30ms                 messages arrive 30 ms after they left; any number may be under way
+    0:1=occupancy:5ms                the link is busy 5 ms with each message; those behind it wait
+    0:1=bandwidth:1GB/s              busy for size / bandwidth
+    0:1=loss:1%                      packets get lost and are sent again
+    0:1=latency:30ms+loss:1%         several at once
+    0:1=20                           latency:20ms
+
+Latency and occupancy are the two things that "delay" may mean, and they differ in kind: a late link delays each
+message once, a busy one delays the tenth message ten times. Each may change over time (see `over_time`).
+
+    sent            leaves                     arrives
+      |-- waits ----|~~ busy ~~|--- latency ---|        arrivals keep the order of sending, as in any stream
+                    `occupancy + size / bandwidth
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from random import Random
+from typing import NamedTuple
+
+from penstock.cost.costs import CostError
+from penstock.cost.links import Links
+from penstock.cost.over_time import (
+    RATE,
+    TIME,
+    Constant,
+    OverTime,
+    Redrawn,
+    Trace,
+    Unit,
+    read_over_time,
+    read_quantity,
+    show_quantity,
+)
+
+PACKET_BYTES = 1448
+"""What one TCP segment carries over Ethernet."""
+NOTHING = Constant(0.0)
+SHORTEST_RETRY = 10.0
+"""Milliseconds that a sender waits at least before it sends lost packets again."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Loss as a reliable stream shows it: nothing is missing, some messages are late.
+
+    A message is `ceil(size / 1448)` packets, at least one. In each round of sending every packet still missing
+    is lost with chance `share`; each further round costs one wait. What was sent behind waits too.
+
+    Attributes:
+        share: of packets lost, at least 0 and below 1.
+        retry: ms that one more round takes; None: one round trip of the link's latency, at least 10 ms.
+        seed: settles which messages are hit.
+    """
+
+    share: float
+    retry: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise CostError(f"a loss of {self.share:.6g}: give a share of at least 0% and below 100%")
+        if self.retry is not None and not 0 <= self.retry < math.inf:
+            raise CostError(f"a retry of {self.retry:g} ms: give a number of at least 0")
+
+    def rounds(self, num_bytes: float, number: int, stream: str) -> int:
+        """Rounds of sending again that message `number` of a direction needs."""
+        if self.share == 0:
+            return 0
+        packets = max(1, math.ceil(num_bytes / PACKET_BYTES))
+        chance = Random(f"{self.seed} {stream} {number}").random()
+        # The chance that r further rounds are enough is (1 - share^(r + 1))^packets.
+        missing = -math.expm1(math.log(max(chance, 1e-300)) / packets)
+        return max(0, math.ceil(math.log(missing) / math.log(self.share)) - 1)
+
+    def show(self) -> str:
+        retry = "" if self.retry is None else f",{show_quantity(self.retry, TIME)}"
+        return f"{show_quantity(self.share, _SHARE)}{retry}" + (f"#{self.seed}" if self.seed else "")
+
+
+_SHARE = {"%": 0.01, "": 1.0}
+
+
+class Queue(NamedTuple):
+    """One direction of a link between two messages.
+
+    Attributes:
+        free_at: when it is no longer busy (ms); last_arrival: of the last message; num_sent: messages so far.
+    """
+
+    free_at: float = 0.0
+    last_arrival: float = 0.0
+    num_sent: int = 0
+
+
+class Passage(NamedTuple):
+    """How a message passes: it leaves, arrives (ms), and so it leaves the direction behind."""
+
+    left: float
+    arrived: float
+    queue: Queue
+
+
+@dataclass(frozen=True)
+class LinkCondition:
+    """What one link does to messages.
+
+    Attributes:
+        latency: ms from leaving to arriving; read when the message is taken up.
+        occupancy: ms that the link is busy with each message, besides size / bandwidth.
+        bandwidth: bytes a second; None where size does not matter.
+        loss: see `Loss`; None for none.
+
+    Raises:
+        CostError: a bandwidth that is, or may become, 0.
+    """
+
+    latency: OverTime = NOTHING
+    occupancy: OverTime = NOTHING
+    bandwidth: OverTime | None = None
+    loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        rate = self.bandwidth
+        if isinstance(rate, Redrawn):
+            lowest = rate.first if rate.shape == "uniform" else 0.0
+        else:
+            lowest = min(_values(rate), default=math.inf)
+        if lowest <= 0:
+            raise CostError("a bandwidth that may be 0 lets no message pass; give one above 0 (uniform, not normal)")
+
+    def delay_of(self, num_bytes: float, now: float, queue: Queue, name: str = "", direction: str = "") -> Passage:
+        """When a message handed over at `now` arrives. Pure: the same arguments give the same answer.
+
+        Args:
+            name: of the link, by which draws are told apart from those of other links.
+            direction: by which losses are.
+        """
+        start = max(now, queue.free_at)
+        busy = self.occupancy.at(start, f"{name} occupancy")
+        if self.bandwidth is not None and num_bytes > 0:
+            busy += num_bytes / self.bandwidth.at(start, f"{name} bandwidth") * 1e3
+        latency = self.latency.at(start, f"{name} latency")
+        left = start + busy
+        arrived = left + latency
+        if self.loss is not None:
+            retry = max(SHORTEST_RETRY, 2 * latency) if self.loss.retry is None else self.loss.retry
+            arrived += retry * self.loss.rounds(num_bytes, queue.num_sent, direction)
+        arrived = max(arrived, queue.last_arrival)
+        return Passage(left, arrived, Queue(left, arrived, queue.num_sent + 1))
+
+    def __str__(self) -> str:
+        parts = []
+        for name, units in (("latency", TIME), ("occupancy", TIME), ("bandwidth", RATE)):
+            value = getattr(self, name)
+            if value is not None and value != NOTHING:
+                parts.append(f"{name}:{value.show(units)}")
+        if self.loss is not None:
+            parts.append(f"loss:{self.loss.show()}")
+        return "+".join(parts) or "latency:0ms"
+
+    @classmethod
+    def parse(cls, text: str) -> LinkCondition:
+        """Reads what stands right of the `=`. Raises CostError."""
+        found: dict[str, OverTime | Loss] = {}
+        for part in text.split("+"):
+            word, colon, rest = part.partition(":")
+            if not colon:
+                word, rest = "latency", part
+            if word not in _WORDS:
+                raise CostError(f"{word!r} is not a condition; give {', '.join(_WORDS)}, like latency:30ms+loss:1%")
+            if word in found:
+                raise CostError(f"{word} is given twice")
+            found[word] = _read_loss(rest) if word == "loss" else read_over_time(rest, _WORDS[word])
+        return cls(**found)  # type: ignore[arg-type]
+
+
+def _values(value: Constant | Trace | None) -> Sequence[float]:
+    if value is None:
+        return ()
+    return (value.value,) if isinstance(value, Constant) else value.values
+
+
+_WORDS: dict[str, Unit] = {"latency": TIME, "occupancy": TIME, "bandwidth": RATE, "loss": {}}
+
+
+def _read_loss(text: str) -> Loss:
+    rest, mark, seed = text.partition("#")
+    share, comma, retry = rest.partition(",")
+    if mark and not seed.isdecimal():
+        raise CostError(f"a loss of {text!r}: what follows # is a seed, a whole number")
+    try:
+        value = read_quantity(share, _SHARE)
+    except CostError:
+        raise CostError(
+            f"a loss of {text!r}: write it like 1%, or 1%,200ms to say what sending again takes"
+        ) from None
+    return Loss(value, read_quantity(retry, TIME) if comma else None, int(seed or 0))
+
+
+_LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LinkConditions:
+    """Conditions of links by their two ranks.
+
+    `{(0, 1): ...}` is about both directions, each with a queue of its own; to tell them apart give both, (0, 1) and
+    (1, 0). A link named once has the same latency, occupancy and bandwidth both ways at any moment.
+
+    Attributes:
+        default: of all other links; None: messages pass at once.
+
+    Raises:
+        CostError: a link that is not named by two different ranks.
+    """
+
+    conditions: Mapping[tuple[int, int], LinkCondition] = field(default_factory=dict)
+    default: LinkCondition | None = None
+
+    def __post_init__(self) -> None:
+        for link in self.conditions:
+            if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
+                raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")
+            if link[0] == link[1]:
+                raise CostError(f"link {link[0]}:{link[1]} joins a rank to itself; name two ranks")
+        object.__setattr__(self, "conditions", dict(self.conditions))
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.conditions.items()), self.default))
+
+    @classmethod
+    def parse(cls, texts: str | Iterable[str], default: LinkCondition | None = None) -> LinkConditions:
+        """Reads `0:1=latency:30ms` and the like, one a link; a single string may hold several, apart by blanks.
+
+        Raises:
+            CostError: names the text and the rule it breaks.
+        """
+        found: dict[tuple[int, int], LinkCondition] = {}
+        for text in shlex.split(texts) if isinstance(texts, str) else texts:
+            match = _LINK.fullmatch(text)
+            if match is None:
+                raise CostError(f"link {text!r}: write RANK:RANK=CONDITION, like 0:1=20 or 0:1=latency:30ms+loss:1%")
+            pair = int(match["a"]), int(match["b"])
+            if pair in found:
+                raise CostError(f"link {text!r}: link {pair[0]}:{pair[1]} is given twice")
+            try:
+                found[pair] = LinkCondition.parse(match["rest"])
+                cls({pair: found[pair]})
+            except CostError as error:
+                raise CostError(f"link {text!r}: {error}") from None
+        return cls(found, default)
+
+    @classmethod
+    def of(cls, links: Links | LinkConditions | None) -> LinkConditions:
+        """Plain delays as latencies; conditions as they are."""
+        if isinstance(links, LinkConditions):
+            return links
+        links = links or Links()
+        default = LinkCondition(Constant(float(links.default))) if links.default else None
+        return cls({pair: LinkCondition(Constant(float(ms))) for pair, ms in links.delays.items()}, default)
+
+    def texts(self) -> list[str]:
+        """What `parse` reads, one a link (the default aside)."""
+        return [f"{a}:{b}={condition}" for (a, b), condition in self.conditions.items()]
+
+    def __str__(self) -> str:
+        return shlex.join(self.texts())
+
+    def named(self, source: int, target: int) -> tuple[str, LinkCondition | None]:
+        """What holds from `source` to `target`, and the link's name as it was given."""
+        for a, b in ((source, target), (target, source)):
+            if (a, b) in self.conditions:
+                return f"{a}:{b}", self.conditions[a, b]
+        return f"{min(source, target)}:{max(source, target)}", self.default
+
+    def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: Queue) -> Passage:
+        """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
+        name, condition = self.named(source, target)
+        if condition is None:
+            return Passage(now, now, Queue(queue.free_at, max(now, queue.last_arrival), queue.num_sent + 1))
+        return condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises CostError for a link that names a rank which is not there."""
+        for a, b in self.conditions:
+            if not (0 <= a < num_ranks and 0 <= b < num_ranks):
+                raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")
+
+
+class Lines:
+    """The queues of all directions of a run: what the simulator and the transports pass messages through."""
+
+    def __init__(self, conditions: LinkConditions) -> None:
+        self.conditions = conditions
+        self._queues: dict[tuple[int, int], Queue] = {}
+
+    def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
+        """Takes up a message; returns when it arrives."""
+        queue = self._queues.get((source, target), Queue())
+        passage = self.conditions.delay_of(source, target, num_bytes, now, queue)
+        self._queues[source, target] = passage.queue
+        return passage.arrived
