@@ -314,3 +314,11 @@ def test_units_are_exact_where_they_can_be() -> None:
 def test_flows_that_make_no_sense(blocks: tuple[Block, ...], words: str) -> None:
     with pytest.raises(ps.ScheduleError, match=words):
         Flow(blocks)
+
+
+def test_plan_itself_takes_shared_stages_and_names_what_it_cannot_do_there() -> None:
+    costs = ps.Costs([1] * 4, [1, 3, 3, 1], [0] * 4)
+    found = ps.plan(costs, 2, 8, placement=shared_ends(2), split=False)
+    assert found.makespan == found.lower_bound == 8 * 8 + 4
+    with pytest.raises(ps.ScheduleError, match="planned for the makespan of a frozen order"):
+        ps.plan(costs, 2, 8, placement=shared_ends(2), split=False, dispatch="dynamic")

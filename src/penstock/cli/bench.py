@@ -135,6 +135,27 @@ def plan(
     _give(context, result, "\n\n".join(tables), out, json)
 
 
+@bench.command(short_help="Search of the whole space of programs.")
+def space(
+    context: typer.Context,
+    ranks: Annotated[list[int] | None, typer.Option("--ranks", min=2, help="Repeatable. [2, 4, ..., 128]")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Times each is done, after once to warm up.")] = 3,
+    out: Raw = None,
+    json: Json = False,
+) -> None:
+    """Time the search over placements, rules and traversals, and set what it finds beside the library and Tessel."""
+    from penstock.bench import space as measured
+    from penstock.bench.machine import machine
+
+    sizes = tuple(ranks or measured.SIZES)
+    searches = measured.searches(sizes, repeats)
+    library = measured.against_library(tuple(p for p in measured.COMPARED if p in sizes))
+    shared = measured.shared_ends(repeats)
+    result = {"machine": machine(), "searches": searches, "library": library, "shared_ends": shared}
+    tables = [measured.search_table(searches), measured.library_table(library), measured.shared_table(shared)]
+    _give(context, result, "\n\n".join(tables), out, json)
+
+
 def _give(context: typer.Context, result: dict[str, Any], table: str, out: str | None, as_json: bool) -> None:
     """Prints the table or the numbers, and writes the numbers with the command that made them."""
     if out is not None:

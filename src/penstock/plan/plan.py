@@ -35,7 +35,8 @@ class Plan:
         value: ms, of the objective: the makespan, the span, or the mean makespan.
         lower_bound: no schedule within the limits has a smaller value (ms).
         seconds: spent.
-        how: the step that found it: "greedy", "justified", "local search" or "exact".
+        how: the step that found it: "greedy", "justified", "local search" or "exact"; "serial", "repetend" or
+            "ends" where stages are shared.
     """
 
     schedule: Schedule
@@ -102,6 +103,29 @@ def plan(
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
+    if placement.shared:
+        if goal != "makespan" or mode is Dispatch.DYNAMIC:
+            raise ScheduleError(
+                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are planned for "
+                "the makespan of a frozen order",
+                rule="options",
+            )
+        from penstock.plan.repetend_plan import plan_shared
+
+        return plan_shared(
+            costs,
+            num_ranks,
+            num_microbatches,
+            links,
+            placement=placement,
+            max_in_flight=max_in_flight,
+            memory_limit=memory_limit,
+            time_limit=time_limit,
+            split=split,
+            seed=seed,
+            stop_at_gap=stop_at_gap,
+            progress=progress,
+        )
     limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
 
     from penstock.plan import steps  # here, so that `import penstock` stays light
@@ -201,12 +225,6 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
                 "say with `placement` where they go"
             )
         return one_to_one(num_ranks)
-    if placement.shared:
-        raise ScheduleError(
-            f"stage {placement.shared[0][0]} is shared by ranks {placement.shared[0][1]}; ps.plan takes one rank a "
-            "stage: give a placement without shared stages",
-            rule="placement",
-        )
     if placement.num_stages != costs.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
     for pipeline, hosts in enumerate(placement.pipelines):

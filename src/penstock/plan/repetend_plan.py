@@ -105,7 +105,8 @@ def plan_shared(
     timeline = simulate(schedule, costs, links=links)
     if not math.isclose(timeline.makespan, search.makespan, rel_tol=1e-9, abs_tol=1e-9):
         raise AssertionError(f"the plan takes {search.makespan} ms, its simulation {timeline.makespan}")
-    return Plan(schedule, timeline.makespan, bound.makespan, time.perf_counter() - began, search.how)
+    took = timeline.makespan
+    return Plan(schedule, took, took, bound.makespan, time.perf_counter() - began, search.how)
 
 
 @dataclass

@@ -320,6 +320,7 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
         sums = [sum(body[s * each : (s + 1) * each]) for s in range(inner)]
         return [*values[:outer], *sums, *values[len(values) - outer :]]
 
+    sent = [costs.message_bytes[outer + (s + 1) * each - 1] for s in range(inner)]
     return replace(
         costs,
         f=folded(costs.f),
@@ -327,6 +328,7 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
         w=folded(costs.w),
         b=folded(costs.b),
         activation=folded(costs.activation),
+        message_bytes=[*costs.message_bytes[:outer], *sent, *costs.message_bytes[len(costs.message_bytes) - outer :]],
     )
 
 
