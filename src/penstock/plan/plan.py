@@ -106,8 +106,8 @@ def plan(
     if placement.shared:
         if goal != "makespan" or mode is Dispatch.DYNAMIC:
             raise ScheduleError(
-                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are planned for "
-                "the makespan of a frozen order",
+                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
+                "planned for the makespan of a frozen order",
                 rule="options",
             )
         from penstock.plan.repetend_plan import plan_shared
