@@ -1,0 +1,145 @@
+"""Ops of registered kinds, one process a rank: tokens keep their order, through tags and through lines."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+import penstock.runtime.split.slot as slot_module
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.peers import GroupPeers
+from penstock.runtime.transports.lines import LineTransport, lines_of
+from penstock.runtime.wiring import wire
+from plain_loop import differences, gradients, plain_step
+from processes import run_ranks
+from registered_cases import (
+    CASES,
+    NUM_MICROBATCHES,
+    NUM_RANKS,
+    batch,
+    functions,
+    meddle,
+    model,
+    out_of_place,
+    program,
+)
+
+pytestmark = pytest.mark.multiproc
+
+LOSS = nn.functional.mse_loss
+
+
+def compare(name: str, dispatch: str, lines: bool) -> list[str]:
+    """Three steps and an evaluation, shapes coming and going; what differs from the plain loop, in words."""
+    schedule = CASES[name]().build()
+    called: list[ps.Op] = []
+
+    def function(call: ps.OpCall) -> None:
+        called.append(call.op)
+        meddle(call)
+        time.sleep(0.002)
+
+    plain, piped = model(schedule.num_stages), model(schedule.num_stages)
+    ops = functions(schedule, function)
+    pipe = ps.Pipeline(piped, schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=30)
+    if lines:
+        assert isinstance(pipe._peers, GroupPeers)
+        made = lines_of(wire(schedule))
+        pipe._transport = LineTransport(pipe._peers.group, pipe._tags, 30.0, made, "gloo", torch.device("cpu"))
+    wrong = []
+    for step, rows in ((1, 21), (2, 16), (3, 21)):
+        x, y = batch(step, rows)
+        loss = plain_step(plain, x, y, NUM_MICROBATCHES, LOSS, step=step)
+        if not torch.equal(pipe.step(x, y, update=False).loss, loss):
+            wrong.append(f"the loss of step {step}")
+        wrong += out_of_place(pipe.timeline())
+        pipe.evaluate(x, y)
+    want = gradients(plain)
+    mine = {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
+    wrong += differences({n: want[n] for n in mine}, mine)
+    own = [op for op in schedule.order[pipe.rank] if op.kind not in "FBIW"]
+    if sorted(called) != sorted(own * 3):
+        wrong.append(f"{len(called)} calls for {own * 3}")
+    return wrong
+
+
+def all_cases(rank: int) -> dict[str, list[str]]:
+    slot_module.MERGE_WORK = 0
+    ways = [("frozen", False), ("dynamic", False), ("frozen", True)]
+    return {
+        f"{name}, {dispatch}{', lines' * lines}": compare(name, dispatch, lines)
+        for name in CASES
+        for dispatch, lines in ways
+    }
+
+
+def test_as_the_plain_loop_and_in_place() -> None:
+    outcomes = run_ranks(NUM_RANKS, all_cases, deadline=110)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    wrong = {(o.rank, name): found for o in outcomes for name, found in o.value.items() if found}
+    assert not wrong
+    assert [len(o.value) for o in outcomes] == [3 * len(CASES)] * NUM_RANKS
+
+
+def fails_at_the_second(call: ps.OpCall) -> None:
+    if call.index == 1:
+        raise ValueError("the disk is full")
+
+
+def one_fails(rank: int, dispatch: str) -> None:
+    schedule = CASES["beside its stage"]().build()
+    ops = {"SNAPSHOT": fails_at_the_second}
+    pipe = ps.Pipeline(model(4), schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=20)
+    pipe.step(*batch(1))
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_an_error_in_a_function_ends_every_rank(dispatch: str) -> None:
+    outcomes = run_ranks(NUM_RANKS, one_fails, dispatch, deadline=30)
+    assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
+    assert outcomes[1].text.splitlines()[-3:] == [
+        "ValueError: the disk is full",
+        "in function fails_at_the_second, which ops= has for kind SNAPSHOT",
+        "in SNAPSHOT1 of stage 1 on rank 1",
+    ]
+    for rank in (0, 2):
+        assert f"rank {rank} lost its connection to rank" in outcomes[rank].last_line
+
+
+def takes_too_long(rank: int) -> None:
+    seconds = iter((0, 10))
+    ask = ps.NewOp("ASK", 0, after={("B", 0): NUM_MICROBATCHES}, run=lambda call: time.sleep(next(seconds)))
+    made = program(ask, ps.NewOp("TELL", 3, after={("ASK", 0): 1}, run=print))
+    pipe = ps.Pipeline(model(NUM_RANKS), made.build(), loss_fn=LOSS, ops=made.callables, timeout=4)
+    pipe.step(*batch(1))
+    pipe.step(*batch(1))
+
+
+def given_different_functions(rank: int) -> list[str]:
+    schedule = CASES["one after another"]().build()
+    told = []
+    for ops in ({"ASK": print, "TELL": print, **({"MORE": print} if rank == 2 else {})}, {"ASK": print}):
+        try:
+            ps.Pipeline(model(4), schedule, loss_fn=LOSS, ops=ops)
+        except RuntimeFailure as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_is_told_on_all_ranks() -> None:
+    outcomes = run_ranks(NUM_RANKS, given_different_functions, deadline=30)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    for outcome in outcomes:
+        different, missing = outcome.value
+        assert "rank 2 was given another ops than rank 0" in different
+        assert "program has ops of kind TELL, and no function was given for them" in missing
+
+
+def test_a_deadline_names_the_op_that_was_waited_for() -> None:
+    outcomes = run_ranks(NUM_RANKS, takes_too_long, deadline=30)
+    assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
+    assert "rank 3 waited 4 s for the token of ASK0 of stage 0 from rank 0" in outcomes[3].last_line
