@@ -22,7 +22,8 @@ def run(
     duration: Array,
     memory_change: Array,
     delay: Array,
-    depth: int,
+    bounded: bool,
+    depth: Array,
     cap: Array,
     warmup_left: Array,
     rank_of: Array,
@@ -56,9 +57,10 @@ def run(
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
-    In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), `depth`
-    messages a link may hold under way before its sender blocks (0: no bound). Where `arrival` is there (never
-    when compiled), it says by edge and time of sending when a message arrives, instead of `delay`.
+    In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), and alike `depth`,
+    how many messages a link may hold under way before its sender blocks (0: no bound; `bounded` says whether any
+    has one). Where `arrival` is there (never when compiled), it says by edge and time of sending when a message
+    arrives, instead of `delay`.
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
@@ -122,7 +124,7 @@ def run(
                 target = edge_to[edge]
                 missing[target] -= 1
                 arrival_time[edge] = time
-                if depth > 0:
+                if bounded:
                     in_transit[edge_link(edge, num_ranks, rank_of, edge_first, edge_to)] -= 1
         for rank in range(num_ranks):
             if state[rank] != BLOCKED:
@@ -136,7 +138,7 @@ def run(
                     arrival_time[edge] = time
                     continue
                 link = rank * num_ranks + rank_of[target]
-                if depth > 0 and in_transit[link] >= depth:
+                if bounded and depth[link] > 0 and in_transit[link] >= depth[link]:
                     state[rank] = BLOCKED
                     unsent[rank] = edge
                     break

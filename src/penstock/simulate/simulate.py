@@ -32,13 +32,21 @@ class Blocking:
 
     This is the head-of-line blocking of the PipeMorph paper, section 3.2: while a link is slow its queue
     fills, and the next send keeps later compute from starting although it is ready.
+
+    Attributes:
+        delegated: links, by their two ranks in either order, whose messages go through delegates: decoupled.
     """
 
     depth: int = 2
+    delegated: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.depth < 1:
             raise CostError(f"a blocking link of depth {self.depth} can carry nothing: give at least 1")
+
+    def depth_of(self, source: int, target: int) -> int:
+        """How many messages a direction holds under way; 0 for any number."""
+        return 0 if {(source, target), (target, source)} & self.delegated else self.depth
 
 
 Transport = Decoupled | Blocking
@@ -197,6 +205,7 @@ def _run(
         "gang_ops": graph.gang_ops,
         "gathered": [0] * max(1, len(graph.gang_first) - 1),
         "warmup_left": list(warmup) if warmup is not None else [0] * graph.num_ranks,
+        "depth": [transport.depth_of(a, b) for a in ranks for b in ranks] if isinstance(transport, Blocking) else [0],
     }
     floats: dict[str, list[float]] = {
         "duration": [duration[op.kind, op.stage] for op in graph.ops],
@@ -221,8 +230,8 @@ def _run(
         arrays = {n: np.asarray(a, np.int64) for n, a in ints.items()}
         arrays |= {n: np.asarray(a, np.float64) for n, a in floats.items()}
         loop = compiled(engine)
-    depth = transport.depth if isinstance(transport, Blocking) else 0
-    ended = loop.run(mode is Dispatch.DYNAMIC, depth=depth, arrival=arrival, **arrays)
+    bounded = isinstance(transport, Blocking)
+    ended = loop.run(mode is Dispatch.DYNAMIC, bounded=bounded, arrival=arrival, **arrays)
     if ended < num_ops:
         stuck = next(o for o in range(num_ops) if not arrays["done"][o])
         raise ScheduleError(
