@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from penstock.models import GPTConfig
 from penstock.runtime import partition
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.database import Database
-from penstock.tune.device import num_devices
+from penstock.tune.device import Clock, num_devices, others
 from penstock.tune.meter import Meter, Need
 from penstock.tune.predict import predict
 from penstock.tune.search import Candidate
@@ -37,6 +38,9 @@ from penstock.tune.work import carry_out
 MODEL = "tiny"
 QUIET = 0.1
 """Cores that other programs may take from the ranks."""
+
+LOOK = 0.5
+"""Seconds over which we look how busy the machine is."""
 
 MOST_ROUNDS = 4
 """Times as many rounds as asked for, at most, in search of quiet ones."""
@@ -56,13 +60,18 @@ SETTINGS = (Setting("1f1b", 1, 4, 4), Setting("1f1b", 2, 4, 4), Setting("zb-h1",
 
 
 def run(
-    rounds: int = 5, steps: int = 20, seconds: float = 1.0, settings: Sequence[Setting] = SETTINGS
+    rounds: int = 5,
+    steps: int = 20,
+    seconds: float = 1.0,
+    settings: Sequence[Setting] = SETTINGS,
+    patience: float = 60.0,
 ) -> dict[str, Any]:
     """Predicts and runs each setting.
 
     Args:
         rounds: quiet ones wanted of each setting.
         steps: timed of each run. seconds: of measuring layers.
+        patience: seconds to wait before each round for a moment in which nothing else runs.
 
     Returns:
         `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
@@ -73,6 +82,7 @@ def run(
     for number in range(rounds * MOST_ROUNDS):
         left = [setting for setting in settings if len(_quiet(setting, raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
+            _await_quiet(patience)
             found = _round(setting, told, config, steps, seconds)
             raw[setting].append(found)
             print(
@@ -115,6 +125,17 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         "profile": profile.to_json(),
         "transfer": transfer.to_json(),
     }
+
+
+def _await_quiet(patience: float) -> None:
+    """Returns when other programs rest, or after `patience` seconds."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        before = Clock.now()
+        time.sleep(LOOK)
+        busy = others([Clock.now().since(before)])
+        if busy is None or busy <= QUIET:
+            return
 
 
 def _quiet(setting: Setting, rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
