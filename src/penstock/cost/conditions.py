@@ -218,6 +218,7 @@ class LinkConditions:
 
     Attributes:
         default: of all other links; None: messages pass at once.
+        base: ms that every message takes besides, on any link: what the network itself takes.
 
     Raises:
         CostError: a link that is not named by two different ranks.
@@ -225,8 +226,11 @@ class LinkConditions:
 
     conditions: Mapping[tuple[int, int], LinkCondition] = field(default_factory=dict)
     default: LinkCondition | None = None
+    base: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.base < math.inf:
+            raise CostError(f"a base of {self.base:g} ms: give a number of at least 0")
         for link in self.conditions:
             if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
                 raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")
@@ -235,7 +239,7 @@ class LinkConditions:
         object.__setattr__(self, "conditions", dict(self.conditions))
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.conditions.items()), self.default))
+        return hash((frozenset(self.conditions.items()), self.default, self.base))
 
     @classmethod
     def parse(cls, texts: str | Iterable[str], default: LinkCondition | None = None) -> LinkConditions:
@@ -286,8 +290,10 @@ class LinkConditions:
         """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
         name, condition = self.named(source, target)
         if condition is None:
-            return Passage(now, now, Queue(queue.free_at, max(now, queue.last_arrival), queue.num_sent + 1))
-        return condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
+            arrived = max(now + self.base, queue.last_arrival)
+            return Passage(now, arrived, Queue(queue.free_at, arrived, queue.num_sent + 1))
+        left, arrived, after = condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
+        return Passage(left, arrived + self.base, after)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises CostError for a link that names a rank which is not there."""
@@ -297,7 +303,10 @@ class LinkConditions:
 
 
 class Lines:
-    """The queues of all directions of a run: what the simulator and the transports pass messages through."""
+    """The queues of all directions of a run: what the simulator and the transports pass messages through.
+
+    They last as long as this is used, over several runs one after the other too.
+    """
 
     def __init__(self, conditions: LinkConditions) -> None:
         self.conditions = conditions

@@ -144,9 +144,15 @@ class Costs:
         return self._other_cost(kind, stage)[1]
 
     def message_size(self, producer: tuple[str, int], consumer: tuple[str, int]) -> float:
-        """Bytes of the message from one op, as (kind, stage), to another: a gradient weighs what it is of."""
-        backwards = producer[1] > consumer[1] and producer[0] in ("B", "I")
-        return self.message_bytes[consumer[1] if backwards else producer[1]]
+        """Bytes of the message from one op to another, each as (kind, stage). A gradient weighs what it is of.
+
+        Other messages than activations and gradients tell that an op has run and weigh nothing.
+        """
+        if producer[0] == consumer[0] == "F":
+            return self.message_bytes[producer[1]]
+        if producer[0] in ("B", "I") and consumer[0] in ("B", "I"):
+            return self.message_bytes[consumer[1]]
+        return 0.0
 
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
         """The same costs with those of more registered ops, by (kind, stage)."""

@@ -66,7 +66,7 @@ def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    links: Links | LinkConditions | None = None,
+    links: Links | LinkConditions | Lines | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
@@ -81,7 +81,8 @@ def simulate(
     Args:
         costs: per stage; by default F = I = W = 1 ms.
         links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
-            over time; by default none. Conditions run uncompiled: a million ops take some seconds.
+            over time; by default none. `Lines` go on from what a run before left on them. Conditions run
+            uncompiled: a million ops take some ten seconds.
         dispatch: "frozen", or "dynamic": a rank runs any ready op by priority B or I, then F, then W.
         transport: "decoupled", or `Blocking(depth)`.
         max_held: dynamic only: most activations a rank (or each rank) may hold, in the units of the costs.
@@ -98,7 +99,7 @@ def simulate(
     links = links or Links()
     if costs.num_stages != schedule.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
-    links.check_ranks(schedule.num_ranks)
+    (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
     mode = as_dispatch(dispatch)
     graph = lower(schedule)
     change = memory_changes(graph, costs)
@@ -171,7 +172,7 @@ def _run(
     schedule: Schedule,
     graph: Graph,
     costs: Costs,
-    links: Links | LinkConditions,
+    links: Links | LinkConditions | Lines,
     mode: Dispatch,
     transport: Transport,
     change: list[float],
@@ -244,9 +245,9 @@ def _run(
     return _timeline(schedule, graph, mode, arrays)
 
 
-def _passage(graph: Graph, costs: Costs, conditions: LinkConditions, at: float) -> Callable[[int, float], float]:
+def _passage(graph: Graph, costs: Costs, links: LinkConditions | Lines, at: float) -> Callable[[int, float], float]:
     """When the message of an edge, sent at some time, arrives."""
-    lines = Lines(conditions)
+    lines = links if isinstance(links, Lines) else Lines(links)
     sources = [op for op in range(graph.num_ops) for _ in range(graph.edge_first[op + 1] - graph.edge_first[op])]
 
     def arrival(edge: int, now: float) -> float:

@@ -1,0 +1,100 @@
+"""The emulated device: an op takes the time that the costs say and no processor; its messages are real bytes.
+
+The rank sleeps through each op. No sleep ends on time, and the worker takes some microseconds between ops, so an
+op's end is not "now plus its duration" but a moment of its own, counted from where the op before was to end:
+
+    to end        |=====op=====|=====op=====|               a rank that never waits
+    ends          |=====op======|=====op===|                late by a little, and the next one is shorter by it
+
+A debt is carried only while the rank has work. Once it stood idle for a message the next op starts when that came.
+So what errors there are do not add up along a rank, and no run is shorter than its ops on any rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from time import perf_counter_ns, sleep
+
+import torch
+
+from penstock.cost import Costs
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.message import Edge, Payload
+from penstock.runtime.wiring import Wiring
+from penstock.schedule import Op
+
+SHORTEST_WAIT = 100_000
+"""Nanoseconds; a wait that took less found its message there already."""
+
+_PR_SET_TIMERSLACK = 29
+
+
+class EmulatedDevice:
+    """The device of one rank.
+
+    Args:
+        stretch: seconds of sleep to one second of an op.
+
+    Attributes:
+        late: of every op, how long after its due moment it ended, in nanoseconds.
+    """
+
+    def __init__(self, wiring: Wiring, costs: Costs, stretch: float = 1.0) -> None:
+        self.late: list[int] = []
+        self._wiring, self._costs = wiring, costs
+        self._stretch = stretch
+        self._durations: dict[tuple[str, int], int] = {}
+        self._bodies: dict[int, torch.Tensor] = {}
+        self._free: int | None = None
+        self._op: Op | None = None
+
+    def begin(self) -> None:
+        """Starts a step: what was owed is forgotten."""
+        self._free = None
+        self.late = []
+
+    def waited(self, start: int, end: int) -> None:
+        """Takes note that the rank waited for a message, from `start` to `end` in nanoseconds."""
+        if end - start > SHORTEST_WAIT:
+            self._free = end
+
+    def run(self, op: Op, received: Sequence[Payload]) -> None:
+        for edge, payload in zip(self._wiring.incoming[op], received, strict=True):
+            stamp = payload.leaves[0] if payload.leaves else None
+            if stamp is not None and stamp.tolist() != self._stamp(edge):
+                raise RuntimeFailure(f"{op} received something else than {edge}")
+        key = op.kind, op.stage
+        duration = self._durations.get(key)
+        if duration is None:
+            duration = self._durations[key] = round(self._costs.duration(*key) * 1e6 * self._stretch)
+        due = (perf_counter_ns() if self._free is None else self._free) + duration
+        while (left := due - perf_counter_ns()) > 0:
+            sleep(left / 1e9)
+        self.late.append(perf_counter_ns() - due)
+        self._free, self._op = due, op
+
+    def give(self, edge: Edge) -> Payload:
+        if edge.producer != self._op:
+            raise RuntimeFailure(f"{edge.producer} has not just run, and can send nothing to {edge.consumer}")
+        if edge.is_token:
+            return Payload([])
+        size = int(self._costs.message_size(edge.producer[:2], edge.consumer[:2]))
+        body = self._bodies.get(size)
+        if body is None:
+            body = self._bodies[size] = torch.zeros(size, dtype=torch.uint8)
+        return Payload.gradients(
+            [torch.tensor(self._stamp(edge)), body] if size else [torch.tensor(self._stamp(edge))]
+        )
+
+    def _stamp(self, edge: Edge) -> list[int]:
+        """What tells a message from all others."""
+        number = self._wiring.graph.number
+        return [number[edge.producer], number[edge.consumer]]
+
+
+def sharpen_timers() -> None:
+    """Asks the system not to put off this thread's timers to save power (Linux does, by 50 us)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
