@@ -170,8 +170,8 @@ class _Run:
         self.caps = frozen_caps(self.wiring.graph, self.change, max_held)
         self._max_held = max_held if dispatch is Dispatch.DYNAMIC else None
 
-    def worker(self, rank: int, transport: Transport) -> tuple[Worker, EmulatedDevice]:
-        device = EmulatedDevice(self.wiring, self.costs, self.stretch)
+    def worker(self, rank: int, transport: Transport, stretch: float) -> tuple[Worker, EmulatedDevice]:
+        device = EmulatedDevice(self.wiring, self.costs, stretch)
         dispatcher = Dispatcher(self.wiring.graph, rank, self.dispatch, self.change, self.caps[rank])
         return Worker(self.wiring, rank, dispatcher, device, transport), device
 
@@ -276,7 +276,7 @@ class _Threads:
         run, conditions, ranks = self._run, self.conditions, self._peers.here
         boxes = [Mailbox() for _ in ranks]
         transports = [MailboxTransport(boxes, rank, conditions, run.timeout) for rank in ranks]
-        workers = [run.worker(rank, transports[rank]) for rank in ranks]
+        workers = [run.worker(rank, transports[rank], run.stretch) for rank in ranks]
         errors: list[BaseException] = []
         start = time.perf_counter_ns() + LEAD
 
@@ -320,15 +320,21 @@ class _Processes:
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)
         tags = Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, self._indices)
-        self.conditions = Conditions(run.link_conditions, run.stretch, self._moment())
-        self._transport = ConditionedTransport(peers.group, tags, run.timeout, conditions=self.conditions)
+        self._transport = ConditionedTransport(
+            peers.group, tags, run.timeout, conditions=Conditions(LinkConditions())
+        )
         wiring = run.wiring
         edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
         self._expected = expected_by_channel(edges, tags)
+        self._step(stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
+        self.conditions = self._transport.conditions = Conditions(run.link_conditions, run.stretch, self._moment())
 
     def step(self) -> tuple[list[Measured], int]:
+        return self._step(self._run.stretch)
+
+    def _step(self, stretch: float) -> tuple[list[Measured], int]:
         run, transport = self._run, self._transport
-        worker, device = run.worker(self._peers.here[0], transport)
+        worker, device = run.worker(self._peers.here[0], transport, stretch)
         signatures = ["emulated"] * self._indices
         threaded = run.dispatch is Dispatch.DYNAMIC
         transport.begin(self._expected, signatures, zlib.crc32(b"emulated"), threaded, {})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same
@@ -37,8 +38,8 @@ from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.runtime.stages import build_stage, stages_of
 from penstock.runtime.tied import Tie, TiedGradients, find_ties
 from penstock.runtime.transports.channel import Tags
+from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.tree import flatten, unflatten
 from penstock.runtime.wiring import Wiring, num_indices
 from penstock.runtime.worker import Device, Transport, Worker
@@ -94,6 +95,7 @@ class Pipeline:
             ranks may share one), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
         ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
             called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
+        links: conditions to inject: messages are held back as these say, and the numbers stay the same.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
@@ -119,6 +121,7 @@ class Pipeline:
         timeout: float = 60.0,
         transport: str = "host",
         ops: Mapping[str, OpFunction] | None = None,
+        links: LinkConditions | None = None,
     ) -> None:
         self.schedule = schedule = remove_communication(schedule)  # the transport places messages
         self.dispatch = as_dispatch(dispatch)
@@ -129,6 +132,9 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._peers = peers_of(mesh, schedule.num_ranks, timeout)
         require_runnable(schedule)
+        if links is not None:
+            links.check_ranks(schedule.num_ranks)
+        self._conditions = None if links is None else Conditions(links)
         ops = ops or {}
         require_same(self._peers.gather(self._facts(tied, ops)), "every rank must make the same ps.Pipeline(...)")
         self._check()
@@ -171,7 +177,14 @@ class Pipeline:
         if isinstance(self._peers, GroupPeers):
             wiring = self._plan(training=True, num_microbatches=schedule.num_microbatches).wiring
             self._transport = transport_of(
-                transport, self._peers.group, self._tags, timeout, wiring, self.dispatch, self._device
+                transport,
+                self._peers.group,
+                self._tags,
+                timeout,
+                wiring,
+                self.dispatch,
+                self._device,
+                self._conditions,
             )
         self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
         self._own = self._owned_parameters()
@@ -382,10 +395,10 @@ class Pipeline:
         plan = self._plan(settings.training, len(settings.microbatches))
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
         dispatch = self.dispatch if settings.training else Dispatch.FROZEN
-        board = Switchboard(self.schedule.num_ranks, None)
+        local_transport, pause = local_transports(self.schedule.num_ranks, self._conditions)
         workers = []
         for rank in self._peers.here:
-            transport: Transport = self._transport or LocalTransport(board, rank)
+            transport: Transport = self._transport or local_transport(rank)
             dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
             device: Device = TorchDevice(runners, self._tied, self._device)
@@ -396,7 +409,7 @@ class Pipeline:
             for runner in self._runners.values():
                 runner.begin(settings)
             if self._transport is None:
-                run_local(workers)
+                run_local(workers, pause)
             else:
                 signatures = self._signatures(settings)
                 threaded = dispatch is Dispatch.DYNAMIC

@@ -15,6 +15,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
 from penstock.runtime.transports.channel import Tags
+from penstock.runtime.transports.conditioned import ConditionedLines, ConditionedTransport, Conditions
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.lines import LineTransport, lines_of
 from penstock.runtime.wiring import Wiring
@@ -108,13 +109,16 @@ def transport_of(
     wiring: Wiring,
     dispatch: Dispatch,
     device: torch.device,
+    conditions: Conditions | None = None,
 ) -> GroupTransport:
-    """The transport by name.
+    """The transport by name, with link conditions where they are given.
 
     Raises:
         RuntimeFailure: an unknown name, or "nccl" without a GPU or with dynamic dispatch.
     """
     if name == "host":
+        if conditions is not None:
+            return ConditionedTransport(group, tags, timeout, conditions=conditions)
         return GroupTransport(group, tags, timeout)
     if name != "nccl":
         raise RuntimeFailure(f"transport {name!r}: give 'host' or 'nccl'")
@@ -122,4 +126,7 @@ def transport_of(
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
     if dispatch is not Dispatch.FROZEN:
         raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
-    return LineTransport(group, tags, timeout, lines_of(wiring), "nccl", device)
+    lines = lines_of(wiring)
+    if conditions is not None:
+        return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)
+    return LineTransport(group, tags, timeout, lines, "nccl", device)

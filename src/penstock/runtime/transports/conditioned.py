@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.cost.conditions import Lines, LinkConditions
+from penstock.runtime.executors.local import nothing_comes
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import Outgoing
 from penstock.runtime.transports.group import GroupTransport
@@ -192,3 +193,13 @@ class ConditionedLocalTransport(LocalTransport):
         while queue and queue[0][0] <= now:
             came.append(heapq.heappop(queue)[2])
         return came
+
+
+def local_transports(
+    num_ranks: int, conditions: Conditions | None
+) -> tuple[Callable[[int], LocalTransport], Callable[[], bool]]:
+    """What makes the ends of a new switchboard, by rank, and what waits for the next message on it."""
+    if conditions is None:
+        return partial(LocalTransport, Switchboard(num_ranks, None)), nothing_comes
+    board = ConditionedSwitchboard(num_ranks, conditions)
+    return partial(ConditionedLocalTransport, board), board.pause
