@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound
+from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, work_bound
 from penstock.plan.problem import pose
 from penstock.plan.search import time_of
 from penstock.schedule import one_to_one, v_shape
@@ -105,13 +105,14 @@ def test_bounds_from_the_weakest_to_the_strongest() -> None:
         busy, trip = busy_bound(problem), round_trip_bound(problem)
         path, jackson = path_bound(problem), jackson_bound(problem)
         assert jackson >= max(busy, trip, path) * (1 - 1e-12)
+        assert work_bound(problem) >= jackson * (1 - 1e-12)
 
 
 def test_every_order_is_above_the_bound() -> None:
     """A thousand random orders that run: none ends before the bound."""
     costs, links = family(3, 7)
     problem = pose(costs, one_to_one(3), 3, 4, links, [(1.0, 0.0)] * 3, [2.0] * 3, split=True)
-    bound, draw, ran = jackson_bound(problem), np.random.default_rng(0), 0
+    bound, draw, ran = work_bound(problem), np.random.default_rng(0), 0
     for _ in range(1000):
         row: list[int] = []
         for rank in range(3):

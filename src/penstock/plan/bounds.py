@@ -7,6 +7,8 @@
                 microbatch to be freed
     Jackson     for each rank, all its ops between the earliest moments they can start (heads) and the least that
                 must follow them (tails), cut into pieces at will (Jackson's preemptive schedule)
+    work        Jackson's again, with heads and tails that also count all the work an op's own rank must do before
+                and after it; it costs the square of a rank's ops
 
 A forward's wait for memory, from FIFO order alone: with room for c = cap / activation microbatches of which I frees
 the share s, F(j) needs I(j - floor(c)) ended, since no microbatch is freed before its I; and as at most j of the I
@@ -27,6 +29,7 @@ from penstock.plan import paths
 from penstock.plan.problem import NONE, Array, Problem, Queues
 
 _EPSILON = 1e-9
+_NOTHING = np.empty((0, 1), np.int64)
 
 
 class Waits(NamedTuple):
@@ -96,19 +99,50 @@ def turned_waits(given: Waits) -> Waits:
     return Waits(given.order[::-1].copy(), release, lag)
 
 
-def heads_and_tails(problem: Problem, given: Waits | None = None) -> tuple[Array, Array]:
-    """Per op, ms before it can start, and ms that must follow its end (numbered from each queue's last op)."""
+_FAR = 2**40
+"""Further back than any op."""
+
+
+def behind(queues: Queues, given: Waits) -> Array:
+    """How far behind the other queues of its rank each queue is at least (see `paths.heads`), by shortest paths."""
+    width = int(np.diff(queues.rank_first).max(initial=1))
+    result = np.full((len(queues.rank), width), _FAR, np.int64)
+    for r in range(queues.num_ranks):
+        first, end = int(queues.rank_first[r]), int(queues.rank_first[r + 1])
+        steps = np.full((end - first, end - first), _FAR, np.int64)
+        for q in range(first, end):
+            steps[q - first, q - first] = 1
+            for before, lag in (
+                (queues.message_from[q], 0),
+                (queues.local_from[q], 0),
+                (given.release[0, q], given.lag[0, q]),
+                (given.release[1, q], given.lag[1, q]),
+            ):
+                if first <= before < end:
+                    steps[q - first, before - first] = min(steps[q - first, before - first], lag)
+        for k in range(end - first):
+            steps = np.minimum(steps, steps[:, k : k + 1] + steps[k : k + 1, :])
+        result[first:end, : end - first] = np.minimum(steps, _FAR)
+    return result
+
+
+def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = False) -> tuple[Array, Array]:
+    """Per op, ms before it can start, and ms that must follow its end (numbered from each queue's last op).
+
+    With `work`, both count the work of the op's own rank too.
+    """
     queues = problem.queues
     given = waits(problem) if given is None else given
+    turned, back = queues.turned(), turned_waits(given)
     return (
-        _heads(queues, given, queues.release[queues.rank], first_only=False),
-        _heads(queues.turned(), turned_waits(given), queues.tail[queues.rank], first_only=False),
+        _heads(queues, given, queues.release[queues.rank], behind(queues, given) if work else _NOTHING),
+        _heads(turned, back, queues.tail[queues.rank], behind(turned, back) if work else _NOTHING),
     )
 
 
-def _heads(queues: Queues, given: Waits, floor: Array, first_only: bool) -> Array:
+def _heads(queues: Queues, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
-    compiled(paths).heads(queues, given.order, given.release, given.lag, floor, first_only, head)
+    compiled(paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
     return head
 
 
@@ -172,8 +206,24 @@ def path_bound(problem: Problem) -> float:
 
 def jackson_bound(problem: Problem) -> float:
     """The largest over ranks of Jackson's preemptive schedule with heads and tails."""
+    return _jackson(problem, work=False)
+
+
+def work_bound(problem: Problem) -> float:
+    """The same with heads and tails that count the work of an op's own rank."""
+    return _jackson(problem, work=True)
+
+
+def work_is_cheap(problem: Problem) -> bool:
+    """Whether `work_bound` takes less than about a second."""
     queues = problem.queues
-    head, tail = heads_and_tails(problem)
+    on_rank = np.diff(queues.row_first).astype(float)
+    return float((on_rank**2).sum()) < 2e8
+
+
+def _jackson(problem: Problem, work: bool) -> float:
+    queues = problem.queues
+    head, tail = heads_and_tails(problem, work=work)
     width = int(np.diff(queues.rank_first).max(initial=1))
     return float(compiled(paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
 
@@ -198,10 +248,10 @@ def span_bound(problem: Problem) -> float:
         root = min(mine.tolist(), key=lambda q: (problem.kind[q] != "F", problem.stage[q]))
         floor = np.full(len(queues.rank), paths.NEVER)
         floor[root] = 0.0
-        head = _heads(queues, given, floor, first_only=True)
+        head = _heads(queues, given, floor, _NOTHING, first_only=True)
         floor = np.full(len(queues.rank), paths.NEVER)
         floor[mine] = 0.0
-        tail = _heads(queues.turned(), back, floor, first_only=False)
+        tail = _heads(queues.turned(), back, floor, _NOTHING)
         bound = max(
             bound, float(module.jackson(queues, r, head, tail, np.empty(len(mine), np.int64), np.empty(len(mine))))
         )

@@ -1,4 +1,5 @@
-"""Exact solving by CP-SAT (ortools, extra `exact`): up to about 800 ops it often proves the best schedule.
+"""Exact solving by CP-SAT (ortools, extra `exact`): up to about 800 ops it often proves the best schedule, and up
+to a few thousand a better bound.
 
 An interval an op, no overlap on a rank, each queue in order (without loss of generality, see `problem`). Where a
 rank hosts one stage and its memory is freed at one op alone, the cap M is one more precedence: F(j + M) after the
@@ -18,18 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from penstock.plan.bounds import heads_and_tails
+from penstock.plan.bounds import heads_and_tails, work_is_cheap
 from penstock.plan.problem import Array, Problem
 from penstock.plan.search import Search, time_of
 
-MOST_OPS = 800
-"""Above this CP-SAT finds and proves nothing that is worth its time."""
+FEW_OPS, MOST_OPS = 800, 4000
+"""Up to the first CP-SAT finds what local search does not; up to the second it proves better bounds in seconds."""
 
 _STEPS = 10_000_000
 _MEMORY_STEPS = 1_000_000
 _ROUNDING = 1e-9
 _FIRST_SHARE = 0.005
 """How far below the best the first horizon lies: refuted, it proves that gap."""
+
+_FIRST_SECONDS = 2.0
+"""What a question may take at first."""
+
+_NEAR = 1e-3
+"""A horizon without an answer this near the bound: it takes more time, not another horizon."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +58,30 @@ def solve(search: Search, until: float) -> None:
     """Closes in on the best makespan from both sides, until `until` (seconds since the search began).
 
     Each question is whether some schedule ends by a horizon between bound and best: a yes is a better schedule, a
-    no a better bound. A horizon near the best is asked first; where that takes too long, lower ones, which are
-    refuted sooner.
+    no a better bound. A horizon near the best is asked first; where no answer comes in time, the middle between the
+    bound and what was asked, since lower horizons are refuted sooner; when that is near the bound, all over again
+    with twice the time.
     """
+    seconds, unanswered = _FIRST_SECONDS, float("inf")
     share, seed = _FIRST_SHARE, search.seed
     while not search.closed and search.seconds < until:
-        horizon = max(search.value / (1 + share), search.lower_bound * (1 + 1e-9))
-        left = until - search.seconds
-        answer = within(search.problem, horizon, min(left, max(0.5, left / 2)), seed)
+        horizon = max(search.value / (1 + share), search.lower_bound * (1 + _ROUNDING))
+        if unanswered <= horizon:
+            horizon = (search.lower_bound + unanswered) / 2
+        answer = within(search.problem, horizon, min(until - search.seconds, seconds), seed)
         seed += 1
         if answer.row is not None:
             search.take(time_of(search.problem, answer.row), answer.row, "exact")
+            unanswered = float("inf")
         elif answer.refuted:
             search.lower_bound = max(search.lower_bound, min(horizon, search.value))
-            share = max(search.stop_at_gap, share / 4) * (1 - 1e-6)
+            if unanswered > search.value:
+                share = max(search.stop_at_gap, share / 4) * (1 - 1e-6)
         else:
-            share = min(2 * share, 0.6 * (search.value / search.lower_bound - 1))
+            unanswered = horizon
+        if unanswered < search.lower_bound * (1 + _NEAR):
+            unanswered = float("inf")
+            seconds *= 2
         search.report("exact")
 
 
@@ -77,7 +92,7 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     queues = problem.queues
     unit = horizon / _STEPS
     model: Any = cp_model.CpModel()
-    head, tail = heads_and_tails(problem)
+    head, tail = heads_and_tails(problem, work=work_is_cheap(problem))
     duration = [math.floor(d / unit) for d in queues.duration]
     starts: list[list[Any]] = []
     for q in range(len(queues.rank)):

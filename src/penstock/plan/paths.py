@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 Array = Any
 NEVER = -1e300
 
@@ -15,6 +17,7 @@ def heads(
     lag: Array,
     floor: Array,
     first_only: bool,
+    behind: Array,
     head: Array,
 ) -> None:
     """How early each op can start at best: the longest path to it over what it waits for, op by op.
@@ -26,11 +29,14 @@ def heads(
         order: queues, each after those that it waits for.
         release, lag: two rows, one entry a queue; release is -1 where there is none.
         floor: per queue, when a path may begin there (NEVER: not at all); first_only: at its first op only.
+        behind: op j of queue q comes after op `j - behind[q, k]` of the k-th queue of its rank; then an op also
+            waits for all that must run before it on its rank. Without rows that is left out.
         head: out, per op; NEVER where no path leads.
     """
     longest = 0
     for q in range(len(p.rank)):
         longest = max(longest, p.size[q])
+    taken, count = np.zeros(behind.shape[1], np.int64), np.zeros(behind.shape[1], np.int64)
     for j in range(longest):
         for at in range(len(order)):
             q = order[at]
@@ -49,6 +55,25 @@ def heads(
                 before = release[k, q]
                 if before >= 0 and j >= lag[k, q]:
                     time = max(time, head[p.op_first[before] + j - lag[k, q]] + p.duration[before])
+            if len(behind) > 0:
+                # All that must run before, as early as each can: when the rank is through with it at best.
+                first = p.rank_first[p.rank[q]]
+                several, left = p.rank_first[p.rank[q] + 1] - first, 0
+                for k in range(several):
+                    taken[k] = 0
+                    count[k] = min(p.size[first + k], max(0, j - behind[q, k] + 1))
+                    left += count[k]
+                through = 0.0
+                while left > 0:
+                    chosen, begins = -1, -NEVER
+                    for k in range(several):
+                        if taken[k] < count[k] and head[p.op_first[first + k] + taken[k]] < begins:
+                            begins = head[p.op_first[first + k] + taken[k]]
+                            chosen = k
+                    through = max(through, begins) + p.duration[first + chosen]
+                    taken[chosen] += 1
+                    left -= 1
+                time = max(time, through)
             head[p.op_first[q] + j] = time
 
 

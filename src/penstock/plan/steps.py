@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from penstock.cost import Costs, Links
 from penstock.plan import exact
-from penstock.plan.bounds import jackson_bound
+from penstock.plan.bounds import jackson_bound, work_bound, work_is_cheap
 from penstock.plan.expected import Samples, robust, under
 from penstock.plan.objective import Expected
 from penstock.plan.problem import Problem, pose
@@ -18,8 +18,8 @@ from penstock.plan.spans import bound_of_span, with_tails
 from penstock.plan.walk import walked
 from penstock.schedule import one_to_one
 
-JUSTIFIED_SHARE, WALKED_SHARE = 0.1, 0.4
-"""Shares of the time; what is left is for exact solving where the problem is small enough, else for local search."""
+JUSTIFIED_SHARE, _WALKED_OF_FEW, _WALKED_OF_MANY = 0.1, 0.3, 0.7
+"""Shares of the time after which a step ends; the last are for problems that are left to CP-SAT then."""
 
 _MOST_JUSTIFIED = 5.0
 """Seconds after which justification finds little more."""
@@ -32,6 +32,7 @@ def compile_all() -> None:
     problem = pose(costs, one_to_one(2), 2, 3, Links({(0, 1): 0.5}), [(1.0, 0.5)] * 2, [2.0] * 2, split=True)
     search = Search(problem, jackson_bound(problem) / 2)
     space = Space(problem)
+    work_bound(problem)
     greedy(search, space)
     justified(search, space, search.seconds + 1e-9)
     walked(search, search.seconds + 1e-3)
@@ -69,12 +70,18 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
     space = Space(search.problem)
     greedy(search, space)
     with suppress(KeyboardInterrupt):
+        if not search.closed and work_is_cheap(search.problem):
+            search.lower_bound = max(search.lower_bound, work_bound(search.problem))
         if not search.closed:
             justified(search, space, min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
-        small = search.problem.queues.num_ops <= exact.MOST_OPS and exact.available()
-        walked(search, WALKED_SHARE * time_limit if small else time_limit)
-        if small:
+        num_ops = search.problem.queues.num_ops if exact.available() else exact.MOST_OPS + 1
+        if num_ops <= exact.FEW_OPS:
+            walked(search, _WALKED_OF_FEW * time_limit)
             exact.solve(search, time_limit)
+        elif num_ops <= exact.MOST_OPS:
+            walked(search, _WALKED_OF_MANY * time_limit)
+            exact.solve(search, time_limit)
+        walked(search, time_limit)
         justified(search, space, time_limit)
 
 
