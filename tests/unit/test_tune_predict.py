@@ -9,6 +9,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of, peak_bytes
 from penstock.tune.predict import predict, reduce_time, stage_costs
 from penstock.tune.profile import Profile, Transfer
+from penstock.tune.transfer import rising_with_size, undisturbed
 from tune_models import profile, ranges, transfer
 
 pytestmark = pytest.mark.unit
@@ -140,6 +141,12 @@ def test_a_tied_weight_counts_once_on_one_rank() -> None:
     (alone,) = memory_of(ps.build("1f1b", 1, 4), ranges(2), plain(tied=6.0))
     assert (alone.weights, alone.gradients, alone.state) == (24, 24, 48)
     assert sum(m.weights for m in memory_of(ps.build("1f1b", 2, 4), ranges(1, 1), plain(tied=6.0))) == 30
+
+
+def test_a_disturbed_size_counts_as_the_next_larger_one() -> None:
+    assert rising_with_size([5.0, 1.0, 2.0, 9.0, 3.0]) == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert undisturbed([4.0, 1.0, 2.0, 3.0, 100.0]) == 2.0
+    assert undisturbed([4.0]) == 4.0
 
 
 def test_message_times_lie_between_known_sizes() -> None:

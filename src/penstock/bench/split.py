@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.split import Tape, prepare
+from penstock.train.settle import settle_memory
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms
@@ -58,7 +59,7 @@ def run(
     tokens: int = 64,
 ) -> list[Row]:
     """One row for each width and number of blocks: medians, and every repeat's times in ms."""
-    _settle_memory()
+    settle_memory()
     return [measure(width, num_blocks, repeats, batch, tokens) for width in widths for num_blocks in blocks]
 
 
@@ -160,15 +161,6 @@ def _inner(way: Callable[[], Timing]) -> int:
     start = time.process_time()
     way()
     return max(3, min(50, int(0.04 / (time.process_time() - start))))
-
-
-def _settle_memory() -> None:
-    """Let glibc keep the memory it is given back, as it does once a program has freed one large tensor.
-
-    Before that, each run returns its memory to the system and faults it in again, and the times of all three
-    backwards tell more about that than about their work.
-    """
-    torch.empty(7 << 20)  # 28 MiB, freed at once; glibc's limit grows up to 32
 
 
 def table(rows: Sequence[Row]) -> str:

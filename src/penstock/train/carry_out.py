@@ -27,6 +27,7 @@ from penstock.train.inputs import Inputs, check_tokens, gather_inputs
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settings import SettingsError
+from penstock.train.settle import settle_memory
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -78,6 +79,7 @@ def run_ordered(handover: Path) -> NoReturn:
     order, corpus = take_over(handover)
     inputs = gather_inputs(order.settings, corpus)
     torch.set_num_threads(order.settings.num_threads)
+    settle_memory()
     rank, _ = init_process(order.settings.timeout)
     if rank == 0:
         shutil.rmtree(handover, ignore_errors=True)  # all have taken over, or they would not have joined
@@ -96,6 +98,7 @@ def run_joined(order: Order) -> int:
     if order.resume:
         check_resume(inputs, folder)
     torch.set_num_threads(order.settings.num_threads)
+    settle_memory()
     rank, _ = init_process(order.settings.timeout)
     run = _run(order, inputs, first=rank == 0)
     if run.report is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from penstock.runtime.launch import init_process, watch
 from penstock.train.model import model_config
 from penstock.train.settings import Settings
+from penstock.train.settle import settle_memory
 from penstock.tune import layers, transfer, trial
 from penstock.tune.device import Clock
 
@@ -26,6 +27,7 @@ def run_rank(folder: Path) -> None:
     watch()
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["num_threads"])
+    settle_memory()  # as a training rank does
     rank, num_ranks = init_process(TIMEOUT)
     for number, task in enumerate(job["tasks"]):
         _meet()

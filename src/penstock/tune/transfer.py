@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -61,12 +61,18 @@ def measure_transfer(rank: int, num_ranks: int, steps: int, meet: Callable[[], N
         rows["receive"].append(max(0.0, undisturbed(_gaps(timelines, 1, "F", "F")) - gap))
         rows["delay"].append(undisturbed(_delays(timelines)))
         rows["reduce"].append(_reduce(size, steps, meet))
-    return {"sizes": list(SIZES), **rows, "gap": gap, "step": undisturbed(rests)}
+    rising = {name: rising_with_size(row) for name, row in rows.items()}
+    return {"sizes": list(SIZES), **rising, "gap": gap, "step": undisturbed(rests)}
 
 
 def undisturbed(values: Sequence[float]) -> float:
-    """The lowest tenth's bound: other programs only ever make a message later."""
-    return quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
+    """The lower quartile: other programs only ever make a message later."""
+    return quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+def rising_with_size(row: Sequence[float]) -> list[float]:
+    """A smaller message costs no more than a larger one: where it seems to, something else ran."""
+    return list(accumulate(reversed(row), min))[::-1]
 
 
 class Spin(nn.Module):
