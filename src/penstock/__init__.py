@@ -6,14 +6,14 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-`ps.Pipeline` runs a schedule; it, `StepResult` and `OpCall` import torch, when they are first used.
+`ps.Pipeline` runs a schedule; it, `emulate`, `StepResult` and `OpCall` import torch, when they are first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.plan import Expected, Plan, plan
@@ -35,7 +35,7 @@ from penstock.schedule import Needs, Op, Placement, Registered, Schedule, Schedu
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
 if TYPE_CHECKING:
-    from penstock.runtime import OpCall, Pipeline, StepResult
+    from penstock.runtime import OpCall, Pipeline, StepResult, emulate
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,8 @@ __all__ = [
     "Costs",
     "Expected",
     "Decoupled",
+    "LinkCondition",
+    "LinkConditions",
     "Links",
     "Needs",
     "NewOp",
@@ -72,6 +74,7 @@ __all__ = [
     "check",
     "depth_first",
     "earliest_first",
+    "emulate",
     "load",
     "parse",
     "placements",
@@ -82,7 +85,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("OpCall", "Pipeline", "StepResult"):
+    if name in ("OpCall", "Pipeline", "StepResult", "emulate"):
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

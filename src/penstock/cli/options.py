@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.failure import Misuse
+from penstock.cost import LinkConditions, Links
 from penstock.simulate import Blocking, Decoupled
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -26,6 +27,7 @@ MemoryLimit = Annotated[
 Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it to FILE, by its ending.")]
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
+_CONDITION = re.compile(r"=.*[:+]|=-?[0-9.]+(?!e-?[0-9]+$)[A-Za-z]")
 _TRANSPORT = re.compile(r"decoupled|blocking(?::(?P<depth>[0-9]{1,9}))?")
 
 
@@ -62,6 +64,14 @@ def link_delays(texts: list[str]) -> dict[tuple[int, int], float]:
             raise Misuse(f"--link {text}: link {pair[0]}:{pair[1]} is given twice")
         delays[pair] = _number("--link", text, match["delay"])
     return delays
+
+
+def links_of(texts: list[str], default_delay: float) -> Links | LinkConditions:
+    """Reads plain delays, or conditions like `0:1=latency:30ms+loss:1%` where any text has one."""
+    if any(_CONDITION.search(text) for text in texts):
+        default = LinkConditions.of(Links({}, default_delay)).default
+        return LinkConditions.parse(texts, default)
+    return Links(link_delays(texts), default_delay)
 
 
 def transport_of(text: str) -> Decoupled | Blocking:

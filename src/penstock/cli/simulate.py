@@ -5,7 +5,8 @@ penstock simulate zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,12 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, MemoryLimit, Microbatches, Out, Ranks, Stages, Warmup, counts, numbers
 from penstock.cli.output import in_colour, print_json, table
 from penstock.formats.costs import load_costs
+
+if TYPE_CHECKING:
+    from penstock.runtime import Emulation
+
+
+COSTS = ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
 
 
 @app.command(short_help="Time a schedule over costs and links.")
@@ -36,10 +43,18 @@ def simulate(
     freed_by_input: Annotated[
         float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
     ] = None,
+    message_bytes: Annotated[
+        str | None, typer.Option("--message-bytes", metavar="BYTES", help="What one forward sends on.")
+    ] = None,
     costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="All costs, as JSON.")] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
+        typer.Option(
+            "--link",
+            metavar="A:B=MS",
+            help="Delay between ranks A and B, both ways unless B:A is given; or conditions: "
+            "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%.",
+        ),
     ] = None,
     default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
@@ -49,6 +64,14 @@ def simulate(
     max_held: Annotated[
         str | None,
         typer.Option("--max-held", metavar="UNITS", help="Dynamic: most activations held, or one a rank: 7,5."),
+    ] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option("--emulate", metavar="threads|processes", help="Also run it, on emulated devices, and compare."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Emulated: times to run it; else 3.")] = None,
+    stretch: Annotated[
+        float | None, typer.Option("--stretch", help="Emulated: slow ops and links down by this, against noise.")
     ] = None,
     out: Out = None,
     json: Json = False,
@@ -61,40 +84,71 @@ def simulate(
         ),
     )
     ps.check(plan, memory_limit=memory_limit)
-    given = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
+    given = {"f": f, "i": i, "w": w, "b": b, "activation": activation, "message_bytes": message_bytes}
     if costs is None:
         chosen = _costs(plan.num_stages, given, freed_by_input)
     else:
         if extra := next((name for name, value in given.items() if value is not None), None):
-            raise Misuse(f"--costs {costs} and --{extra} both give costs; use one of them")
+            raise Misuse(f"--costs {costs} and --{extra.replace('_', '-')} both give costs; use one of them")
         if freed_by_input is not None:
             raise Misuse(f"--costs {costs} and --freed-by-input both give costs; use one of them")
         chosen = load_costs(costs, plan.num_stages)
-    links = ps.Links(options.link_delays(link or []), default_delay)
+    links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
     timeline = ps.simulate(
         plan, chosen, links=links, dispatch=dispatch, transport=mode, max_held=_max_held(max_held, dispatch)
     )
+    emulation = None
+    if emulate is not None:
+        if mode != ps.Decoupled():
+            raise Misuse(f"--emulate sends messages decoupled from ops; leave out --transport {transport}")
+        emulation = _emulate(emulate)(
+            plan,
+            chosen,
+            links=links,
+            dispatch=dispatch,
+            max_held=_max_held(max_held, dispatch),
+            num_steps=3 if steps is None else steps,
+            stretch=1.0 if stretch is None else stretch,
+        )
+    elif steps is not None or stretch is not None:
+        raise Misuse(f"--{'steps' if stretch is None else 'stretch'} is for emulated runs; add --emulate threads")
     if out is not None:
         from penstock.cli.picture import save
 
         save(timeline, out)
     if json:
-        print_json(_as_json(timeline, chosen, links, transport))
-    else:
-        _print(timeline, transport)
+        found = _as_json(timeline, chosen, links, transport)
+        print_json(found if emulation is None else {**found, "emulated": _emulated_json(emulation, str(emulate))})
+        return
+    _print(timeline, links, transport)
+    if emulation is not None:
+        _print_emulated(emulation)
+
+
+def _emulate(ranks: str) -> Callable[..., Emulation]:
+    """What emulates, with ranks as threads or as processes; imports torch."""
+    if ranks == "threads":
+        return ps.emulate
+    if ranks == "processes":
+        from penstock.runtime.emulate_processes import emulate_processes
+
+        return emulate_processes
+    raise Misuse(f"--emulate {ranks}: write threads or processes")
 
 
 def _costs(num_stages: int, given: dict[str, str | None], freed_by_input: float | None) -> ps.Costs:
     def row(name: str, default: list[float]) -> list[float]:
         text = given[name]
-        values = default if text is None else numbers(f"--{name}", text)
+        values = default if text is None else numbers(f"--{name.replace('_', '-')}", text)
         if len(values) not in (0, 1, num_stages):
-            raise Misuse(f"--{name} has {len(values)} entries; give one, or one a stage: {num_stages}")
+            raise Misuse(
+                f"--{name.replace('_', '-')} has {len(values)} entries; give one, or one a stage: {num_stages}"
+            )
         return values * num_stages if len(values) == 1 else values
 
     rows: dict[str, Any] = {name: row(name, [1.0]) for name in ("f", "i", "w")} | {
-        name: row(name, []) for name in ("b", "activation")
+        name: row(name, []) for name in ("b", "activation", "message_bytes")
     }
     if freed_by_input is None:
         return ps.Costs(**rows)
@@ -110,7 +164,9 @@ def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
     return caps[0] if len(caps) == 1 else caps
 
 
-def _as_json(timeline: ps.Timeline, costs: ps.Costs, links: ps.Links, transport: str) -> dict[str, Any]:
+def _as_json(
+    timeline: ps.Timeline, costs: ps.Costs, links: ps.Links | ps.LinkConditions, transport: str
+) -> dict[str, Any]:
     plan = timeline.schedule
     return {
         "name": plan.name,
@@ -126,18 +182,73 @@ def _as_json(timeline: ps.Timeline, costs: ps.Costs, links: ps.Links, transport:
         "busy": timeline.busy,
         "blocked": [sum(t.blocked for t in row) for row in timeline.rows],
         "peak_activations": timeline.peak_activations,
-        "costs": {name: getattr(costs, name) for name in ("f", "i", "w", "b", "activation", "freed_by_input")},
-        "links": {
-            "default": links.default,
-            "delays": {f"{a}:{b}": delay for (a, b), delay in links.delays.items()},
+        "costs": {
+            name: getattr(costs, name)
+            for name in ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
         },
+        "links": _links_json(links),
     }
 
 
-def _print(timeline: ps.Timeline, transport: str) -> None:
+def _links_json(links: ps.Links | ps.LinkConditions) -> dict[str, Any]:
+    """Plain delays in ms, and what each link does in words that say which kind of delay it is."""
+    plain = links if isinstance(links, ps.Links) else ps.Links()
+    conditions = ps.LinkConditions.of(links)
+    return {
+        "default": plain.default,
+        "default_condition": str(conditions.default or ps.LinkCondition()),
+        "delays": {f"{a}:{b}": delay for (a, b), delay in plain.delays.items()},
+        "conditions": {f"{a}:{b}": str(condition) for (a, b), condition in conditions.conditions.items()},
+    }
+
+
+def _emulated_json(emulation: Emulation, ranks: str) -> dict[str, Any]:
+    return {
+        "ranks": ranks,
+        "stretch": emulation.stretch,
+        "makespans": [timeline.makespan for timeline in emulation.timelines],
+        "simulated": [timeline.makespan for timeline in emulation.simulated],
+        "calibrated": [timeline.makespan for timeline in emulation.calibrated],
+        "peak_activations": [timeline.peak_activations for timeline in emulation.timelines],
+        "starts": emulation.starts,
+        "errors": emulation.errors,
+        "calibrated_errors": emulation.calibrated_errors,
+        "median_error": emulation.median_error,
+        "own_latency": emulation.own_latency,
+        "late": {"median": emulation.late.median, "worst": emulation.late.worst},
+    }
+
+
+def _print_emulated(emulation: Emulation) -> None:
+    print("\nemulated, against simulated and against simulated with the transport's own latency:\n")
+    steps = zip(emulation.timelines, emulation.simulated, emulation.calibrated, strict=True)
+    rows = [
+        [
+            f"step {number}",
+            f"{measured.makespan:.1f}",
+            f"{simulated.makespan:.1f}",
+            f"{error:+.1%}",
+            f"{calibrated.makespan:.1f}",
+            f"{calibrated_error:+.1%}",
+        ]
+        for number, ((measured, simulated, calibrated), error, calibrated_error) in enumerate(
+            zip(steps, emulation.errors, emulation.calibrated_errors, strict=True)
+        )
+    ]
+    print(table(["", "measured ms", "simulated", "", "with latency", ""], rows), end="\n\n")
+    print(f"median error          {emulation.median_error:.1%}")
+    print(f"transport's latency   {emulation.own_latency:.3f} ms a message")
+    print(f"ops ended late by     {emulation.late.median:.3f} ms (median), {emulation.late.worst:.3f} (worst)")
+    if emulation.stretch != 1:
+        print(f"stretch               {emulation.stretch:g}; the times above are as without it")
+
+
+def _print(timeline: ps.Timeline, links: ps.Links | ps.LinkConditions, transport: str) -> None:
     from penstock.draw.terminal import to_terminal
 
     print(f"transport     {transport}")
+    for text in ps.LinkConditions.of(links).texts():
+        print(f"link          {text}")
     print(f"makespan      {timeline.makespan:.10g} ms")
     print(f"span          {timeline.span:.10g} ms")
     print(f"bubble ratio  {timeline.bubble_ratio:.1%}\n")

@@ -1,6 +1,7 @@
 """Runs a schedule with torch: stages, split backward, transports, updates."""
 
 from penstock.runtime.cut import PartitionError, partition
+from penstock.runtime.emulate import Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.pipeline import Pipeline, StepResult
 from penstock.runtime.registered import OpCall
@@ -8,6 +9,7 @@ from penstock.runtime.stage import Stage
 
 __all__ = [
     "DeadlineExceeded",
+    "Emulation",
     "OpCall",
     "PartitionError",
     "PeerLost",
@@ -15,5 +17,6 @@ __all__ = [
     "RuntimeFailure",
     "Stage",
     "StepResult",
+    "emulate",
     "partition",
 ]
