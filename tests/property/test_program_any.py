@@ -228,7 +228,10 @@ def with_gathers(draw: st.DrawFn) -> ps.Program:
         last=draw(st.booleans()),
     )
     freed = ps.NewOp("FREE", ends[0], after={("GATHER", ends[0]): 1}, memory=-gather.memory, last=draw(st.booleans()))
-    return ps.Program.of_branches(branches, split=draw(st.booleans()), ops=[gather, freed])
+    num_ranks = sum(ps.program.placements.num_ranks_of(branch.placement) for branch in branches.values())
+    pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    links = ps.Links(draw(st.dictionaries(st.sampled_from(pairs), times(20), max_size=3)) if pairs else {})
+    return ps.Program.of_branches(branches, split=draw(st.booleans()), ops=[gather, freed], links=links)
 
 
 @settings(max_examples=60, deadline=None)
@@ -240,7 +243,8 @@ def test_branches_with_registered_ops_come_out_and_go_round_through_text_and_jso
     for compile in (False, True):
         listed = Lister(graph, compile=compile).list_by_rules(program.tables(graph))
         assert listed.schedule("program").order == schedule.order
-        assert listed.makespan == pytest.approx(ps.simulate(schedule, program.all_costs).makespan, rel=1e-9)
+        timeline = ps.simulate(schedule, program.all_costs, links=program.links or ps.Links())
+        assert listed.makespan == pytest.approx(timeline.makespan, rel=1e-9)
     assert ps.Stepper(program).run().order == schedule.order
     assert ps.parse(str(schedule)) == schedule
     assert native.from_json(native.to_json(schedule)) == schedule

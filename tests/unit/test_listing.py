@@ -72,3 +72,17 @@ def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
     listed = Lister(graph, compile=False).list_by_rules(graph.tables)
     assert listed.complete
     assert max(ps.schedule.peak_in_flight(listed.schedule("tight"))) == 2
+
+
+def test_the_compiler_takes_the_option_that_makes_it_fast() -> None:
+    """`_nrt` is numba's own and not documented: should a version drop it, this says so before times do."""
+    from penstock.dispatch import listing
+    from penstock.dispatch.compiled import compiled
+    from penstock.simulate import listing as loops
+
+    graph = graph_of(v_shape(2), 2, 4, ps.Costs.uniform(4), ps.Links())
+    assert Lister(graph, compile=True).list_by_rules(graph.tables).complete
+    assert listing.OPTIONS == {"_nrt": False}
+    for function in (compiled(loops).run, compiled(listing).decide, compiled(listing).begin):
+        assert function.targetoptions["_nrt"] is False
+    assert compiled(loops).run.nopython_signatures
