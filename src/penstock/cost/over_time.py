@@ -135,9 +135,10 @@ class Redrawn:
             raise CostError(f"{self.shape}:{self.first:g},{self.second:g}: give two numbers of at least 0")
         if self.shape == "uniform" and self.first > self.second:
             raise CostError(f"uniform:{self.first:g},{self.second:g}: the lowest value comes first")
-        if not 0 < self.shortest <= self.longest < math.inf:
+        if not 1 <= self.shortest <= self.longest < math.inf:
             raise CostError(
-                f"redrawn every {self.shortest:g} to {self.longest:g} ms: give an interval above 0, the shorter first"
+                f"redrawn every {self.shortest:g} to {self.longest:g} ms: give an interval of at least 1 ms, "
+                "the shorter first"
             )
 
     def at(self, time: float, stream: str) -> float:

@@ -1,0 +1,311 @@
+"""Link conditions: the language, what a message meets, and that the simulator follows them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.cost.conditions import Lines, LinkCondition, LinkConditions, Loss, Queue
+from penstock.cost.over_time import RATE, TIME, Constant, OverTime, Redrawn, Trace, read_over_time
+
+pytestmark = pytest.mark.unit
+
+ZB = ps.build("zb", num_ranks=4, num_microbatches=12, warmup=[7, 5, 3, 1])
+TENS = ps.Costs.uniform(4, f=10, i=10, w=10)
+
+
+def arrivals(text: str, sent: list[float], num_bytes: float = 0.0) -> list[float]:
+    """When messages from 0 to 1 arrive."""
+    lines = Lines(LinkConditions.parse(f"0:1={text}"))
+    return [lines.arrival(0, 1, num_bytes, now) for now in sent]
+
+
+# The language.
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("0:1=20", "0:1=latency:20ms"),
+        ("0:1=0.5s", "0:1=latency:500ms"),
+        ("3:2=latency:30ms+occupancy:5ms", "3:2=latency:30ms+occupancy:5ms"),
+        ("0:1=bandwidth:1GB/s", "0:1=bandwidth:1GB/s"),
+        ("0:1=bandwidth:8Gbit/s", "0:1=bandwidth:1GB/s"),
+        ("0:1=loss:1%", "0:1=loss:1%"),
+        ("0:1=loss:0.001,200ms#4", "0:1=loss:0.1%,200ms#4"),
+        ("0:1=latency:normal:30ms,10ms@50..100ms", "0:1=latency:normal:30ms,10ms@50ms..100ms"),
+        ("0:1=occupancy:uniform:1ms,2ms@1s#9", "0:1=occupancy:uniform:1ms,2ms@1000ms#9"),
+        ("0:1=latency:steps:0/13,100/40", "0:1=latency:steps:0ms/13ms,100ms/40ms"),
+        ("0:1=0", "0:1=latency:0ms"),
+    ],
+)
+def test_reads_and_shows(text: str, shown: str) -> None:
+    conditions = LinkConditions.parse([text])
+    assert conditions.texts() == [shown]
+    assert LinkConditions.parse(str(conditions)) == conditions
+    assert hash(LinkConditions.parse(str(conditions))) == hash(conditions)
+
+
+NUMBERS = st.floats(0, 1e6, allow_subnormal=False)
+LONG = st.floats(1e4, 1e6)
+ABOVE = st.floats(1e-3, 1e6)
+
+
+def over_time(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[OverTime]:
+    traces = st.lists(st.tuples(ABOVE, numbers), max_size=4, unique_by=lambda pair: pair[0]).map(sorted)
+    return st.one_of(
+        numbers.map(Constant),
+        st.builds(
+            lambda first, rest: Trace((0.0, *(t for t, _ in rest)), (first, *(v for _, v in rest))), numbers, traces
+        ),
+        st.builds(
+            lambda values, every, seed: Redrawn("uniform", *sorted(values), *sorted(every), seed),
+            st.tuples(numbers, numbers),
+            st.tuples(LONG, LONG),
+            st.integers(0, 9),
+        ),
+    )
+
+
+LOSSES = st.builds(Loss, st.floats(0, 0.99), st.none() | NUMBERS, st.integers(0, 9))
+CONDITIONS = st.builds(
+    LinkCondition, over_time(NUMBERS), over_time(NUMBERS), st.none() | over_time(ABOVE), st.none() | LOSSES
+)
+
+
+@given(CONDITIONS)
+def test_what_is_shown_reads_back_as_the_same_value(condition: LinkCondition) -> None:
+    assert LinkCondition.parse(str(condition)) == condition
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    {
+        "0-1": "write RANK:RANK=CONDITION, like 0:1=20",
+        "1:1=20": "joins a rank to itself",
+        "0:1=-20": "at least 0",
+        "0:1=latency:-20ms": "at least 0",
+        "0:1=latency:3weeks": "not a number with a unit; units are us, ms, s, min",
+        "0:1=latency:nan": "not a number with a unit",
+        "0:1=speed:3": "'speed' is not a condition; give latency, occupancy, bandwidth, loss",
+        "0:1=latency:1+latency:2": "latency is given twice",
+        "0:1=bandwidth:5": "units are B/s",
+        "0:1=bandwidth:0B/s": "may be 0 lets no message pass",
+        "0:1=bandwidth:normal:1GB/s,1GB/s@1s": "may be 0 lets no message pass",
+        "0:1=bandwidth:steps:0/1": "units are B/s",
+        "0:1=loss:100%": "at least 0% and below 100%",
+        "0:1=loss:-1%": "write it like 1%",
+        "0:1=loss:1%#x": "a seed, a whole number",
+        "0:1=latency:cauchy:1,2@3": "'cauchy' is not known here",
+        "0:1=latency:normal:1,2": "write it like normal:30ms,10ms@50..100ms",
+        "0:1=latency:normal:1,2@0": "an interval of at least 1 ms",
+        "0:1=latency:normal:1,2@9..3ms": "the shorter first",
+        "0:1=latency:uniform:5,3@1s": "the lowest value comes first",
+        "0:1=latency:steps:5/3": "has a gap: it starts at 5 ms",
+        "0:1=latency:steps:0/3,5/": "is a gap: each time needs its value",
+        "0:1=latency:steps:0/3,5/4,5/4": "its times must ascend",
+        "0:1=latency:trace:/nowhere/at/all": "No such file",
+    }.items(),
+)
+def test_wrong_texts_are_named_with_their_rule(text: str, rule: str) -> None:
+    with pytest.raises(ps.CostError) as raised:
+        LinkConditions.parse([text])
+    assert repr(text) in str(raised.value)
+    assert rule in str(raised.value)
+
+
+def test_a_link_is_given_once_and_its_ranks_are_there() -> None:
+    with pytest.raises(ps.CostError, match="link 0:1 is given twice"):
+        LinkConditions.parse("0:1=1 0:1=2")
+    with pytest.raises(ps.CostError, match="link 0:9: ranks go from 0 to 3"):
+        ps.simulate(ZB, links=LinkConditions.parse("0:9=latency:1"))
+    with pytest.raises(ps.CostError, match="name it by its two ranks"):
+        LinkConditions({"0:1": LinkCondition()})  # type: ignore[dict-item]
+
+
+# Values over time.
+
+
+def test_a_trace_file_holds_each_value_until_the_next_time(tmp_path: Path) -> None:
+    path = tmp_path / "wan.txt"
+    path.write_text("# time value\n0 13\n0.1s, 40ms  # later\n\n300ms 5\n")
+    trace = read_over_time(f"trace:{path}", TIME)
+    assert [trace.at(t, "") for t in (-1, 0, 99.9, 100, 299, 300, 1e9)] == [13, 13, 13, 40, 40, 5, 5]
+    conditions = LinkConditions.parse([f"0:1=latency:trace:{path}"])
+    assert LinkConditions.parse(str(conditions)) == conditions
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ("0 1\n50\n", "line 2: '50' is not a time and a value"),
+        ("0 1\n50 nan\n", "line 2: '50 nan' is a gap"),
+        ("0 1\n50 -\n", "line 2: '50 -' is a gap"),
+        ("0 1\n50 -3\n", "line 2: '-3': give a number of at least 0"),
+        ("0 1\n50 2\n40 3\n", "goes from 50 to 40 ms: its times must ascend"),
+        ("10 1\n", "has a gap: it starts at 10 ms"),
+        ("# nothing\n", "has 0 times"),
+    ],
+)
+def test_a_wrong_trace_file_is_named(tmp_path: Path, lines: str, rule: str) -> None:
+    path = tmp_path / "wan.txt"
+    path.write_text(lines)
+    with pytest.raises(ps.CostError) as raised:
+        read_over_time(f"trace:{path}", TIME)
+    assert str(path) in str(raised.value)
+    assert rule in str(raised.value)
+
+
+def test_draws_come_again_and_differ_by_seed_and_link() -> None:
+    def values(text: str, stream: str) -> list[float]:
+        value = read_over_time(text, TIME)
+        return [value.at(float(t), stream) for t in range(2000)]
+
+    text = "normal:30ms,10ms@50..100ms"
+    assert values(text, "0:1") == values(text, "0:1")
+    assert values(text, "0:1") != values(text, "1:2")
+    assert values(text, "0:1") != values(text + "#1", "0:1")
+    backwards = read_over_time(text, TIME)
+    assert [backwards.at(float(t), "0:1") for t in reversed(range(2000))][::-1] == values(text, "0:1")
+
+
+def test_draws_last_as_long_as_stated_and_follow_their_distribution() -> None:
+    value = read_over_time("normal:30ms,10ms@50..100ms", TIME)
+    seen = [value.at(float(t), "a") for t in range(200_000)]
+    lasted, run = [], 1
+    for before, after in pairwise(seen):
+        if before == after:
+            run += 1
+        else:
+            lasted.append(run)
+            run = 1
+    assert min(lasted) >= 49
+    assert max(lasted) <= 101
+    draws = sorted(set(seen))
+    mean = sum(draws) / len(draws)
+    deviation = (sum((draw - mean) ** 2 for draw in draws) / len(draws)) ** 0.5
+    assert 29 < mean < 31
+    assert 9 < deviation < 11
+    assert draws[0] >= 0
+
+
+# What a message meets.
+
+
+def test_late_messages_travel_together_and_busy_links_make_them_queue() -> None:
+    assert arrivals("latency:30ms", [0, 1, 2]) == [30, 31, 32]
+    assert arrivals("occupancy:30ms", [0, 1, 2]) == [30, 60, 90]
+    assert arrivals("latency:10ms+occupancy:5ms", [0, 0, 40]) == [15, 20, 55]
+
+
+def test_bandwidth_takes_size_over_rate() -> None:
+    assert arrivals("bandwidth:1GB/s", [0, 0], num_bytes=16e6) == pytest.approx([16, 32])
+    assert arrivals("bandwidth:steps:0ms/1GB/s,10ms/2GB/s", [0, 10], 16e6) == pytest.approx([16, 24])
+    assert arrivals("bandwidth:1MB/s", [0, 0], num_bytes=0) == [0, 0]
+
+
+def test_directions_have_queues_of_their_own_and_the_same_latency() -> None:
+    lines = Lines(LinkConditions.parse("0:1=latency:normal:30ms,10ms@1s+occupancy:5ms"))
+    there, back = lines.arrival(0, 1, 0, 0.0), lines.arrival(1, 0, 0, 0.0)
+    assert there == back
+    assert lines.arrival(0, 1, 0, 0.0) == there + 5
+    one_way = LinkConditions.parse("0:1=latency:9 1:0=latency:1")
+    assert [one_way.delay_of(a, b, 0, 0, Queue()).arrived for a, b in ((0, 1), (1, 0), (1, 2))] == [9, 1, 0]
+
+
+def test_loss_delays_some_messages_and_all_behind_them() -> None:
+    sent = [float(t) for t in range(1000)]
+    came = arrivals("latency:10ms+loss:5%", sent)
+    assert came == arrivals("latency:10ms+loss:5%", sent)
+    late = [b - a > 10 for a, b in zip(sent, came, strict=True)]
+    assert came == sorted(came), "a stream keeps its order"
+    # 50 of 1000 are hit, each keeping up to 20 ms of messages waiting.
+    assert 100 < sum(late) < 1000
+    assert came != arrivals("latency:10ms+loss:5%#1", sent)
+    first = late.index(True)
+    assert came[first] == sent[first] + 10 + 20, "one more round trip"
+    assert arrivals("latency:10ms+loss:5%,200ms", sent)[first] == sent[first] + 10 + 200
+
+
+def test_how_often_messages_are_hit_follows_from_their_packets() -> None:
+    loss = Loss(0.01)
+    small = [loss.rounds(100, number, "a") for number in range(20_000)]
+    assert 0.008 < sum(map(bool, small)) / len(small) < 0.012
+    large = [loss.rounds(100 * 1448, number, "a") for number in range(5_000)]
+    assert sum(map(bool, large)) / len(large) == pytest.approx(1 - 0.99**100, abs=0.03)
+    assert Loss(0.0).rounds(1e9, 0, "a") == 0
+
+
+@given(CONDITIONS, st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20))
+def test_messages_never_arrive_early_or_out_of_order(
+    condition: LinkCondition, sent: list[tuple[float, float]]
+) -> None:
+    queue, last, clock = Queue(), 0.0, 0.0
+    for gap, size in sent:
+        clock += gap
+        passage = condition.delay_of(size, clock, queue, "0:1", "0>1")
+        assert passage == condition.delay_of(size, clock, queue, "0:1", "0>1")
+        assert clock <= passage.left <= passage.arrived
+        assert passage.arrived >= last
+        queue, last = passage.queue, passage.arrived
+    assert queue.num_sent == len(sent)
+
+
+# In the simulator.
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("transport", ["decoupled", "blocking"])
+def test_plain_latencies_are_what_links_are(dispatch: str, transport: str) -> None:
+    links = ps.Links({(0, 1): 20.0, (2, 3): 5.0}, default=1.0)
+    plain = ps.simulate(ZB, TENS, links=links, dispatch=dispatch, transport=transport)
+    assert ps.simulate(ZB, TENS, links=LinkConditions.of(links), dispatch=dispatch, transport=transport) == plain
+    none = ps.simulate(ZB, TENS, dispatch=dispatch, transport=transport)
+    assert ps.simulate(ZB, TENS, links=LinkConditions(), dispatch=dispatch, transport=transport) == none
+
+
+def test_occupancy_hurts_only_where_messages_meet() -> None:
+    def makespan(text: str) -> float:
+        return ps.simulate(ZB, TENS, links=LinkConditions.parse(text)).makespan
+
+    # Ops of 10 ms send at most a message in 10 ms each way, so a link busy for 5 is just late by 5.
+    assert makespan("0:1=occupancy:5ms") == makespan("0:1=latency:5ms")
+    assert makespan("0:1=occupancy:30ms") > makespan("0:1=latency:30ms")
+
+
+def test_sizes_of_messages_count_where_there_is_a_bandwidth() -> None:
+    link = LinkConditions.parse("0:1=bandwidth:1GB/s")
+    sized = ps.Costs([10] * 4, [10] * 4, [10] * 4, message_bytes=[5e6, 1e9, 1e9, 1e9])
+    expected = ps.simulate(ZB, TENS, links=LinkConditions.parse("0:1=occupancy:5ms")).makespan
+    assert ps.simulate(ZB, sized, links=link).makespan == pytest.approx(expected)
+    assert ps.simulate(ZB, TENS, links=link).makespan == ps.simulate(ZB, TENS).makespan
+
+
+def test_conditions_have_a_time_of_their_own_and_lines_go_on() -> None:
+    link = LinkConditions.parse("0:1=latency:steps:0/0,1000/40")
+    assert ps.simulate(ZB, TENS, links=link).makespan == ps.simulate(ZB, TENS).makespan
+    late = ps.simulate(ZB, TENS, links=ps.Links({(0, 1): 40.0})).makespan
+    assert ps.simulate(ZB, TENS, links=link, links_at=1000.0).makespan == late
+    busy = LinkConditions.parse("0:1=occupancy:30ms")
+    lines, one = Lines(busy), ps.build("gpipe", 2, 4)
+    first = ps.simulate(one, links=lines)
+    again = ps.simulate(one, links=lines, links_at=60.0)
+    assert again.makespan > first.makespan, "the link was still busy with the first run's messages"
+
+
+def test_a_network_has_a_latency_of_its_own() -> None:
+    base = LinkConditions({(0, 1): LinkCondition(Constant(20.0))}, base=1.0)
+    plain = ps.Links({(0, 1): 21.0}, default=1.0)
+    assert ps.simulate(ZB, TENS, links=base).makespan == ps.simulate(ZB, TENS, links=plain).makespan
+    with pytest.raises(ps.CostError, match="a base of -1 ms"):
+        LinkConditions(base=-1.0)
+
+
+def test_rates_are_read_in_bytes_and_bits() -> None:
+    assert read_over_time("1KB/s", RATE) == Constant(1000.0)
+    assert read_over_time("8Kbit/s", RATE) == Constant(1000.0)
