@@ -90,12 +90,14 @@ class Rules:
         forward, backward: traversals of the stages a rank hosts. Weight gradients go as backwards do.
         warmup: forwards a rank runs before anything else: one count for all, or one a rank.
         max_in_flight: most forwards a rank may hold whose B (or W) has not run: one number, one a rank, a
-            mapping from stages to limits of their own, or a function of (view, the F asked for).
+            mapping from stages to limits of their own, or a function of (view, the F asked for). Limits of ranks
+            keep room for deeper stages of the rank, so that they never lock the ranks up; the other two do not.
         memory_limit: most memory a rank may hold, in the unit of the costs' activations: one number or one a rank.
         patience: ms before a forward or backward that is known to come in which no W starts.
         check: called as `check(view, op)` before an op is chosen; where it says False the op must wait.
         choose: called as `choose(view, ready ops)`, in the order of the rules; returns one of them, or None to
-            idle. Replaces the rules' own choice.
+            idle. Replaces the rules' own choice, warm-ups included. Like `check` it is asked again as soon as any op
+            starts or ends.
 
     Raises:
         ScheduleError: names and numbers that make no sense.
