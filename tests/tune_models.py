@@ -82,7 +82,15 @@ class Ranks:
             rows = {name: [0.1, 0.2] for name in ("send", "receive", "delay", "reduce", "threads")}
             return {"sizes": [1000, 100000], **rows, "gap": 0.01, "step": 1.0}
         if task["do"] == "run":
-            return {"steps": [50.0, 52.0], "makespans": [40.0, 41.0], "ops": None, "notices": []}
+            clock = {"wall": 0.05, "own": 0.04, "machine": 0.04 * num_ranks + self._others * 0.05}
+            steps = [50.0, 52.0, 51.0]
+            return {
+                "steps": steps,
+                "clocks": [clock] * 3,
+                "makespans": [40.0, 42.0, 41.0],
+                "ops": None,
+                "notices": [],
+            }
         from penstock.models import gpt_costs
         from penstock.runtime import partition
         from penstock.train.model import model_config

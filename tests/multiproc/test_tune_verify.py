@@ -41,6 +41,7 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
     assert second["measured"] is None
     measured = first["measured"]
     assert len(measured["steps_ms"]) == 4
+    assert 0 <= measured["num_undisturbed"] <= 4
     assert 0 < measured["makespan_ms"] <= max(measured["steps_ms"])
     assert measured["predicted_over_measured"] == first["step_ms"] / measured["step_ms"]
     assert main([*arguments, "--json"]) == 0

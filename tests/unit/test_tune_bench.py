@@ -10,7 +10,7 @@ import pytest
 import tune_models
 from penstock.bench import tune as bench
 from penstock.cli import main
-from penstock.tune import meter
+from penstock.tune import meter, verify
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +27,7 @@ class Restless(tune_models.Ranks):
 def run(monkeypatch: pytest.MonkeyPatch, fake: tune_models.Ranks, rounds: int) -> dict[str, object]:
     monkeypatch.setattr(meter, "carry_out", fake)
     monkeypatch.setattr(bench, "carry_out", fake)
-    monkeypatch.setattr(bench, "num_cores", lambda: 2)
+    monkeypatch.setattr(verify, "num_cores", lambda: 2)
     (row,) = bench.run(rounds, steps=2, seconds=0.01, settings=[bench.Setting("1f1b", 2, 1, 4)], patience=0.0)["rows"]
     assert isinstance(row, dict)
     return row

@@ -3,8 +3,8 @@
     penstock bench tune --out FILE.json
 
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
-through the launcher and the runtime. Rounds of the settings alternate. A round is quiet if ranks and other programs
-together did not outnumber the cores while the schedule ran, or by no more than `QUIET`. One that is not stays in
+through the launcher and the runtime. Rounds of the settings alternate. Of the steps those count in which ranks and
+other programs together did not outnumber the cores; a round with enough of them is quiet. One that is not stays in
 the raw numbers and is left out of the medians, unless none was quiet; rounds are added until there are enough quiet
 ones, within a bound.
 """
@@ -24,7 +24,7 @@ from penstock.bench.machine import machine
 from penstock.library import build
 from penstock.models import GPTConfig
 from penstock.runtime import partition
-from penstock.train.settings import Settings, num_cores
+from penstock.train.settings import Settings
 from penstock.tune.database import Database
 from penstock.tune.device import Clock, num_devices, others
 from penstock.tune.meter import Meter, Need
@@ -80,7 +80,7 @@ def run(
     config = config_of(told)
     raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
     for number in range(rounds * MOST_ROUNDS):
-        left = [setting for setting in settings if len(_quiet(setting, raw[setting])) < rounds]
+        left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
             _await_quiet(patience)
             found = _round(setting, told, config, steps, seconds)
@@ -118,6 +118,8 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         "measured_ms": measured.step,
         "measured_makespan_ms": measured.makespan,
         "ratio": prediction.step / measured.step,
+        "quiet": measured.quiet,
+        "num_undisturbed": measured.undisturbed,
         "other_programs_cores": measured.others,
         "cut": [len(layers) for layers in cut],
         "steps_ms": list(measured.steps),
@@ -138,17 +140,16 @@ def _await_quiet(patience: float) -> None:
             return
 
 
-def _quiet(setting: Setting, rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    most = num_cores() - setting.pp + QUIET
-    return [each for each in rounds if (each["other_programs_cores"] or 0.0) <= most]
+def _quiet(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in rounds if each["quiet"]]
 
 
 def _row(setting: Setting, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    counted = _quiet(setting, rounds) or rounds
+    counted = _quiet(rounds) or rounds
     return {
         **vars(setting),
         "num_rounds": len(rounds),
-        "num_quiet": len(_quiet(setting, rounds)),
+        "num_quiet": len(_quiet(rounds)),
         "predicted_ms": median(each["predicted_ms"] for each in counted),
         "measured_ms": median(each["measured_ms"] for each in counted),
         "ratio": median(each["ratio"] for each in counted),

@@ -64,6 +64,7 @@ def _measured_json(ranked: Ranked, measured: Measured) -> dict[str, Any]:
         "step_ms": measured.step,
         "makespan_ms": measured.makespan,
         "predicted_over_measured": ranked.prediction.step / measured.step,
+        "num_undisturbed": measured.undisturbed,
         "other_programs_cores": measured.others,
         "steps_ms": list(measured.steps),
     }

@@ -17,7 +17,7 @@ from penstock.tune.database import Database
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
-from penstock.tune.meter import BUSY, Meter, Need
+from penstock.tune.meter import Meter, Need
 from penstock.tune.profile import Profile, Transfer
 from penstock.tune.search import Candidate, Found, search
 from penstock.tune.space import Shape, Space
@@ -272,8 +272,9 @@ def _verify(asked: Asked, outcome: Outcome, config: GPTConfig, say: Callable[[st
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
         outcome.measured = verify(chosen, asked.settings, config, asked.num_steps, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)
-    busiest = max((each.others or 0.0 for each in outcome.measured.values()), default=0.0)
-    if busiest > BUSY:
+    disturbed = [each for each in outcome.measured.values() if not each.quiet]
+    if disturbed:
+        busiest = max(each.others or 0.0 for each in disturbed)
         outcome.notices.append(
             f"other programs kept up to {busiest:.1f} cores busy during verification, which makes steps longer"
         )

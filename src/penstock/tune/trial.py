@@ -16,6 +16,7 @@ from penstock.simulate import Timeline
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.model import recomputed
 from penstock.train.settings import Settings
+from penstock.tune.device import Clock
 
 WARM_UPS = 3
 
@@ -26,7 +27,8 @@ def run(
     """Steps of `task["schedule"]` on stages of `task["cut"]` layers each, on random tokens, with updates.
 
     Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
-    Returns milliseconds of every step on this rank, the steps' makespans, and on rank 0 the mean op times by stage.
+    Returns milliseconds and clocks of every step on this rank, the steps' makespans, and on rank 0 the mean op times
+    by stage.
     """
     schedule = from_json(task["schedule"])
     parts = ranges(task["cut"])
@@ -49,18 +51,21 @@ def run(
     inputs, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
     timelines: list[Timeline] = []
     steps: list[float] = []
+    clocks: list[dict[str, float | None]] = []
     for number in range(WARM_UPS + task["steps"]):
         meet()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), Clock.now()
         pipe.step(inputs, targets)
-        elapsed = (time.perf_counter() - start) * 1e3
+        elapsed, clock = (time.perf_counter() - start) * 1e3, Clock.now().since(before)
         if number >= WARM_UPS:
             steps.append(elapsed)
+            clocks.append(clock)
             timelines.append(pipe.timeline())
     costs = measured_costs(timelines)
     pipe.close()
     return {
         "steps": steps,
+        "clocks": clocks,
         "makespans": [timeline.makespan for timeline in timelines],
         "ops": {kind: list(getattr(costs, kind)) for kind in "fiwb"} if rank == 0 else None,
         "notices": pipe.notices,

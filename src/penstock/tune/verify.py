@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from penstock.formats.native import to_json
 from penstock.models import GPTConfig
-from penstock.train.settings import Settings
+from penstock.train.settings import Settings, num_cores
+from penstock.tune.device import others
 from penstock.tune.search import Candidate, Ranked
 from penstock.tune.work import Answer, carry_out
+
+DISTURBED = 0.25
+"""Cores that other programs may take from the ranks in a step that counts; a step is too short to tell less."""
+
+FEWEST = 3
+"""Undisturbed steps that are enough to leave the others out."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +27,24 @@ class Measured:
     """What a candidate took.
 
     Attributes:
-        step: the median step (ms); a step lasts until its slowest rank is done.
-        makespan: of the median step, from its first op to its last.
-        others: cores that other programs kept busy meanwhile; None if that is not known.
-        steps: every step that was counted.
+        step: the median step (ms); a step lasts until its slowest rank is done. Steps in which other programs took
+            cores from the ranks are left out, if enough others are there.
+        makespan: of the same steps, from first op to last, their median.
+        undisturbed: how many steps were, of `steps`.
+        others: cores that other programs kept busy in the steps that counted; None if that is not known.
+        steps: every step.
     """
 
     step: float
     makespan: float
+    undisturbed: int
     others: float | None
     steps: tuple[float, ...]
+
+    @property
+    def quiet(self) -> bool:
+        """Whether only undisturbed steps counted."""
+        return self.undisturbed >= FEWEST
 
 
 def verify(
@@ -84,7 +99,20 @@ def trial_task(candidate: Candidate, settings: Settings, config: GPTConfig, num_
 
 def measured_of(told: Sequence[Answer]) -> Measured:
     """One value from the answers of all rounds."""
-    steps = [max(each) for answer in told for each in zip(*(rank["steps"] for rank in answer.ranks), strict=True)]
-    spans = [span for answer in told for span in answer.ranks[0]["makespans"]]
-    others = [answer.others for answer in told if answer.others is not None]
-    return Measured(median(steps), median(spans), max(others) if others else None, tuple(steps))
+    found: list[tuple[float, float, float | None, bool]] = []
+    for answer in told:
+        spare = max(0, num_cores() - len(answer.ranks))
+        for number, span in enumerate(answer.ranks[0]["makespans"]):
+            busy = others([rank["clocks"][number] for rank in answer.ranks])
+            step = max(rank["steps"][number] for rank in answer.ranks)
+            found.append((step, span, busy, busy is None or busy <= spare + DISTURBED))
+    undisturbed = [each for each in found if each[3]]
+    counted = undisturbed if len(undisturbed) >= FEWEST else found
+    known = [busy for _, _, busy, _ in counted if busy is not None]
+    return Measured(
+        median(step for step, _, _, _ in counted),
+        median(span for _, span, _, _ in counted),
+        len(undisturbed),
+        fmean(known) if known else None,
+        tuple(step for step, _, _, _ in found),
+    )
