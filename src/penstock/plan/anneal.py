@@ -1,9 +1,9 @@
 """Local search on fixed orders: neighbours on the critical path change places. Written to be compiled.
 
 The makespan is a longest path. To shorten it some pair of ops that follow each other on a rank without a pause, on
-that path, must change places (N1 of van Laarhoven, Aarts and Lenstra 1992; the pairs inside a block of three or more
-can help only later). Pairs that cannot are left out: ops of one queue, an op and the one it needs, and a forward
-behind what frees the memory it takes.
+that path, must change places (N1 of van Laarhoven, Aarts and Lenstra 1992). Pairs that cannot are left out: ops of
+one queue, an op and the one it needs, and a forward behind what frees the memory it takes. These cut the path into
+blocks, and only the first and the last pair of a block can help (N5 of Nowicki and Smutnicki 1996).
 
     rank 2  |  I4 W2 F7 |  I5 ...        critical: I4 and W2 may change, W2 and F7 not if the cap is full before W2
 
@@ -111,7 +111,7 @@ def critical_pairs(
         q = queue[op]
         time = start[op] - EPSILON
         if time <= 0.0:
-            return count
+            return ends_of_blocks(previous, pairs, count)
         message, local, before = needs[op, 0], needs[op, 1], previous[op]
         by_rank = before >= 0 and start[before] + p.duration[queue[before]] >= time
         by_message = message >= 0 and start[message] + p.duration[queue[message]] + p.delay[q] >= time
@@ -132,7 +132,21 @@ def critical_pairs(
             op = message
         else:
             op = local
-    return count
+    return ends_of_blocks(previous, pairs, count)
+
+
+def ends_of_blocks(previous: Array, pairs: Array, count: int) -> int:
+    """Keeps the pairs that have no neighbour on one side."""
+    kept = 0
+    later = -1
+    for k in range(count):
+        op = pairs[k]
+        inside = k + 1 < count and pairs[k + 1] == previous[op] and later >= 0 and previous[later] == op
+        later = op
+        if not inside:
+            pairs[kept] = op
+            kept += 1
+    return kept
 
 
 def reorder(

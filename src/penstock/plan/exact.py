@@ -1,5 +1,4 @@
-"""Exact solving by CP-SAT (ortools, extra `exact`): up to about 800 ops it often proves the best schedule, and up
-to a few thousand a better bound.
+"""Exact solving by CP-SAT (ortools, extra `exact`): up to about 800 ops it often proves the best schedule.
 
 An interval an op, no overlap on a rank, each queue in order (without loss of generality, see `problem`). Where a
 rank hosts one stage and its memory is freed at one op alone, the cap M is one more precedence: F(j + M) after the
@@ -23,8 +22,8 @@ from penstock.plan.bounds import heads_and_tails, work_is_cheap
 from penstock.plan.problem import Array, Problem
 from penstock.plan.search import Search, time_of
 
-FEW_OPS, MOST_OPS = 800, 4000
-"""Up to the first CP-SAT finds what local search does not; up to the second it proves better bounds in seconds."""
+MOST_OPS = 1000
+"""Above this CP-SAT finds and proves nothing in the time that local search needs."""
 
 _STEPS = 10_000_000
 _MEMORY_STEPS = 1_000_000
@@ -129,6 +128,8 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     # Learning clauses from the order of ops refutes in seconds what linear relaxations never do.
     parameters.subsolvers.extend(["no_lp", "quick_restart_no_lp"])
     parameters.use_dynamic_precedence_in_disjunctive = True
+    parameters.cp_model_probing_level = 0  # probing and symmetries take longer than the answer
+    parameters.symmetry_level = 0
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return Answer(None, refuted=exact)

@@ -18,8 +18,8 @@ from penstock.plan.spans import bound_of_span, with_tails
 from penstock.plan.walk import walked
 from penstock.schedule import one_to_one
 
-JUSTIFIED_SHARE, _WALKED_OF_FEW, _WALKED_OF_MANY = 0.1, 0.3, 0.7
-"""Shares of the time after which a step ends; the last are for problems that are left to CP-SAT then."""
+JUSTIFIED_SHARE, _WALKED_SHARE = 0.1, 0.35
+"""Shares of the time after which a step ends; the last is for problems that are left to CP-SAT then."""
 
 _MOST_JUSTIFIED = 5.0
 """Seconds after which justification finds little more."""
@@ -74,12 +74,8 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
             search.lower_bound = max(search.lower_bound, work_bound(search.problem))
         if not search.closed:
             justified(search, space, min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
-        num_ops = search.problem.queues.num_ops if exact.available() else exact.MOST_OPS + 1
-        if num_ops <= exact.FEW_OPS:
-            walked(search, _WALKED_OF_FEW * time_limit)
-            exact.solve(search, time_limit)
-        elif num_ops <= exact.MOST_OPS:
-            walked(search, _WALKED_OF_MANY * time_limit)
+        if search.problem.queues.num_ops <= exact.MOST_OPS and exact.available():
+            walked(search, _WALKED_SHARE * time_limit)
             exact.solve(search, time_limit)
         walked(search, time_limit)
         justified(search, space, time_limit)

@@ -14,7 +14,7 @@ from penstock.plan import anneal
 from penstock.plan.problem import Array, Problem
 from penstock.plan.search import Search, time_of
 
-HOT, COLD = 0.5, 0.05
+HOT, COLD = 0.6, 0.12
 """Temperatures at which a walk begins and ends, as shares of the mean duration of an op."""
 
 _SLICE = 0.1
