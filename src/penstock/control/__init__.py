@@ -1,0 +1,72 @@
+"""Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
+
+from penstock.control.candidates import Action, Candidate, Measured, candidates
+from penstock.control.changes import Change, Detector, Sensitivity
+from penstock.control.commit import Ack, Ask, Coordinator, Member, Nack, Propose, Running, Verdict
+from penstock.control.configuration import Configuration, Job, Prices
+from penstock.control.controller import Controller, Counts
+from penstock.control.decide import Scored, choose, predict, score
+from penstock.control.decision import Decision
+from penstock.control.errors import ControlError
+from penstock.control.events import (
+    Dropped,
+    Event,
+    IterationEnded,
+    Link,
+    LinkDown,
+    LinkUp,
+    Offered,
+    Switched,
+    Transfer,
+)
+from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
+from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
+from penstock.control.replay import replay
+
+__all__ = [
+    "Ack",
+    "Action",
+    "Ask",
+    "Candidate",
+    "Cause",
+    "Change",
+    "Configuration",
+    "ControlError",
+    "Controller",
+    "Coordinator",
+    "Counts",
+    "Decision",
+    "Detector",
+    "Dropped",
+    "Event",
+    "IterationEnded",
+    "Job",
+    "Link",
+    "LinkChange",
+    "LinkDown",
+    "LinkEstimate",
+    "LinkUp",
+    "Measured",
+    "Member",
+    "Nack",
+    "Offered",
+    "Prices",
+    "Propose",
+    "Rehearsal",
+    "Rehearsed",
+    "Running",
+    "Scored",
+    "Sensitivity",
+    "Switched",
+    "Transfer",
+    "Verdict",
+    "candidates",
+    "choose",
+    "estimate",
+    "measured_events",
+    "predict",
+    "rehearse",
+    "replay",
+    "run_once",
+    "score",
+]

@@ -1,0 +1,156 @@
+"""What could run next: keep, re-plan, delegate, both, or another dispatch.
+
+    links to delegate       schedules                      dispatch
+    as now                  as now, the start's        x   frozen
+    every late one     x    Algorithm 2 for the links      dynamic
+    none that is healthy    Algorithm 1
+                            the order a dynamic run took
+                            those offered
+
+Each is checked to fit: its own order stays within the caps of every rank, which host memory lifts only while some
+link is delegated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.control.configuration import Configuration, Job, fits
+from penstock.control.events import Link
+from penstock.cost import CostError, LinkConditions, Links
+from penstock.plan import initial_warmups, slow_link_schedule
+from penstock.plan.slow_links import Rule
+from penstock.schedule import Schedule, ScheduleError, one_to_one
+from penstock.simulate import simulate
+
+
+class Action(StrEnum):
+    """What a candidate changes."""
+
+    KEEP = "keep"
+    DISPATCH = "change dispatch"
+    REPLAN = "re-plan"
+    DELEGATE = "delegate"
+    REPLAN_AND_DELEGATE = "re-plan and delegate"
+    UNDELEGATE = "stop delegating"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that could run next, what it changes, and the price (ms) of switching to it.
+
+    Delegating is priced there and back, so that going back is paid in advance.
+    """
+
+    action: Action
+    configuration: Configuration
+    price: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The links as they are.
+
+    Attributes:
+        scenarios: all links in each of some recent iterations; one alone where they hardly differ.
+        typical, harshest: the median and the largest delay of every link; the same where they hardly differ.
+        late: links (lower rank first) with a delay that matters.
+        down: links whose own path is dead.
+    """
+
+    scenarios: tuple[Links | LinkConditions, ...]
+    typical: Links
+    harshest: Links
+    late: frozenset[Link] = frozenset()
+    down: frozenset[Link] = frozenset()
+
+    @classmethod
+    def steady(
+        cls, links: Links, late: frozenset[Link] = frozenset(), down: frozenset[Link] = frozenset()
+    ) -> Measured:
+        """Delays that stay."""
+        return cls((links,), links, links, late, down)
+
+
+def candidates(
+    job: Job, now: Configuration, measured: Measured, offered: Sequence[Schedule] = (), may_return: bool = True
+) -> tuple[Candidate, ...]:
+    """All that could run next, what runs now first; without it where a dead link forbids that.
+
+    Args:
+        offered: schedules found elsewhere.
+        may_return: whether links may stop being delegated.
+    """
+    found: dict[str, Candidate] = {}
+    for delegated in _link_sets(job, now, measured, may_return):
+        if not measured.down <= set(delegated):
+            continue
+        caps = job.caps(delegated)
+        for schedule in _schedules(job, now, measured, caps, offered):
+            for dispatch in dict.fromkeys((now.dispatch, *job.dispatches)):
+                configuration = Configuration(schedule, dispatch, delegated, caps)
+                if configuration.digest not in found and fits(configuration, job.costs):
+                    found[configuration.digest] = _candidate(job, now, configuration)
+    return tuple(sorted(found.values(), key=lambda each: each.action is not Action.KEEP))
+
+
+def _candidate(job: Job, now: Configuration, then: Configuration) -> Candidate:
+    replans = then.schedule != now.schedule
+    more, fewer = set(then.delegated) - set(now.delegated), set(now.delegated) - set(then.delegated)
+    price = job.prices.replan * replans + job.prices.dispatch * (then.dispatch is not now.dispatch)
+    if more:
+        price = 2 * (price + job.prices.delegate)
+        return Candidate(Action.REPLAN_AND_DELEGATE if replans else Action.DELEGATE, then, price)
+    if fewer:
+        return Candidate(Action.UNDELEGATE, then, 0.0)
+    if replans:
+        return Candidate(Action.REPLAN, then, price)
+    return Candidate(Action.KEEP if then.dispatch is now.dispatch else Action.DISPATCH, then, price)
+
+
+def _link_sets(job: Job, now: Configuration, measured: Measured, may_return: bool) -> list[tuple[Link, ...]]:
+    """The sets of links that may be delegated: as now, all that are late or dead, and only those."""
+    sets = {now.delegated}
+    if job.may_delegate:
+        needed = measured.late | measured.down
+        sets.add(tuple(sorted(set(now.delegated) | needed)))
+        sets.add(tuple(sorted(set(now.delegated) | measured.down)))
+        if may_return:
+            sets.add(tuple(sorted(set(now.delegated) & needed)))
+    return sorted(sets, key=lambda links: (links != now.delegated, links))
+
+
+def _schedules(
+    job: Job, now: Configuration, measured: Measured, caps: Sequence[float], offered: Sequence[Schedule]
+) -> Iterator[Schedule]:
+    yield now.schedule
+    yield job.start.schedule
+    if not job.may_replan:
+        return
+    yield from offered
+    typical, harshest = measured.typical, measured.harshest
+    ways = [typical] if typical == harshest else [typical, harshest]
+    for links in ways:
+        try:
+            yield simulate(now.schedule, job.costs, links=links, dispatch="dynamic", max_held=caps).executed()
+        except ScheduleError:
+            break  # what runs now does not fit in these caps
+    num = job.num_ranks
+    if job.start.schedule.placement != one_to_one(num) or not job.start.schedule.splits_backward():
+        return  # Eq. 1 and its algorithms speak of one stage a rank and of split backwards
+    num_microbatches = job.start.schedule.num_microbatches
+    for links in ways:
+        for rule in Rule:
+            yield slow_link_schedule(job.costs, num_microbatches, links, memory_limit=caps, rule=rule)
+    try:
+        counts = initial_warmups(num, num_microbatches, caps, job.costs.activation)
+        yield slow_link_schedule(job.costs, num_microbatches, typical, warmup=counts, memory_limit=caps)
+    except (CostError, ScheduleError):
+        pass  # no room for Algorithm 1's counts
+
+
+def late_links(delays: dict[Link, float], least: float) -> frozenset[Link]:
+    """Links (lower rank first) with a delay of at least `least` ms in either direction."""
+    return frozenset((min(link), max(link)) for link, delay in delays.items() if delay >= least)

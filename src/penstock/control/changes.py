@@ -1,0 +1,143 @@
+"""Change points of one measured number: suspected at once, verified by what follows, counted where nothing follows.
+
+    ms
+     |                  x  x  x  x  x
+     |        x
+     | - - - - - - - - - - - - - - - - - - - - - - - -  level + max(4 deviations, 10%, what matters at all)
+     | x  x      x  x                  x  x  x ... x
+     +------------------------------------------------- half iterations
+              |         |     |        |           |
+        false alarm  suspected      suspected      12 in a row: verified, it fell
+                              3 in a row: verified, it rose
+
+Level and deviation are the median and the median absolute deviation since the last verified change, so a wild value
+moves neither. A fall needs more evidence than a rise: leaving a remedy too early costs more than keeping it a while.
+Each time the number rises again soon after it fell, the next fall needs twice as many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.control.robust import deviation
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """When a number counts as changed.
+
+    Attributes:
+        num_deviations, share: a change is larger than this many deviations, and than this share of the level
+            (0.1 is that of Greyhound, arXiv 2410.12588).
+        rise, fall: how many numbers in a row verify a rise, a fall. A link gives two an iteration, so three mean that
+            one iteration is never enough, and that the second always is where the first was slow for its half.
+        most_fall: what doubling `fall` ends at.
+        calibration: numbers after a start or a verified change before another may be suspected.
+    """
+
+    num_deviations: float = 4.0
+    share: float = 0.1
+    rise: int = 3
+    fall: int = 12
+    most_fall: int = 192
+    calibration: int = 6
+
+
+@dataclass(frozen=True)
+class Change:
+    """A verified change: the levels before and after, and how many numbers ago it began."""
+
+    before: float
+    after: float
+    began: int
+
+    @property
+    def rose(self) -> bool:
+        return self.after > self.before
+
+
+class Detector:
+    """Watches one number. `least` is the smallest change that matters, in its unit.
+
+    Attributes:
+        num_suspected, num_verified, num_false: alarms so far; the false ones nothing followed.
+    """
+
+    WINDOW = 64
+
+    def __init__(self, least: float, sensitivity: Sensitivity | None = None) -> None:
+        self.least = least
+        self.sensitivity = sensitivity or Sensitivity()
+        self.num_suspected = self.num_verified = self.num_false = 0
+        self._regime: deque[float] = deque(maxlen=self.WINDOW)
+        self._pending: list[float] = []
+        self._fall = self.sensitivity.fall
+        self._since_fall: int | None = None
+
+    @property
+    def level(self) -> float | None:
+        """The median since the last verified change; None before the first number."""
+        return median(self._regime) if self._regime else None
+
+    @property
+    def pending(self) -> int:
+        """How many numbers in a row speak for a change that is not verified yet."""
+        return len(self._pending)
+
+    def threshold(self) -> float:
+        """How far from the level a number is suspect."""
+        level = self.level or 0.0
+        # A deviation told by a few numbers may be far too small.
+        wide = self.sensitivity.num_deviations * (1 + 4 / max(1, len(self._regime)))
+        return max(wide * deviation(self._regime), self.sensitivity.share * level, self.least)
+
+    def feed(self, value: float) -> Change | None:
+        """Takes the next number; returns the change that it verifies, if it does."""
+        if self._since_fall is not None:
+            self._since_fall += 1
+        level = self.level
+        if level is None or len(self._regime) < self.sensitivity.calibration:
+            self._regime.append(value)
+            return None
+        distance = value - level
+        if abs(distance) <= self.threshold():
+            self._end_alarm()
+            self._regime.append(value)
+            return None
+        if self._pending and (self._pending[-1] > level) != (distance > 0):
+            self._end_alarm()
+        if not self._pending:
+            self.num_suspected += 1
+        self._pending.append(value)
+        needed = self.sensitivity.rise if distance > 0 else self._fall
+        if len(self._pending) < needed:
+            return None
+        return self._verify(level)
+
+    def restart(self) -> None:
+        """Forgets the level: what is measured from now on is something else."""
+        self._regime.clear()
+        self._pending = []
+
+    def _verify(self, before: float) -> Change:
+        change = Change(before, median(self._pending), len(self._pending))
+        self.num_verified += 1
+        self._regime.clear()
+        self._regime.extend(self._pending)
+        self._pending = []
+        if not change.rose:
+            self._since_fall = 0
+        elif self._since_fall is not None:
+            soon = self._since_fall <= 4 * self._fall
+            doubled = min(2 * self._fall, self.sensitivity.most_fall)
+            self._fall = doubled if soon else self.sensitivity.fall
+            self._since_fall = None
+        return change
+
+    def _end_alarm(self) -> None:
+        if self._pending:
+            self.num_false += 1
+            self._regime.extend(self._pending)
+            self._pending = []

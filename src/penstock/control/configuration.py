@@ -1,0 +1,222 @@
+"""What runs: a schedule, its dispatch, which links are delegated, how much each rank may hold. And its digest.
+
+And the job, which stays the same: costs, memory, transport, and what a switch costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+from penstock.control.errors import ControlError
+from penstock.control.events import Link, undirected
+from penstock.cost import Costs
+from penstock.dispatch import Dispatch, lower
+from penstock.formats.native import from_json, to_json
+from penstock.schedule import Schedule, check
+from penstock.simulate.simulate import Blocking, frozen_peaks, memory_changes
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What all ranks run from one iteration boundary to another.
+
+    Attributes:
+        schedule: checked.
+        dispatch: frozen or dynamic.
+        delegated: links whose messages go through delegates, each as its two ranks, the lower first; sorted.
+        caps: most activations each rank may hold, in the units of the costs.
+    """
+
+    schedule: Schedule
+    dispatch: Dispatch
+    delegated: tuple[Link, ...] = ()
+    caps: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dispatch", Dispatch(self.dispatch))
+        object.__setattr__(self, "delegated", tuple(sorted({undirected(link) for link in self.delegated})))
+        object.__setattr__(self, "caps", tuple(float(cap) for cap in self.caps))
+        if len(self.caps) != self.schedule.num_ranks:
+            raise ControlError(f"{len(self.caps)} caps, one a rank is needed: {self.schedule.num_ranks}")
+
+    def to_json(self) -> str:
+        """One line, the same for equal configurations."""
+        value = {
+            "schedule": json.loads(to_json(self.schedule)),
+            "dispatch": self.dispatch.value,
+            "delegated": self.delegated,
+            "caps": self.caps,
+        }
+        return json.dumps(value, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Configuration:
+        """Reads `to_json`, and proves the schedule.
+
+        Raises:
+            ControlError: not what `to_json` writes.
+            ScheduleError: a schedule that is not valid.
+        """
+        try:
+            value = json.loads(text)
+            schedule = from_json(json.dumps(value["schedule"]))
+            links = tuple((int(a), int(b)) for a, b in value["delegated"])
+            found = cls(schedule, Dispatch(value["dispatch"]), links, tuple(value["caps"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ControlError(f"{text[:60]!r} is no configuration: {error!r}") from None
+        check(schedule)
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells configurations apart: the SHA-256 of `to_json`."""
+        return digest_of(self.to_json())
+
+
+def digest_of(text: str) -> str:
+    """The SHA-256 of a configuration's JSON."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a switch costs, in milliseconds of the job's time, once each way.
+
+    Attributes:
+        dispatch: from frozen to dynamic or back: nothing to be built.
+        replan: a schedule proved and handed to all ranks. Iterations do not stop for it.
+        delegate: a link's messages taken through delegates: a new group and its first message took 21 ms.
+    """
+
+    dispatch: float = 0.0
+    replan: float = 5.0
+    delegate: float = 21.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise ControlError(f"the price of {name} is {value!r}: give milliseconds of at least 0")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What does not change while the job runs.
+
+    Attributes:
+        costs: per stage.
+        start: what runs first, and what the job goes back to on healthy links; its caps are the device's memory.
+        host_memory: how much more each rank may hold while some link is delegated, since activations may then wait
+            in host memory; in the units of the costs.
+        depth: messages a link that is not delegated holds under way before its sender blocks; 0: never blocks.
+        delegate_ms: what a delegate adds to each message's time.
+        prices: of switching.
+        least_gain: share of the iteration time that a switch must save.
+        dispatches: the kinds of dispatch that may be chosen.
+        may_replan, may_delegate: remedies that may be chosen.
+        least_delay: smallest delay, and change of one, that matters (ms); by default a tenth of the mean op.
+
+    Raises:
+        ControlError: numbers that make no sense, or a start whose own order needs more than its caps.
+    """
+
+    costs: Costs
+    start: Configuration
+    host_memory: float = 0.0
+    depth: int = 2
+    delegate_ms: float = 0.0
+    prices: Prices = field(default_factory=Prices)
+    least_gain: float = 0.02
+    dispatches: tuple[Dispatch, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
+    may_replan: bool = True
+    may_delegate: bool = True
+    least_delay: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dispatches", tuple(Dispatch(each) for each in self.dispatches))
+        for name in ("host_memory", "delegate_ms", "least_gain", "depth"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise ControlError(f"{name} is {value!r}: give a number of at least 0")
+        if self.costs.num_stages != self.start.schedule.num_stages:
+            raise ControlError(
+                f"the costs are for {self.costs.num_stages} stages, the schedule has {self.start.schedule.num_stages}"
+            )
+        if not fits(self.start, self.costs):
+            raise ControlError(
+                f"{self.start.schedule.name} needs {tuple(peaks(self.start.schedule, self.costs))} activations, its "
+                f"caps are {self.start.caps}; raise them or start with a schedule that fits"
+            )
+        if self.start.delegated and not self.may_delegate:
+            raise ControlError(f"the start delegates {self.start.delegated}, but may_delegate is False")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.start.schedule.num_ranks
+
+    @property
+    def mean_op(self) -> float:
+        """The mean time of an op (ms)."""
+        costs = self.costs
+        return sum(map(sum, (costs.f, costs.i, costs.w))) / (3 * costs.num_stages)
+
+    @property
+    def smallest_delay(self) -> float:
+        """The smallest delay, and change of one, that matters (ms)."""
+        return self.mean_op / 10 if self.least_delay is None else self.least_delay
+
+    def caps(self, delegated: Sequence[Link]) -> tuple[float, ...]:
+        """What each rank may hold: its device's memory, and host memory while some link is delegated.
+
+        All ranks, since a late link asks for more warm-up forwards on every stage above it.
+        """
+        return tuple(cap + (self.host_memory if delegated else 0.0) for cap in self.start.caps)
+
+    def transport(self, delegated: Sequence[Link]) -> Blocking | str:
+        return Blocking(self.depth, frozenset(delegated)) if self.depth else "decoupled"
+
+
+def peaks(schedule: Schedule, costs: Costs) -> list[float]:
+    """Most activations each rank holds in the schedule's own order, in the units of the costs."""
+    graph = lower(schedule)
+    return frozen_peaks(graph, memory_changes(graph, costs))
+
+
+def fits(configuration: Configuration, costs: Costs) -> bool:
+    """Whether the schedule's own order stays within the caps. A dynamic rank then never exceeds them either."""
+    own = peaks(configuration.schedule, costs)
+    return all(peak <= cap * (1 + _EPSILON) for peak, cap in zip(own, configuration.caps, strict=True))
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    """The job as a JSON object."""
+    value: dict[str, Any] = {
+        "costs": asdict(job.costs),
+        "start": json.loads(job.start.to_json()),
+        "prices": asdict(job.prices),
+        "dispatches": [each.value for each in job.dispatches],
+    }
+    for name in ("host_memory", "depth", "delegate_ms", "least_gain", "may_replan", "may_delegate", "least_delay"):
+        value[name] = getattr(job, name)
+    return value
+
+
+def job_from_json(value: Mapping[str, Any]) -> Job:
+    """Reads `job_to_json`. Raises ControlError for fields that are missing or unknown."""
+    fields = dict(value)
+    try:
+        costs = dict(fields.pop("costs"))
+        costs["other"] = tuple(tuple(entry) for entry in costs["other"])
+        start = Configuration.from_json(json.dumps(fields.pop("start")))
+        prices = Prices(**fields.pop("prices"))
+        return Job(Costs(**costs), start, prices=prices, **fields)
+    except (KeyError, TypeError) as error:
+        raise ControlError(f"no job that this version wrote: {error}") from None

@@ -1,0 +1,122 @@
+"""The choice: simulated iteration time under the measured links, and ski rental for what switching costs.
+
+Ski rental (FALCON, arXiv 2410.12588): a skier who does not know how long the snow lasts rents until the rents add
+up to the price, then buys; that costs at most twice what a seer would pay. Here the rent is what is lost in each
+iteration to not running the best candidate. The cheap remedies come first, the dearer ones when the loss has reached
+their price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+
+from penstock.control.candidates import Action, Candidate, Measured
+from penstock.control.configuration import Configuration, Job
+from penstock.control.events import undirected
+from penstock.cost import LinkCondition, LinkConditions, Links
+from penstock.cost.over_time import Constant, OverTime, Trace
+from penstock.dispatch import Dispatch
+from penstock.simulate import simulate
+
+_SAME = 1e-9
+"""Relative difference up to which two simulated times are the same."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate and its mean simulated iteration time (ms) under the measured links."""
+
+    candidate: Candidate
+    ms: float
+
+
+def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
+    """Simulates a candidate on each scenario."""
+    return Scored(candidate, predict(job, candidate.configuration, measured.scenarios))
+
+
+def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
+    """Mean simulated iteration time (ms) of a configuration over scenarios of links' own paths."""
+    return fmean(_one(job, configuration, LinkConditions.of(links)) for links in scenarios)
+
+
+def choose(
+    scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False
+) -> tuple[Scored, float]:
+    """The best candidate that can be paid for, and what is lost in an iteration to keeping what runs now (ms).
+
+    Among equals: the cheapest, then the one with the fewest delegated links, then a dynamic
+    one, which takes a late message best, then the first. What runs now stays
+    unless the best saves at least the share `least_gain`; a candidate that delegates fewer links is taken as soon as
+    it is no slower, if `returning`. Where what runs now is not among the candidates, a dead link forbids it: all can
+    be paid for, and nothing is lost.
+
+    Args:
+        scored: what runs now first, if it can go on.
+        budget: what switching may cost now (ms).
+    """
+    now = scored[0] if scored[0].candidate.action is Action.KEEP else None
+    within = [each for each in scored if now is None or each.candidate.price <= budget or each is now]
+    least = min(each.ms for each in within)
+    best = min((each for each in within if each.ms <= least * (1 + _SAME)), key=_rank)
+    if now is None:
+        return best, 0.0
+    lost = max(0.0, now.ms - min(each.ms for each in scored))
+    if best.ms <= now.ms * (1 - least_gain):
+        return best, lost
+    fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE]
+    if returning and fewer:
+        back = min(fewer, key=lambda each: (each.ms, *_rank(each)))
+        if back.ms <= now.ms * (1 + _SAME):
+            return back, lost
+    return now, lost
+
+
+def _rank(scored: Scored) -> tuple[float, int, bool]:
+    configuration = scored.candidate.configuration
+    return scored.candidate.price, len(configuration.delegated), configuration.dispatch is not Dispatch.DYNAMIC
+
+
+@lru_cache(maxsize=4096)
+def _one(job: Job, configuration: Configuration, conditions: LinkConditions) -> float:
+    """One simulation. The conditions are those of the links' own paths; delegates add their time."""
+    if job.delegate_ms and configuration.delegated:
+        conditions = _through_delegates(conditions, configuration, job.delegate_ms)
+    links = _as_links(conditions)
+    return simulate(
+        configuration.schedule,
+        job.costs,
+        links=conditions if links is None else links,
+        dispatch=configuration.dispatch,
+        transport=job.transport(configuration.delegated),
+        max_held=configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
+    ).makespan
+
+
+def _through_delegates(conditions: LinkConditions, configuration: Configuration, added: float) -> LinkConditions:
+    """Conditions whose delegated links are later by `added` ms."""
+    found = {}
+    for link, condition in conditions.conditions.items():
+        found[link] = condition
+        if undirected(link) in configuration.delegated:
+            found[link] = replace(condition, latency=_later(condition.latency, added))
+    return LinkConditions(found, conditions.default)
+
+
+def _later(latency: OverTime, added: float) -> OverTime:
+    if isinstance(latency, Trace):
+        return Trace(latency.times, tuple(value + added for value in latency.values))
+    return Constant(latency.at(0.0, "") + added)
+
+
+def _as_links(conditions: LinkConditions) -> Links | None:
+    """Plain delays, which are simulated faster, where nothing else is there."""
+    delays = {}
+    for link, condition in conditions.conditions.items():
+        if not isinstance(condition.latency, Constant) or condition != LinkCondition(condition.latency):
+            return None
+        delays[link] = condition.latency.value
+    return Links(delays)

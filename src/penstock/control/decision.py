@@ -1,0 +1,43 @@
+"""A decision: what is to run next, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.control.candidates import Action
+from penstock.control.configuration import Configuration
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to run next.
+
+    Attributes:
+        number: from 1, one more each time.
+        iteration: after which it was made.
+        action: what it changes; configuration: what is to run.
+        reason: in words.
+        ms_now, ms_then: simulated iteration time (ms) under the measured links; now is None where a dead link
+            leaves no iteration time.
+        price: of the switch (ms).
+    """
+
+    number: int
+    iteration: int
+    action: Action
+    configuration: Configuration
+    reason: str
+    ms_now: float | None
+    ms_then: float
+    price: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as a JSON object."""
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return value | {
+            "action": self.action.value,
+            "configuration": json.loads(self.configuration.to_json()),
+            "digest": self.configuration.digest,
+        }

@@ -1,0 +1,5 @@
+"""The error of this layer."""
+
+
+class ControlError(ValueError):
+    """Measurements, settings or logs that make no sense; says what was given, the rule and what to do."""

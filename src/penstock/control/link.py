@@ -1,0 +1,226 @@
+"""What is known of one direction of a link: how late its messages are, why, and when that changed.
+
+A message of size n takes `latency + n / bandwidth`, and longer where packets were lost. Latency and bandwidth can be
+told apart only where messages of different sizes passed; loss shows as a share of messages far above the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+
+from penstock.control.changes import Change, Detector, Sensitivity
+from penstock.control.events import Link, Transfer
+from penstock.control.robust import deviation, slope
+
+
+class Cause(StrEnum):
+    """Why a link is late, as far as the sizes of its messages tell."""
+
+    LATENCY = "latency"
+    BANDWIDTH = "bandwidth"
+    LOSS = "loss"
+    DELAY = "delay"
+    """Latency or bandwidth: all messages have about the same size, which does not tell."""
+
+
+@dataclass(frozen=True)
+class LinkEstimate:
+    """One direction of a link since its last verified change.
+
+    Attributes:
+        delay: median time of a message (ms); mean: the mean, of which the late ones are part.
+        latency: ms that do not grow with size; bandwidth: bytes a second. None where sizes do not tell them apart;
+            a bandwidth of inf says that size makes no difference.
+        late_share: of messages that took far longer than others of their size: what loss looks like.
+        num_messages: that this rests on.
+    """
+
+    delay: float
+    mean: float
+    latency: float | None
+    bandwidth: float | None
+    late_share: float
+    num_messages: int
+
+
+_LEAST_SPREAD = 1.5
+"""Largest size over smallest from which on latency and bandwidth are told apart."""
+_FEWEST = 3
+"""Messages of one size that a fit takes into account."""
+LATE = 8.0
+"""Deviations above its expected time from which on a message counts as late."""
+LATE_SHARE = 0.15
+"""Share of late messages that, in a row of iterations, speaks for loss: 1% of wild values does not come near."""
+
+
+def estimate(messages: Sequence[tuple[float, float]], least: float = 0.0) -> LinkEstimate:
+    """From messages as (bytes, ms). `least` ms is the smallest difference that matters.
+
+    The fit runs through the median of each size, with the middle slope, so wild values do not move it.
+    """
+    times = [ms for _, ms in messages]
+    by_size: dict[float, list[float]] = {}
+    for size, ms in messages:
+        by_size.setdefault(size, []).append(ms)
+    points = [(size, median(each)) for size, each in sorted(by_size.items()) if len(each) >= _FEWEST]
+    latency = bandwidth = None
+    per_byte = 0.0
+    if len(points) > 1 and points[-1][0] >= _LEAST_SPREAD * points[0][0]:
+        per_byte = max(0.0, slope(points) or 0.0)
+        latency = max(0.0, median(ms - per_byte * size for size, ms in points))
+        bandwidth = 1e3 / per_byte if per_byte > 0 else float("inf")
+    if latency is None:
+        rests = [ms - median(by_size[size]) for size, ms in messages]
+    else:
+        rests = [ms - latency - per_byte * size for size, ms in messages]
+    bound = max(LATE * deviation(rests), 0.5 * median(times), least)
+    late = sum(rest > bound for rest in rests) / len(rests)
+    return LinkEstimate(median(times), fmean(times), latency, bandwidth, late, len(times))
+
+
+def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
+    """What of a link changed most between two estimates.
+
+    Loss, where messages far above the others make up most of the change; else latency or bandwidth, whichever
+    explains more of the change of a message of middling time.
+    """
+    rise = after.delay - before.delay
+    in_late = (after.mean - after.delay) - (before.mean - before.delay)
+    if abs(after.late_share - before.late_share) >= LATE_SHARE / 2 and abs(in_late) > abs(rise):
+        return Cause.LOSS
+    if after.latency is None or before.latency is None:
+        return Cause.DELAY
+    by_latency = after.latency - before.latency
+    return Cause.LATENCY if abs(by_latency) >= abs(rise - by_latency) else Cause.BANDWIDTH
+
+
+@dataclass(frozen=True)
+class LinkChange:
+    """A verified change of one direction of a link.
+
+    Attributes:
+        link: which; change: the levels before and after (ms), or shares of late messages where the cause is loss.
+        cause: see `Cause`; before, after: the estimates.
+        num_iterations: since it began.
+    """
+
+    link: Link
+    change: Change
+    cause: Cause
+    num_iterations: int
+    before: LinkEstimate
+    after: LinkEstimate
+
+
+class LinkWatch:
+    """Gathers one direction's messages, an iteration at a time.
+
+    Attributes:
+        delays: mean delay of each iteration (ms) since the last verified change, latest last.
+        age: iterations since then.
+    """
+
+    MESSAGES, ITERATIONS = 512, 16
+
+    def __init__(self, link: Link, least: float, sensitivity: Sensitivity) -> None:
+        self.link = link
+        self._least = least
+        self._delay = Detector(least, sensitivity)
+        self._late = Detector(LATE_SHARE, sensitivity)
+        self._now: list[tuple[float, float]] = []
+        self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
+        self.delays: deque[float] = deque(maxlen=self.ITERATIONS)
+        self.age = 0
+
+    @property
+    def level(self) -> float:
+        """Median delay (ms) since the last verified change; 0 before anything was measured."""
+        return self._delay.level or 0.0
+
+    @property
+    def num_suspected(self) -> int:
+        return self._delay.num_suspected + self._late.num_suspected
+
+    @property
+    def num_verified(self) -> int:
+        return self._delay.num_verified + self._late.num_verified
+
+    @property
+    def num_false(self) -> int:
+        return self._delay.num_false + self._late.num_false
+
+    @property
+    def pending(self) -> int:
+        """Iterations in a row that speak for a change."""
+        return max(self._delay.pending, self._late.pending)
+
+    def feed(self, transfer: Transfer) -> None:
+        self._now.append((transfer.num_bytes, transfer.ms))
+
+    def end_iteration(self) -> LinkChange | None:
+        """Takes the iteration's messages together; returns the change they verify, if they do."""
+        if not self._now:
+            return None
+        messages, self._now = self._now, []
+        times = [ms for _, ms in messages]
+        bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
+        found, loss = None, False
+        for half in _halves(times):
+            change = self._delay.feed(median(half))
+            if change is not None:
+                found, loss = change, False
+                self._late.restart()
+            elif self._delay.pending == 0:  # many messages above the level are loss where the level itself stays
+                late = self._late.feed(sum(ms > bound for ms in half) / len(half))
+                if late is not None:
+                    found, loss = late, True
+        self._regime.append(messages)
+        self.delays.append(fmean(times))
+        self.age += 1
+        if found is None:
+            return None
+        # What was counted in halves began in the iteration of the first of them.
+        began = min((found.began + 1) // 2, len(self._regime))
+        rows = list(self._regime)
+        before = [m for row in rows[:-began] for m in row] or messages
+        after = [m for row in rows[-began:] for m in row]
+        old, new = estimate(before, self._least), estimate(after, self._least)
+        self._keep_last(began)
+        return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new)
+
+    def estimate(self) -> LinkEstimate | None:
+        """What is known since the last verified change; None before the first message."""
+        messages = [m for row in self._regime for m in row][-self.MESSAGES :]
+        return estimate(messages, self._least) if messages else None
+
+    def times(self, back: int) -> tuple[float, ...]:
+        """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""
+        return tuple(ms for _, ms in self._regime[-1 - back % len(self._regime)]) if self._regime else ()
+
+    def restart(self) -> None:
+        """Forgets all: messages take another path from now on."""
+        self._delay.restart()
+        self._late.restart()
+        self._now = []
+        self._keep_last(0)
+
+    def _spread(self) -> float:
+        """The deviation (ms) of single messages since the last verified change."""
+        times = [ms for row in self._regime for _, ms in row]
+        return deviation(times) if times else 0.0
+
+    def _keep_last(self, count: int) -> None:
+        rows, delays = list(self._regime)[-count:] if count else [], list(self.delays)[-count:] if count else []
+        self._regime = deque(rows, maxlen=self.ITERATIONS)
+        self.delays = deque(delays, maxlen=self.ITERATIONS)
+        self.age = count
+
+
+def _halves(times: list[float]) -> tuple[list[float], list[float]]:
+    """The iteration's first and second half; the whole twice where it is too short for that."""
+    middle = len(times) // 2
+    return (times[:middle], times[middle:]) if middle > 1 else (times, times)

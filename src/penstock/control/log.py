@@ -1,0 +1,50 @@
+"""A controller's log: JSON lines. See `replay` for what they are good for.
+
+{"controller": {"version": 1, "job": {...}, "sensitivity": {...}}}
+{"event": {"transfer": {"link": [0, 1], "num_bytes": 16777216.0, "ms": 30.2}}}
+{"event": {"iteration": {"number": 7, "ms": 412.0}}}
+{"decision": {"number": 1, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from penstock.control.changes import Sensitivity
+from penstock.control.configuration import Job, job_from_json, job_to_json
+from penstock.control.decision import Decision
+from penstock.control.errors import ControlError
+from penstock.control.events import Event, event_to_json
+
+VERSION = 1
+
+
+def header(job: Job, sensitivity: Sensitivity) -> str:
+    """The log's first line."""
+    value = {"version": VERSION, "job": job_to_json(job), "sensitivity": asdict(sensitivity)}
+    return json.dumps({"controller": value})
+
+
+def event_line(event: Event) -> str:
+    return json.dumps({"event": event_to_json(event)})
+
+
+def decision_line(decision: Decision) -> str:
+    return json.dumps({"decision": decision.to_json()})
+
+
+def read_header(value: Any) -> tuple[Job, Sensitivity]:
+    """Reads the first line, parsed.
+
+    Raises:
+        ControlError: no log, or one of another version.
+    """
+    first = value.get("controller") if isinstance(value, dict) else None
+    if not isinstance(first, dict) or first.get("version") != VERSION:
+        raise ControlError(f"no controller's log of version {VERSION}: its first line is {str(value)[:80]!r}")
+    try:
+        return job_from_json(first["job"]), Sensitivity(**first["sensitivity"])
+    except (KeyError, TypeError) as error:
+        raise ControlError(f"the log's first line is not what this version wrote: {error}") from None

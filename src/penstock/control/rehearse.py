@@ -1,0 +1,117 @@
+"""A rehearsal: the controller against simulated iterations, on links that change between them or within them.
+
+    simulate an iteration --> its messages' times --> Controller --> Decision
+            ^                                                           |
+            +------------- runs `delay` iterations later ---------------+
+
+It answers what a job would gain, before a job runs; the runtime then closes the same loop with real messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.control.configuration import Configuration, Job
+from penstock.control.controller import Controller
+from penstock.control.decision import Decision
+from penstock.control.events import Event, IterationEnded, Switched, Transfer
+from penstock.cost import LinkConditions, Links
+from penstock.dispatch import Dispatch
+from penstock.simulate import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One iteration.
+
+    Attributes:
+        number: from 0; start: when it began (ms); ms: how long it took.
+        decision: the number of the decision that was in force; 0 is the start.
+        peaks: most activations each rank held.
+    """
+
+    number: int
+    start: float
+    ms: float
+    decision: int
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """All iterations, all decisions."""
+
+    iterations: tuple[Rehearsed, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def ms(self) -> float:
+        """How long all took together."""
+        return sum(each.ms for each in self.iterations)
+
+    @property
+    def iterations_per_minute(self) -> float:
+        return len(self.iterations) / self.ms * 60e3
+
+
+def run_once(job: Job, configuration: Configuration, links: Links | LinkConditions, at: float = 0.0) -> Timeline:
+    """One simulated iteration of a configuration that begins at the moment `at` (ms) of the links' conditions."""
+    return simulate(
+        configuration.schedule,
+        job.costs,
+        links=links,
+        links_at=at,
+        dispatch=configuration.dispatch,
+        transport=job.transport(configuration.delegated),
+        max_held=configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
+    )
+
+
+def measured_events(timeline: Timeline, number: int, message_bytes: Sequence[float]) -> list[Event]:
+    """What a profiler would report of an iteration: its messages' times, waiting in a full link left out."""
+    blocked = {(timed.rank, timed.op): timed.blocked for timed in timeline.ops if timed.blocked}
+    events: list[Event] = []
+    for message in timeline.messages:
+        left = message.sent + blocked.get((message.source_rank, message.source), 0.0)
+        # A gradient weighs what the activation weighed that went the other way.
+        size = message_bytes[min(message.source.stage, message.target.stage)]
+        link = (message.source_rank, message.target_rank)
+        events.append(Transfer.timed(link, size, left, left, message.arrived))
+    events.append(IterationEnded(number, timeline.makespan))
+    return events
+
+
+def rehearse(
+    controller: Controller,
+    conditions: LinkConditions,
+    *,
+    until: float,
+    begin: float = 0.0,
+    delay: int = 1,
+) -> Rehearsal:
+    """Runs iterations from `begin` until the moment `until` (ms) of the links' conditions.
+
+    Args:
+        controller: fresh, or from another rehearsal.
+        delay: iterations that still run what ran before, from a decision until all ranks have committed it.
+    """
+    job = controller.job
+    now, number, when = begin, 0, 0
+    iterations: list[Rehearsed] = []
+    decisions: list[Decision] = []
+    in_force = 0
+    while now < until:
+        waiting = controller.waiting
+        if waiting is not None and number >= when:
+            in_force = waiting.number
+            controller.feed(Switched(waiting.number))
+        timeline = run_once(job, controller.now, conditions, now)
+        iterations.append(Rehearsed(number, now, timeline.makespan, in_force, timeline.peak_activations))
+        for event in measured_events(timeline, number, job.costs.message_bytes):
+            if made := controller.feed(event):
+                decisions += made
+                when = number + 1 + delay
+        now += timeline.makespan
+        number += 1
+    return Rehearsal(tuple(iterations), tuple(decisions))

@@ -1,0 +1,52 @@
+"""Replay: from its log a controller makes the same decisions again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from penstock.control.controller import Controller
+from penstock.control.decision import Decision
+from penstock.control.errors import ControlError
+from penstock.control.events import event_from_json
+from penstock.control.log import decision_line, read_header
+
+
+def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
+    """Feeds a log's events to a new controller, and holds its decisions against those in the log.
+
+    A log that was cut off in the middle of its last line, or before the decision of its last event, is read as far
+    as it goes.
+
+    Raises:
+        ControlError: no log, one of another version, or decisions that differ, with the line.
+    """
+    controller: Controller | None = None
+    made: list[Decision] = []
+    awaited: list[str] = []
+    rows = [line for line in lines if line.strip()]
+    for number, line in enumerate(rows, start=1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(rows) and controller is not None:
+                break
+            raise ControlError(f"line {number} of the log is not JSON: {error}") from None
+        if controller is None:
+            controller = Controller(*read_header(value))
+        elif "event" in value:
+            if awaited:
+                raise ControlError(f"line {number}: a decision is missing from the log: {awaited[0][:200]}")
+            new = controller.feed(event_from_json(value["event"]))
+            made += new
+            awaited = [decision_line(decision) for decision in new]
+        elif "decision" in value:
+            if not awaited or awaited[0] != line.strip():
+                again = awaited[0][:200] if awaited else "none"
+                raise ControlError(f"line {number}: the log has {line[:200]}, replayed: {again}")
+            awaited = []
+        else:
+            raise ControlError(f"line {number} of the log is neither an event nor a decision: {line[:80]!r}")
+    if controller is None:
+        raise ControlError("an empty log: its first line must name the job")
+    return tuple(made)

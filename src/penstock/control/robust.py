@@ -1,0 +1,21 @@
+"""Medians, and how far numbers lie from theirs: what a few wild values do not move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+AS_DEVIATION = 1.4826
+"""Median absolute deviation times this is the standard deviation, where noise is normal."""
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation as the median absolute deviation tells it; 0 for one value."""
+    middle = median(values)
+    return AS_DEVIATION * median(abs(value - middle) for value in values)
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """The middle of the slopes between all pairs of points with different x (Theil and Sen); None without any."""
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for at, a in enumerate(points) for b in points[at + 1 :] if a[0] != b[0]]
+    return median(slopes) if slopes else None
