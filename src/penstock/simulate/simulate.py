@@ -253,8 +253,9 @@ def _passage(graph: Graph, costs: Costs, links: LinkConditions | Lines, at: floa
     def arrival(edge: int, now: float) -> float:
         source, target = sources[edge], graph.edge_to[edge]
         size = costs.message_size(graph.ops[source][:2], graph.ops[target][:2])
-        # The sum and the difference of `at` may round to just before now, and time never goes back.
-        return max(now, lines.arrival(graph.rank[source], graph.rank[target], size, now + at) - at)
+        sent = now + at
+        # Rounded, or what a sum leaves over would part what happens at one moment, and turn ties.
+        return now + round(lines.arrival(graph.rank[source], graph.rank[target], size, sent) - sent, 9)
 
     return arrival
 

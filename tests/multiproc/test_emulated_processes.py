@@ -1,0 +1,120 @@
+"""Emulated devices with a process a rank, and link conditions between processes. No test asserts an upper time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.cli import main
+from penstock.cost.conditions import LinkConditions
+from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from plain_loop import gradients
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+LINKS = "0:1=latency:20ms+bandwidth:100MB/s 1:2=latency:normal:8ms,3ms@5..9ms+loss:2%"
+
+
+def emulate(rank: int, name: str, dispatch: str) -> tuple[list[Any], ...]:
+    schedule = ps.build(name, 3, 6)
+    num = schedule.num_stages
+    costs = ps.Costs([2.0] * num, [2.0] * num, [2.0] * num, message_bytes=[100_000] * num)
+    run = ps.emulate(schedule, costs, links=LinkConditions.parse(LINKS), dispatch=dispatch, num_steps=2, timeout=20)
+    assert len(run.simulated) == 2
+    for timeline in run.timelines:
+        started = {t.op: t.start for t in timeline.ops}
+        assert sorted(started) == sorted(op for row in schedule.order for op in row)
+        busy = [sum(costs.duration(op.kind, op.stage) for op in row) for row in schedule.order]
+        assert timeline.makespan >= max(busy) * (1 - 1e-9)
+        for message in timeline.messages:
+            if {message.source_rank, message.target_rank} == {0, 1}:
+                assert started[message.target] >= message.sent + 21 - 1e-9
+        if dispatch == "frozen":
+            assert timeline.executed().order == schedule.order
+    return [timeline.ops for timeline in run.timelines], [run.starts, run.own_latency, run.late]
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved-1f1b"])
+def test_a_run_over_slow_links_is_the_same_on_every_rank(name: str, dispatch: str) -> None:
+    outcomes = run_ranks(3, emulate, name, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+
+
+def differ(rank: int) -> str:
+    links = LinkConditions.parse("0:1=latency:20ms" if rank else "0:1=latency:30ms")
+    with pytest.raises(RuntimeFailure) as raised:
+        ps.emulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2), links=links, timeout=20)
+    return str(raised.value)
+
+
+def test_other_conditions_on_other_ranks_are_refused() -> None:
+    outcomes = run_ranks(2, differ)
+    said = "rank 1 was given another link condition than rank 0; every rank must make the same ps.emulate(...)"
+    assert [o.value for o in outcomes] == [said, said], outcomes[0].text
+
+
+def late(rank: int) -> str:
+    schedule = ps.build("1f1b", 2, 2)
+    # Rank 0 waits for a gradient that is under way for a minute; rank 1's copies are taken back by its end.
+    links = LinkConditions.parse("0:1=latency:0 1:0=latency:1min")
+    try:
+        ps.emulate(schedule, ps.Costs.uniform(2), links=links, timeout=1.0)
+    except DeadlineExceeded as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_held_message_meets_the_deadline() -> None:
+    outcomes = run_ranks(2, late)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    assert "rank 0 waited 1 s for B0 of stage 1 from rank 1" in outcomes[0].value
+    assert "rank 1 waited 1 s for its messages to be taken from rank 0" in outcomes[1].value
+
+
+def train(rank: int, dispatch: str) -> list[bool]:
+    """Steps of changing shapes, with and without conditions; and evaluation, whose channels have windows."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [torch.randn(size, 4) for size in (8, 7, 12, 8)]
+    found: list[list[torch.Tensor]] = []
+    for links in (None, LinkConditions.parse("0:1=latency:15ms+loss:5% 1:2=occupancy:2ms")):
+        model.load_state_dict(start)
+        pipe = ps.Pipeline(
+            model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links, timeout=20
+        )
+        numbers = []
+        for x in batches:
+            y = x.sum(1, keepdim=True)
+            numbers.append(pipe.step(x, y, update=False).loss)
+            makespan = pipe.timeline().makespan
+            assert links is None or makespan >= 30, "there and back over the link that is 15 ms late"
+            numbers.append(pipe.evaluate(x, y).loss)
+        mine = {n: p.grad for n, p in pipe.named_parameters()}
+        found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
+        pipe.zero_grad()
+    assert found[0], "something was compared"
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_training_has_the_same_numbers_on_slow_links(dispatch: str) -> None:
+    outcomes = run_ranks(3, train, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
+
+
+def test_the_command_line_starts_a_process_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    line = "simulate zb-h1 --ranks 3 --microbatches 3 --f 2 --i 2 --w 2 --message-bytes 50000 --link 1:2=latency:9ms"
+    assert main([*line.split(), "--emulate", "processes", "--steps", "1", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["links"]["conditions"] == {"1:2": "latency:9ms"}
+    assert min(found["emulated"]["makespans"]) >= max(found["busy"]) * (1 - 1e-9)

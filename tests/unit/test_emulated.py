@@ -1,0 +1,285 @@
+"""Emulated devices with a thread a rank, and link conditions in one process. No test asserts an upper time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.cli import main
+from penstock.cost.conditions import LinkConditions
+from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.devices.emulated import EmulatedDevice
+from penstock.runtime.message import Payload
+from penstock.runtime.transports import conditioned
+from penstock.runtime.transports.conditioned import Conditions, Holder
+from penstock.runtime.wiring import wire
+from penstock.simulate import Timeline
+
+pytestmark = pytest.mark.unit
+
+
+def uniform(schedule: ps.Schedule, ms: float = 2.0) -> ps.Costs:
+    return ps.Costs.uniform(schedule.num_stages, ms, ms, ms)
+
+
+def assert_plausible(measured: Timeline, costs: ps.Costs, links: LinkConditions | None = None) -> None:
+    """No rank is quicker than its ops, nothing starts before what it needs has come, and all ops are there."""
+    schedule = measured.schedule
+    assert measured.source == "measured"
+    assert sorted(t.op for t in measured.ops) == sorted(op for row in schedule.order for op in row)
+    busy = [sum(costs.duration(op.kind, op.stage) for op in row) for row in schedule.order]
+    assert measured.makespan >= max(busy) * (1 - 1e-9)
+    started = {t.op: t.start for t in measured.ops}
+    for message in measured.messages:
+        name = (links or LinkConditions()).named(message.source_rank, message.target_rank)[1]
+        latency = name.latency.at(0.0, "") if name is not None else 0.0
+        assert started[message.target] >= message.sent + latency - 1e-9
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "gpipe"])
+def test_a_schedule_runs_as_it_is(name: str, dispatch: str) -> None:
+    schedule = ps.build(name, num_ranks=4, num_microbatches=8)
+    costs = uniform(schedule)
+    run = ps.emulate(schedule, costs, dispatch=dispatch, num_steps=2)
+    frozen = ps.simulate(schedule, costs).peak_activations
+    assert len(run.timelines) == len(run.simulated) == len(run.errors) == 2
+    assert run.simulated[0].makespan == ps.simulate(schedule, costs, dispatch=dispatch).makespan
+    for timeline in run.timelines:
+        assert_plausible(timeline, costs)
+        assert timeline.dispatch == dispatch
+        if dispatch == "frozen":
+            assert timeline.executed().order == schedule.order
+            assert timeline.peak_activations == frozen
+        assert all(a <= b for a, b in zip(timeline.peak_activations, frozen, strict=True))
+
+
+def test_a_late_link_makes_it_longer_by_what_it_says() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=1)
+    costs, links = uniform(schedule), LinkConditions.parse("0:1=latency:40ms")
+    run = ps.emulate(schedule, costs, links=links)
+    assert_plausible(run.timelines[0], costs, links)
+    assert run.timelines[0].makespan >= run.simulated[0].makespan == 2 + 40 + 2 + 4 + 40 + 4
+    assert run.conditions == links
+
+
+def test_a_busy_link_makes_messages_queue() -> None:
+    schedule = ps.build("gpipe", num_ranks=2, num_microbatches=4)
+    links = LinkConditions.parse("0:1=occupancy:30ms 1:0=latency:0")
+    run = ps.emulate(schedule, uniform(schedule), links=links)
+    starts = [t.start for t in run.timelines[0].rows[1] if t.op.kind == "F"]
+    assert all(start >= 30 * place for place, start in enumerate(starts, start=1))
+
+
+def test_plain_delays_are_latencies() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=1)
+    run = ps.emulate(schedule, uniform(schedule), links=ps.Links({(0, 1): 25.0}))
+    assert str(run.conditions) == "0:1=latency:25ms"
+    assert run.timelines[0].makespan >= 50 + 12
+
+
+def test_stretching_slows_ops_and_links_and_is_divided_out() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
+    costs, links = uniform(schedule), LinkConditions.parse("0:1=latency:10ms")
+    begin = time.perf_counter()
+    run = ps.emulate(schedule, costs, links=links, stretch=4.0)
+    took = (time.perf_counter() - begin) * 1e3
+    assert_plausible(run.timelines[0], costs, links)
+    assert took >= 4 * run.simulated[0].makespan
+
+
+def test_time_owed_is_made_good_by_the_next_op_only_while_there_is_work() -> None:
+    schedule = ps.build("gpipe", num_ranks=1, num_microbatches=40)
+    costs = ps.Costs.uniform(1, 1.0, 0.5, 0.5)
+    device = EmulatedDevice(wire(schedule), costs)
+    device.begin()
+    begin = time.perf_counter_ns()
+    for op in schedule.order[0][:40]:
+        device.run(op, [])
+        time.sleep(0.0003)
+    # Each op made up for the pause before it, down to nothing: only the last pauses may be left.
+    assert len(device.late) == 40
+    assert min(device.late) >= 0
+    assert time.perf_counter_ns() - begin >= 40e6
+    idle = time.perf_counter_ns()
+    time.sleep(0.02)
+    woke = time.perf_counter_ns()
+    device.waited(idle, woke)
+    device.run(schedule.order[0][0], [])
+    assert time.perf_counter_ns() - woke >= 1e6, "time spent waiting is not owed"
+
+
+def test_a_message_for_another_op_is_an_error() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
+    wiring = wire(schedule)
+    sender, receiver = EmulatedDevice(wiring, uniform(schedule)), EmulatedDevice(wiring, uniform(schedule))
+    first, second = ps.Op("F", 0, 0), ps.Op("F", 0, 1)
+    sender.run(first, [])
+    payload = sender.give(wiring.outgoing[first][0])
+    with pytest.raises(RuntimeFailure, match="has not just run"):
+        sender.give(wiring.outgoing[second][0])
+    with pytest.raises(RuntimeFailure, match="received something else than F1 of stage 0"):
+        receiver.run(ps.Op("F", 1, 1), [payload])
+    receiver.run(ps.Op("F", 1, 0), [payload])
+
+
+def test_messages_have_the_stated_size() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=1)
+    costs = ps.Costs([1, 1], [1, 1], [1, 1], message_bytes=[1000, 7])
+    wiring = wire(schedule)
+    device = EmulatedDevice(wiring, costs)
+    forward = ps.Op("F", 0, 0)
+    device.run(forward, [])
+    sent = device.give(wiring.outgoing[forward][0])
+    assert [leaf.numel() for leaf in sent.leaves if leaf is not None][1] == 1000
+    backward = ps.Op("B", 1, 0)
+    device.run(backward, [Payload([]) for _ in wiring.incoming[backward]])
+    back = device.give(wiring.outgoing[backward][0])
+    assert [leaf.numel() for leaf in back.leaves if leaf is not None][1] == 1000, "a gradient weighs what it is of"
+
+
+def test_what_can_not_be_is_said() -> None:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ps.CostError, match="link 0:5: ranks go from 0 to 1"):
+        ps.emulate(schedule, uniform(schedule), links=LinkConditions.parse("0:5=20"))
+    with pytest.raises(ps.CostError, match="costs are for 3 stages, the schedule has 2"):
+        ps.emulate(schedule, ps.Costs.uniform(3))
+    with pytest.raises(ps.CostError, match="0 steps"):
+        ps.emulate(schedule, uniform(schedule), num_steps=0)
+    with pytest.raises(ps.CostError, match="stretched by 0"):
+        ps.emulate(schedule, uniform(schedule), stretch=0.0)
+    with pytest.raises(ps.ScheduleError, match="the cap is 0"):
+        ps.emulate(schedule, uniform(schedule), dispatch="dynamic", max_held=0)
+
+
+def test_a_message_that_does_not_come_in_time_is_named_and_all_ranks_end() -> None:
+    schedule = ps.build("1f1b", num_ranks=3, num_microbatches=2)
+    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0.2 s: rank \d waits to run F0 of stage"):
+        ps.emulate(schedule, uniform(schedule), links=LinkConditions.parse("0:1=latency:1min"), timeout=0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
+
+
+# What holds messages back.
+
+
+def test_held_sends_begin_in_order_and_the_thread_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditioned, "LINGER", 0.05)
+    holder, begun = Holder(), []
+    done = threading.Event()
+
+    class Work:
+        def wait(self, limit: Any) -> None:
+            done.set()
+
+    def send(name: str, due: int) -> Any:
+        def begin() -> Work:
+            begun.append((name, time.perf_counter_ns() >= due))
+            return Work()
+
+        return holder.hold(due, begin)
+
+    now = time.perf_counter_ns()
+    held = [send("last", now + 60_000_000), send("first", now), send("a", now + 30_000_000)]
+    held.append(send("b", now + 30_000_000))
+    with pytest.raises(RuntimeError, match="timed out"):
+        held[0].wait(timedelta(milliseconds=1))
+    held[0].wait(timedelta(seconds=20))
+    assert done.is_set()
+    assert begun == [("first", True), ("a", True), ("b", True), ("last", True)]
+    end = time.monotonic() + 20
+    while holder._runs and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not holder._runs
+    send("again", 0).wait(timedelta(seconds=20))
+    assert begun[-1] == ("again", True)
+
+
+def test_a_send_that_fails_says_so_where_it_is_waited_for() -> None:
+    def fails() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    held = Holder().hold(0, fails)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        held.wait(timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_training_in_one_process_has_the_same_numbers_on_slow_links(dispatch: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(8, 4)
+    found = []
+    for links in (None, LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:normal:3ms,1ms@5..9ms")):
+        model.load_state_dict(start)
+        pipe = ps.Pipeline(model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links)
+        result = pipe.step(x, x.sum(1, keepdim=True), update=False)
+        assert pipe.evaluate(x, x.sum(1, keepdim=True)).loss == result.loss
+        found.append((result.loss, [p.grad for p in pipe.parameters()], pipe.timeline().makespan))
+        pipe.zero_grad()
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert found[1][2] >= 20, "there and back over the link that is 10 ms late"
+
+
+def test_a_pipeline_refuses_links_that_are_not_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with pytest.raises(ps.CostError, match="link 0:7"):
+        ps.Pipeline(model, ps.build("1f1b", 2, 2), links=LinkConditions.parse("0:7=latency:1"))
+
+
+def test_conditions_go_by_their_own_clock() -> None:
+    conditions = Conditions(LinkConditions.parse("0:1=latency:steps:0/1,1000000/5"), stretch=2.0)
+    sent = time.perf_counter_ns()
+    assert conditions.due(0, 1, 0.0) >= sent + 2_000_000
+    later = Conditions(LinkConditions.parse("0:1=latency:steps:0/1,1000/5"), origin=time.perf_counter_ns() - 10**9)
+    sent = time.perf_counter_ns()
+    assert later.due(0, 1, 0.0) >= sent + 5_000_000 - 1000
+
+
+# From the command line.
+
+
+def test_simulated_and_emulated_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"f": 2, "i": 2, "w": 2, "message_bytes": 64}))
+    line = f"simulate 1f1b --ranks 2 --microbatches 2 --costs {costs} --link 0:1=latency:5ms+bandwidth:1MB/s"
+    assert main([*line.split(), "--emulate", "threads", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["links"]["conditions"] == {"0:1": "latency:5ms+bandwidth:1MB/s"}
+    emulated = found["emulated"]
+    assert len(emulated["makespans"]) == 2
+    assert emulated["simulated"] == pytest.approx([found["makespan"]] * 2)
+    assert min(emulated["makespans"]) >= max(found["busy"]) * (1 - 1e-9)
+    assert main([*line.split(), "--emulate", "threads", "--steps", "1", "--stretch", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "link          0:1=latency:5ms+bandwidth:1MB/s" in out
+    assert "median error" in out
+    assert "stretch               2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    {
+        "--link 0:1=latency:-3ms": "link '0:1=latency:-3ms': '-3ms': give a number of at least 0",
+        "--link 0:1=hurry:3": "'hurry' is not a condition; give latency, occupancy, bandwidth, loss",
+        "--link 0:9=latency:3": "link 0:9: ranks go from 0 to 1",
+        "--link 0:1=latency:trace:/nowhere": "trace /nowhere: No such file or directory",
+        "--emulate later": "--emulate later: write threads or processes",
+        "--emulate threads --transport blocking": "leave out --transport blocking",
+        "--steps 3": "--steps is for emulated runs; add --emulate threads",
+        "--stretch 3": "--stretch is for emulated runs",
+        "--emulate threads --stretch 0": "a stretch above 0",
+    }.items(),
+)
+def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "2", *options.split()]) == 2
+    assert said in capsys.readouterr().err
