@@ -243,3 +243,10 @@ def test_one_rank_one_microbatch() -> None:
 def test_bad_objectives_are_named(make: Any, message: str) -> None:
     with pytest.raises((ps.ScheduleError, ps.CostError), match=message):
         make()
+
+
+@pytest.mark.parametrize(("name", "cap"), [("zb-v", 8), ("v-half", 6), ("v-min", 4)])
+def test_no_worse_than_the_library_on_the_same_placement(name: str, cap: int) -> None:
+    costs = ps.Costs.uniform(8, f=5, i=5, w=5)
+    plan = ps.plan(costs, 4, 12, max_in_flight=cap, placement=v_shape(4), time_limit=0.2)
+    assert plan.makespan <= ps.simulate(ps.build(name, 4, 12), costs).makespan

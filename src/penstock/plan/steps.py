@@ -10,6 +10,7 @@ from penstock.cost import Costs, Links
 from penstock.plan import exact
 from penstock.plan.bounds import jackson_bound, work_bound, work_is_cheap
 from penstock.plan.expected import Samples, robust, under
+from penstock.plan.named import named
 from penstock.plan.objective import Expected
 from penstock.plan.problem import Problem, pose
 from penstock.plan.progress import Progress
@@ -72,6 +73,8 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
     with suppress(KeyboardInterrupt):
         if not search.closed and work_is_cheap(search.problem):
             search.lower_bound = max(search.lower_bound, work_bound(search.problem))
+        if not search.closed and search.problem.placement.num_stages != search.problem.queues.num_ranks:
+            named(search)
         if not search.closed:
             justified(search, space, min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
         if search.problem.queues.num_ops <= exact.MOST_OPS and exact.available():
