@@ -1,4 +1,4 @@
-"""Library schedules as starts: where one has the placement and keeps within the caps, the plan is at least as good."""
+"""Library schedules as starts: where one keeps within the caps, the plan is no worse than it."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Plan:
         value: ms, of the objective: the makespan, the span, or the mean makespan.
         lower_bound: no schedule within the limits has a smaller value (ms).
         seconds: spent.
-        how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact". "serial", "repetend" or
-            "ends" where stages are shared.
+        how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact";
+            "serial", "repetend" or "ends" where stages are shared.
     """
 
     schedule: Schedule
