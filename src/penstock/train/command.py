@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,6 +66,10 @@ def train(
     timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
     threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,
     sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
+    link: Annotated[
+        list[str] | None,
+        _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),
+    ] = None,
     in_process: Annotated[bool | None, _option("All ranks in one process, in turn.")] = None,
     out: Annotated[str | None, _option("Folder of the run; else a new one in runs/.")] = None,
     resume: Annotated[str | None, _option("Go on with the run in this folder.", metavar="RUN")] = None,
@@ -93,6 +98,8 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
     for name in ("warmup", "cut"):
         if name in given:
             given[name] = _counts(name, given[name])
+    if links := given.pop("link", None):
+        given["link"] = shlex.join(links)
     if "optimizer_options" in given:
         given["optimizer_options"] = _object(given["optimizer_options"])
     for name in ("data", "tokenizer"):  # a run may be resumed from another folder

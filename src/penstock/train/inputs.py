@@ -115,6 +115,7 @@ def build_pipeline(inputs: Inputs) -> Pipeline:
         tied=tied_parameters(config),
         seed=settings.seed,
         timeout=settings.timeout,
+        links=settings.link_conditions(),
     )
 
 

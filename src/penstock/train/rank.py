@@ -181,7 +181,7 @@ class RankRun:
         if not self.first:
             return None
         middle = sorted(profile, key=lambda timeline: timeline.makespan)[len(profile) // 2]
-        timing, simulated = timing_report(middle, measured_costs(profile))
+        timing, simulated = timing_report(middle, measured_costs(profile), inputs.settings.link_conditions())
         save_picture([simulated, middle], folder.file("timeline.html"))
         save_picture([simulated, middle], folder.file("timeline.json"))
         folder.file("sample.txt").write_text(text + "\n", encoding="utf-8")
@@ -204,7 +204,7 @@ class RankRun:
             seconds=seconds,
             timing=timing,
             peak_memory=memory,
-            notices=[*self.pipe.notices, *_crowded(inputs.settings)],
+            notices=[*self.pipe.notices, *_injected(inputs.settings), *_crowded(inputs.settings)],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -220,6 +220,12 @@ class RankRun:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _injected(settings: Settings) -> list[str]:
+    """What was done to the links; the simulation does the same from its time 0 on."""
+    conditions = settings.link_conditions()
+    return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
 
 
 def _crowded(settings: Settings) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import Costs
+from penstock.cost import Costs, LinkConditions
 from penstock.simulate import Timeline, simulate
 
 WIDTH = 100
@@ -95,8 +95,10 @@ class Report:
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
-def timing_report(measured: Timeline, costs: Costs) -> tuple[TimingReport, Timeline]:
-    """Simulates what was measured, with the costs read off the run."""
-    simulated = simulate(measured.schedule, costs, dispatch=measured.dispatch)
+def timing_report(
+    measured: Timeline, costs: Costs, links: LinkConditions | None = None
+) -> tuple[TimingReport, Timeline]:
+    """Simulates what was measured, with the costs read off the run and the conditions injected into it."""
+    simulated = simulate(measured.schedule, costs, links=links, dispatch=measured.dispatch)
     report = TimingReport(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio)
     return report, simulated

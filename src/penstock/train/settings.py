@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.cost import CostError, LinkConditions
 from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, ScheduleError, check
@@ -45,6 +46,7 @@ class Settings:
             of a sum can depend on them.
         sample: tokens of text written at the end.
         in_process: all ranks in one process, in turn.
+        link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
     """
 
     schedule: str = "1f1b"
@@ -82,6 +84,7 @@ class Settings:
     threads: int | None = None
     sample: int = 160
     in_process: bool = False
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -103,6 +106,7 @@ class Settings:
         ):
             if getattr(self, name) not in choices:
                 raise SettingsError(f"no {name} {getattr(self, name)!r}; choose {' or '.join(choices)}")
+        self.link_conditions()
         if self.batch < self.microbatches:
             raise SettingsError(
                 f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches; "
@@ -117,6 +121,17 @@ class Settings:
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
         return max(1, num_cores() // self.ranks)
+
+    def link_conditions(self) -> LinkConditions | None:
+        """The conditions to inject. Raises SettingsError for those that make no sense."""
+        if self.link is None:
+            return None
+        try:
+            conditions = LinkConditions.parse(self.link)
+            conditions.check_ranks(self.ranks)
+        except (CostError, ValueError) as error:
+            raise SettingsError(f"--link: {error}") from None
+        return conditions
 
     def build_schedule(self) -> Schedule:
         """The schedule, checked. Raises ScheduleError."""
