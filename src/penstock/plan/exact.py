@@ -13,6 +13,7 @@ holds for the true times too; the orders found are timed again with those.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +131,25 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     parameters.use_dynamic_precedence_in_disjunctive = True
     parameters.cp_model_probing_level = 0  # probing and symmetries take longer than the answer
     parameters.symmetry_level = 0
-    status = solver.solve(model)
+    parameters.catch_sigint_signal = False
+    status = _answer(solver, model)
     if status == cp_model.INFEASIBLE:
         return Answer(None, refuted=exact)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, refuted=False)
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
     return Answer(row if time_of(problem, row) >= 0 else None, refuted=False)
+
+
+def _answer(solver: Any, model: Any) -> Any:
+    """Solves on another thread, so that an interrupt reaches this one at once and stops it."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(solver.solve, model)
+        try:
+            return asked.result()
+        except KeyboardInterrupt:
+            solver.stop_search()
+            raise
 
 
 def _memory(model: Any, problem: Problem, r: int, starts: list[list[Any]], duration: list[int]) -> bool:
