@@ -1,0 +1,101 @@
+"""The search against the truth: on tiny problems all orders are tried; plan and bounds must agree with the best."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.plan import exact
+from penstock.plan.bounds import jackson_bound, work_bound
+from penstock.plan.named import fits
+from penstock.plan.problem import Problem, pose
+from penstock.plan.search import Search, Space, greedy, time_of
+from penstock.schedule import one_to_one
+
+
+@cache
+def orders(num_microbatches: int) -> list[tuple[int, ...]]:
+    """All orders of F, I and W (0, 1, 2) of one stage in which each I follows its F and each W its I."""
+    found: list[tuple[int, ...]] = []
+
+    def extend(order: tuple[int, ...], f: int, i: int, w: int) -> None:
+        if w == num_microbatches:
+            found.append(order)
+        if f < num_microbatches:
+            extend((*order, 0), f + 1, i, w)
+        if i < f:
+            extend((*order, 1), f, i + 1, w)
+        if w < i:
+            extend((*order, 2), f, i, w + 1)
+
+    extend((), 0, 0, 0)
+    return found
+
+
+def problem_of(seed: int, num_ranks: int, num_microbatches: int, share: float) -> Problem:
+    draw = np.random.default_rng(seed)
+    f, i, w = (draw.integers(1, 12, num_ranks).astype(float).tolist() for _ in range(3))
+    links = ps.Links({(0, 1): float(draw.integers(0, 20))})
+    cap = float(draw.integers(1, num_microbatches + 1))
+    return pose(
+        ps.Costs(f, i, w), one_to_one(num_ranks), num_ranks, num_microbatches, links,
+        [(1.0, share)] * num_ranks, [cap] * num_ranks, split=True,
+    )  # fmt: skip
+
+
+def best_of_all(problem: Problem) -> float:
+    """The shortest makespan of all orders that fit and do not deadlock."""
+    ranks = problem.queues.num_ranks
+    num_microbatches = int(problem.queues.size[0])
+    best = float("inf")
+    for rows in itertools.product(orders(num_microbatches), repeat=ranks):
+        row = np.array([3 * rank + kind for rank, order in enumerate(rows) for kind in order], np.int64)
+        if fits(problem, row) and (value := time_of(problem, row)) >= 0:
+            best = min(best, value)
+    return best
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: float) -> None:
+    problem = problem_of(seed, 2, 3, share)
+    best = best_of_all(problem)
+    assert jackson_bound(problem) <= work_bound(problem) <= best
+    search = Search(problem, work_bound(problem))
+    greedy(search, Space(problem))
+    assert search.value >= best
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_solving_ends_at_the_best_of_all_orders(seed: int, share: float) -> None:
+    pytest.importorskip("ortools")
+    problem = problem_of(seed, 2, 3, share)
+    best = best_of_all(problem)
+    search = Search(problem, jackson_bound(problem), stop_at_gap=1e-6)
+    greedy(search, Space(problem))
+    exact.solve(search, search.seconds + 60.0)
+    assert search.value == pytest.approx(best)
+    assert search.closed
+    assert search.lower_bound <= best * (1 + 1e-9)
+
+
+def test_a_horizon_is_refuted_below_the_best_and_met_at_it() -> None:
+    pytest.importorskip("ortools")
+    problem = problem_of(3, 2, 3, 0.0)
+    best = best_of_all(problem)
+    below = exact.within(problem, best - 0.5, seconds=60.0)
+    assert (below.row, below.refuted) == (None, True)
+    at = exact.within(problem, best + 0.1, seconds=60.0)
+    assert at.row is not None
+    assert time_of(problem, at.row) <= best + 0.1
+
+
+def test_three_ranks() -> None:
+    for seed in range(4):
+        problem = problem_of(seed, 3, 2, 0.0)
+        assert work_bound(problem) <= best_of_all(problem)
