@@ -138,8 +138,8 @@ def _schedules(
         except ScheduleError:
             break  # what runs now does not fit in these caps
     num = job.num_ranks
-    if job.start.schedule.placement != one_to_one(num) or not job.start.schedule.splits_backward():
-        return  # Eq. 1 and its algorithms speak of one stage a rank and of split backwards
+    if job.start.schedule.placement != one_to_one(num):
+        return  # Eq. 1 and its algorithms speak of one stage a rank
     num_microbatches = job.start.schedule.num_microbatches
     for links in ways:
         for rule in Rule:

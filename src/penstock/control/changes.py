@@ -3,16 +3,17 @@
     ms
      |                  x  x  x  x  x
      |        x
-     | - - - - - - - - - - - - - - - - - - - - - - - -  level + max(4 deviations, 10%, what matters at all)
+     | - - - - - - - - - - - - - - - - - - - - - - - -  level + max(5 deviations, 10%, what matters at all)
      | x  x      x  x                  x  x  x ... x
      +------------------------------------------------- half iterations
               |         |     |        |           |
         false alarm  suspected      suspected      12 in a row: verified, it fell
                               3 in a row: verified, it rose
 
-Level and deviation are the median and the median absolute deviation since the last verified change, so a wild value
-moves neither. A fall needs more evidence than a rise: leaving a remedy too early costs more than keeping it a while.
-Each time the number rises again soon after it fell, the next fall needs twice as many.
+Level and deviation are the median, and what the middle of the values tells of their spread, since the last verified
+change, so a wild value moves neither. A rise that does not double the level needs more evidence than one that does,
+for there is less to lose by waiting. A fall needs most: leaving a remedy too early costs more than keeping it a
+while. Each time the number rises again soon after it fell, the next fall needs twice as many.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ class Sensitivity:
     Attributes:
         num_deviations, share: a change is larger than this many deviations, and than this share of the level
             (0.1 is that of Greyhound, arXiv 2410.12588).
-        rise, fall: how many numbers in a row verify a rise, a fall. A link gives two an iteration, so three mean that
-            one iteration is never enough, and that the second always is where the first was slow for its half.
+        rise, small_rise, fall: how many numbers in a row verify a rise that at least doubles the level, another
+            rise, a fall. A link gives two an iteration, so three mean that one iteration is never enough, and that
+            the second is where the first was slow for half of it; five are within three iterations.
         most_fall: what doubling `fall` ends at.
         calibration: numbers after a start or a verified change before another may be suspected.
     """
 
-    num_deviations: float = 4.0
+    num_deviations: float = 5.0
     share: float = 0.1
     rise: int = 3
+    small_rise: int = 5
     fall: int = 12
     most_fall: int = 192
     calibration: int = 6
@@ -111,7 +114,10 @@ class Detector:
         if not self._pending:
             self.num_suspected += 1
         self._pending.append(value)
-        needed = self.sensitivity.rise if distance > 0 else self._fall
+        needed = self._fall
+        if distance > 0:
+            doubles = min(self._pending) >= max(2 * level, level + 1.5 * self.threshold())
+            needed = self.sensitivity.rise if doubles else self.sensitivity.small_rise
         if len(self._pending) < needed:
             return None
         return self._verify(level)

@@ -7,12 +7,20 @@ from statistics import median
 
 AS_DEVIATION = 1.4826
 """Median absolute deviation times this is the standard deviation, where noise is normal."""
+TENTHS_APART = 2.5631
+"""How many standard deviations lie between the first and the last tenth, where noise is normal."""
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation as the median absolute deviation tells it; 0 for one value."""
+    """The standard deviation as the middle of the values tells it; 0 for one value.
+
+    The larger of two: by the median absolute deviation, which half of the values may not move, and by the distance
+    between the first and the last tenth, which sees values that keep jumping between two levels.
+    """
     middle = median(values)
-    return AS_DEVIATION * median(abs(value - middle) for value in values)
+    tenth, ordered = len(values) // 10, sorted(values)
+    span = ordered[-1 - tenth] - ordered[tenth] if len(values) >= 10 else 0.0
+    return max(AS_DEVIATION * median(abs(value - middle) for value in values), span / TENTHS_APART)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float | None:

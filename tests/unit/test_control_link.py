@@ -1,0 +1,108 @@
+"""Latency, bandwidth and loss of a link, told apart where sizes allow."""
+
+import random
+
+import pytest
+
+from penstock.control import Cause, ControlError, Sensitivity, Transfer, estimate
+from penstock.control.link import LinkWatch
+
+pytestmark = pytest.mark.unit
+MB = 2.0**20
+
+
+def messages(latency: float, bandwidth: float, sizes: list[float], seed: int = 0) -> list[tuple[float, float]]:
+    rng = random.Random(seed)
+    return [(size, (latency + size / bandwidth * 1e3) * rng.gauss(1, 0.02)) for size in sizes]
+
+
+def test_latency_and_bandwidth_come_from_the_sizes() -> None:
+    rows = messages(30.0, 1e9, [1 * MB, 4 * MB, 16 * MB] * 20)
+    rows[7] = (MB, 900.0)  # one wild message moves nothing
+    found = estimate(rows)
+    assert found.latency == pytest.approx(30.0, rel=0.05)
+    assert found.bandwidth == pytest.approx(1e9, rel=0.1)
+    assert found.late_share == pytest.approx(1 / 60)
+
+
+def test_one_size_does_not_tell() -> None:
+    found = estimate(messages(30.0, 1e9, [16 * MB] * 20))
+    assert (found.latency, found.bandwidth) == (None, None)
+    assert found.delay == pytest.approx(46.8, rel=0.03)
+
+
+def test_sizes_that_make_no_difference_have_no_bandwidth_limit() -> None:
+    found = estimate([(size, 5.0) for size in [MB, 4 * MB] * 5])
+    assert (found.latency, found.bandwidth) == (5.0, float("inf"))
+
+
+def test_waiting_is_not_slowness() -> None:
+    late_receiver = Transfer.timed((0, 1), MB, sent=100.0, posted=150.0, ended=153.0)
+    late_sender = Transfer.timed((0, 1), MB, sent=150.0, posted=100.0, ended=153.0)
+    assert late_receiver.ms == late_sender.ms == 3.0
+    assert Transfer.timed((0, 1), MB, sent=0.0, posted=9.0, ended=5.0).ms == 0.0
+
+
+def watched(iterations: list[list[tuple[float, float]]]) -> list[Cause]:
+    watch = LinkWatch((0, 1), 1.0, Sensitivity())
+    causes = []
+    for rows in iterations:
+        for size, ms in rows:
+            watch.feed(Transfer((0, 1), size, ms))
+        if change := watch.end_iteration():
+            causes.append(change.cause)
+            assert change.num_iterations <= 3
+    return causes
+
+
+SIZES = [1 * MB, 4 * MB, 16 * MB] * 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("latency", "bandwidth", "cause"), [(40.0, 1e9, Cause.LATENCY), (5.0, 1e8, Cause.BANDWIDTH)])
+def test_the_cause_of_a_change_is_named(latency: float, bandwidth: float, cause: Cause, seed: int) -> None:
+    before = [messages(5.0, 1e9, SIZES, 100 * seed + n) for n in range(20)]
+    after = [messages(latency, bandwidth, SIZES, 100 * seed + 50 + n) for n in range(3)]
+    assert watched(before + after) == [cause]
+
+
+def test_without_sizes_it_is_a_delay() -> None:
+    before = [messages(5.0, 1e9, [MB] * 12, n) for n in range(20)]
+    assert watched([*before, *(messages(40.0, 1e9, [MB] * 12, n) for n in range(3))]) == [Cause.DELAY]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_messages_far_above_the_others_are_loss(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def lossy(n: int) -> list[tuple[float, float]]:
+        return [(size, ms + 200.0 * (rng.random() < 0.33)) for size, ms in messages(5.0, 1e9, [MB] * 32, n)]
+
+    calm = [messages(5.0, 1e9, [MB] * 32, n) for n in range(20)]
+    assert watched([*calm, *map(lossy, range(8))]) == [Cause.LOSS]
+
+
+def test_some_wild_messages_are_not_loss() -> None:
+    rng = random.Random(0)
+    rows = [
+        [(MB, ms + 200.0 * (rng.random() < 0.02)) for _, ms in messages(5.0, 1e9, [MB] * 32, n)] for n in range(300)
+    ]
+    assert watched(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "size", "ms", "said"),
+    [
+        ((0, 0), 1.0, 1.0, "two ranks"),
+        ((0,), 1.0, 1.0, "two ranks"),
+        ((0, -1), 1.0, 1.0, "two ranks"),
+        ((0, 1), -1.0, 1.0, "size"),
+        ((0, 1), 1.0, -1.0, "time"),
+        ((0, 1), 1.0, float("nan"), "time"),
+    ],
+)
+def test_measurements_that_make_no_sense_are_refused(
+    link: tuple[int, int], size: float, ms: float, said: str
+) -> None:
+    with pytest.raises(ControlError, match=said):
+        Transfer(link, size, ms)
