@@ -13,6 +13,7 @@ holds for the true times too; the orders found are timed again with those.
 from __future__ import annotations
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`."""
     from ortools.sat.python import cp_model
 
+    began = time.perf_counter()
     queues = problem.queues
     unit = horizon / _STEPS
     model: Any = cp_model.CpModel()
@@ -123,7 +125,6 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
         exact = _memory(model, problem, r, starts, duration) and exact
     solver: Any = cp_model.CpSolver()
     parameters = solver.parameters
-    parameters.max_time_in_seconds = max(seconds, 0.01)
     parameters.num_workers = num_workers
     parameters.random_seed = seed
     # Learning clauses from the order of ops refutes in seconds what linear relaxations never do.
@@ -132,7 +133,7 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     parameters.cp_model_probing_level = 0  # probing and symmetries take longer than the answer
     parameters.symmetry_level = 0
     parameters.catch_sigint_signal = False
-    status = _answer(solver, model)
+    status = _answer(solver, model, seconds - (time.perf_counter() - began))
     if status == cp_model.INFEASIBLE:
         return Answer(None, refuted=exact)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -141,11 +142,16 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     return Answer(row if time_of(problem, row) >= 0 else None, refuted=False)
 
 
-def _answer(solver: Any, model: Any) -> Any:
-    """Solves on another thread, so that an interrupt reaches this one at once and stops it."""
+def _answer(solver: Any, model: Any, seconds: float) -> Any:
+    """Solves on another thread, so that time's end and interrupts, which reach this one, stop it at once."""
+    seconds = max(seconds, 0.01)
+    solver.parameters.max_time_in_seconds = seconds
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(solver.solve, model)
         try:
+            return asked.result(timeout=seconds)
+        except TimeoutError:
+            solver.stop_search()
             return asked.result()
         except KeyboardInterrupt:
             solver.stop_search()
