@@ -16,6 +16,7 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     data,
     plan,
     profile,
+    search,
     show,
     simulate,
     train,

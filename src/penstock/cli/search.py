@@ -1,0 +1,124 @@
+"""`penstock search`: the best program of every placement, over rules and traversals.
+
+penstock search --ranks 8 --microbatches 32 --memory-limit 32
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import penstock as ps
+from penstock.cli import options
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json, Out, numbers
+from penstock.cli.output import in_colour, print_json
+from penstock.formats.costs import load_costs
+from penstock.plan.space import Outcome, search_space
+
+PARTS_A_RANK = 4
+"""What divides among one, two and four stages a rank."""
+
+
+@app.command(short_help="Search placements, rules and traversals for the shortest schedule.")
+def search(
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Number of microbatches.")],
+    parts: Annotated[
+        int | None,
+        typer.Option("--parts", help="Equal parts the model is given in; stages are made of them. [4 a rank]"),
+    ] = None,
+    f: Annotated[str, typer.Option("--f", metavar="MS", help="Forward of a part: ms, or one a part: 10,12.")] = "1",
+    i: Annotated[str, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = "1",
+    w: Annotated[str, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = "1",
+    costs: Annotated[
+        str | None, typer.Option("--costs", metavar="FILE", help="All costs of the parts, as JSON.")
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
+    ] = None,
+    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    memory_limit: Annotated[
+        float | None,
+        typer.Option("--memory-limit", help="Most a rank may hold; a part's activation is 1 if not said."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None, typer.Option("--placement", help="Only this one, like v-shape+bidirectional; repeatable.")
+    ] = None,
+    shared_ends: Annotated[
+        bool,
+        typer.Option("--shared-ends/--no-shared-ends", help="First and last part are run by all ranks together."),
+    ] = False,
+    split: Annotated[bool, typer.Option("--split/--no-split", help="Backward as I and W, or one B.")] = True,
+    forward_first: Annotated[
+        bool, typer.Option("--forward-first/--no-forward-first", help="Try forward-first rules too.")
+    ] = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Run every placement, rule and traversal over the costs; the shortest of each placement, the best one drawn."""
+    num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
+    if num_parts < 1:
+        raise Misuse(f"--parts {num_parts}: at least 1 is needed")
+    chosen = load_costs(costs, num_parts) if costs is not None else _costs(num_parts, f=f, i=i, w=w)
+    links = ps.Links(options.link_delays(link or []), default_delay)
+    outcome = search_space(
+        chosen,
+        ranks,
+        microbatches,
+        links=links,
+        memory_limit=memory_limit,
+        shapes=placement,
+        shared_ends=shared_ends,
+        split=split,
+        forward_first=forward_first,
+    )
+    if out is not None:
+        from penstock.cli.picture import save
+
+        save(outcome.best.schedule, out)
+    if json:
+        print_json(_as_json(outcome, ranks, microbatches, out))
+        return
+    from penstock.draw.terminal import to_terminal
+
+    print(to_terminal(outcome.best.schedule, color=in_colour()))
+    print(f"\n{outcome.num_tried} programs tried, {outcome.num_stuck} of them cannot run within the limits.\n")
+    for found in outcome.found:
+        print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  {found.name}")
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _costs(num_parts: int, **texts: str) -> ps.Costs:
+    rows = {}
+    for name, text in texts.items():
+        values = numbers(f"--{name}", text)
+        if len(values) not in (1, num_parts):
+            raise Misuse(f"--{name} has {len(values)} entries; give one, or one a part: {num_parts}")
+        rows[name] = values * num_parts if len(values) == 1 else values
+    return ps.Costs(rows["f"], rows["i"], rows["w"])
+
+
+def _as_json(outcome: Outcome, ranks: int, microbatches: int, out: str | None) -> dict[str, Any]:
+    return {
+        "makespan": outcome.best.makespan,
+        "num_ranks": ranks,
+        "num_microbatches": microbatches,
+        "num_tried": outcome.num_tried,
+        "num_stuck": outcome.num_stuck,
+        "found": [
+            {
+                "placement": found.placement,
+                "program": found.name,
+                "makespan": found.makespan,
+                "bubble_ratio": found.bubble_ratio,
+            }
+            for found in outcome.found
+        ],
+        "grid": str(outcome.best.schedule),
+        "out": out,
+    }

@@ -1,0 +1,60 @@
+"""`penstock search`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["search", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_it_names_the_best_of_each_placement_and_draws_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--ranks", "2", "--microbatches", "4", "--placement", "v-shape", "--placement", "wave")
+    assert code == 0
+    assert "programs tried" in out
+    times = [line.split(" ms")[0].strip() for line in out.splitlines() if " ms  bubble" in line]
+    assert times == ["49", "50"]
+    assert out.startswith("rank 0") or "rank 0 |" in out
+
+
+def test_json_holds_all_of_it_and_out_writes_a_valid_schedule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "best.json"
+    code, out, _ = run(
+        capsys, "--ranks", "2", "--microbatches", "4", "--memory-limit", "8", "--json", "--out", str(path)
+    )
+    value = json.loads(out)
+    assert code == 0
+    best = ps.load(path)
+    ps.check(best)
+    assert ps.parse(value["grid"]) == best
+    assert value["found"][0]["makespan"] == value["makespan"] == 48
+    assert {found["placement"] for found in value["found"]} >= {"one-to-one", "v-shape+bidirectional"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parts", "3"], "do not divide among 2 ranks"),
+        (["--f", "-1"], "give a number of at least 0"),
+        (["--f", "1,2"], "--f has 2 entries; give one, or one a part: 8"),
+        (["--placement", "spiral"], "no placement named 'spiral' here"),
+        (["--memory-limit", "0.1"], "raise the limit"),
+        (["--link", "0:5=3"], "ranks go from 0 to 1"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    code, out, err = run(capsys, "--ranks", "2", "--microbatches", "4", *words)
+    assert code in (1, 2)
+    assert message in err
+    assert not out
