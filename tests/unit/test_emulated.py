@@ -283,3 +283,16 @@ def test_simulated_and_emulated_side_by_side(capsys: pytest.CaptureFixture[str],
 def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "2", *options.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_benchmark_has_a_row_for_every_case() -> None:
+    from penstock.bench import emulated
+
+    rows = emulated.run([3], ["1f1b"], steps=1)
+    assert [(row["links"], row["dispatch"]) for row in rows] == [
+        (links, dispatch) for links in ("none", "late", "mixed") for dispatch in ("frozen", "dynamic")
+    ]
+    for row in rows:
+        assert row["errors"] == tuple(m / s - 1 for m, s in zip(row["makespans"], row["simulated"], strict=True))
+        assert row["makespans"][0] >= 30 * row["num_microbatches"] * (1 - 1e-9)
+    assert len(emulated.table(rows).splitlines()) == 2 + 6 + 1

@@ -1,0 +1,144 @@
+"""How close emulated runs come to simulated ones: makespans over schedules, dispatch, ranks and link conditions.
+
+    python -m penstock.bench.emulated [--ranks 4,8,16] [--steps 2] [--stretch 1] [--processes] [--out FILE.json]
+
+Ops of 10 ms. Ranks are threads of this process, or, with `--processes`, a process each that talk over gloo. A row has
+each step's makespan, the simulated one, and the simulated one with the transport's own latency on every link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+from penstock.bench.machine import machine
+from penstock.runtime.launch import init_process, launch
+
+OP = 10.0
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+SIZE = 100_000
+"""Bytes of a message."""
+
+
+def conditions(num_ranks: int) -> dict[str, str]:
+    """The links' conditions by a name: none, a late last link, and links of every kind. For 3 ranks or more."""
+    last = f"{num_ranks - 2}:{num_ranks - 1}"
+    return {
+        "none": "",
+        "late": f"{last}=latency:60ms",
+        "mixed": f"0:1=latency:normal:30ms,10ms@50..100ms {last}=occupancy:6ms+loss:1%",
+    }
+
+
+def cases(ranks: Sequence[int], schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for num_ranks in ranks:
+        for schedule in schedules:
+            for links in conditions(num_ranks):
+                for dispatch in ("frozen", "dynamic"):
+                    yield {"num_ranks": num_ranks, "schedule": schedule, "links": links, "dispatch": dispatch}
+
+
+def measure(case: dict[str, Any], steps: int, stretch: float) -> dict[str, Any]:
+    """Emulates one case; between processes every rank calls it."""
+    num_ranks = case["num_ranks"]
+    schedule = ps.build(case["schedule"], num_ranks, 2 * num_ranks)
+    row = [OP * num_ranks / schedule.num_stages] * schedule.num_stages
+    costs = ps.Costs(row, row, row, message_bytes=[SIZE] * schedule.num_stages)
+    links = ps.LinkConditions.parse(conditions(num_ranks)[case["links"]])
+    wall, cpu = time.perf_counter(), time.process_time()
+    run = ps.emulate(schedule, costs, links=links, dispatch=case["dispatch"], num_steps=steps, stretch=stretch)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {
+        **case,
+        "num_microbatches": schedule.num_microbatches,
+        "stretch": stretch,
+        "conditions": str(run.conditions),
+        "makespans": [t.makespan for t in run.timelines],
+        "simulated": [t.makespan for t in run.simulated],
+        "calibrated": [t.makespan for t in run.calibrated],
+        "errors": run.errors,
+        "calibrated_errors": run.calibrated_errors,
+        "own_latency": run.own_latency,
+        "late": {"median": run.late.median, "worst": run.late.worst},
+        "cores_used_by_this_process": cpu / wall,
+    }
+
+
+def run(
+    ranks: Sequence[int], schedules: Sequence[str] = SCHEDULES, steps: int = 2, stretch: float = 1.0
+) -> list[dict[str, Any]]:
+    """All cases with ranks as threads."""
+    return [measure(case, steps, stretch) for case in cases(ranks, schedules)]
+
+
+def run_processes(
+    ranks: Sequence[int], schedules: Sequence[str] = SCHEDULES, steps: int = 2, stretch: float = 1.0
+) -> list[dict[str, Any]]:
+    """All cases with a process a rank; one launch for each number of ranks."""
+    rows: list[dict[str, Any]] = []
+    for num_ranks in ranks:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+            command = [sys.executable, "-m", "penstock.bench.emulated", "--ranks", str(num_ranks)]
+            command += ["--steps", str(steps), "--stretch", str(stretch), "--schedules", ",".join(schedules)]
+            code = launch([*command, "--out", f"{name}/rows.json"], num_ranks)
+            if code != 0:
+                raise SystemExit(code)
+            rows += json.loads(Path(name, "rows.json").read_text())["rows"]
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Median and worst error by number of ranks, dispatch and conditions, as Markdown."""
+    lines = [
+        "| ranks | dispatch | links | runs | median error | worst | with the transport's latency | worst |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
+    ]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["num_ranks"], row["dispatch"], row["links"]), []).append(row)
+    for key, found in groups.items():
+        lines.append("| " + " | ".join([*map(str, key), *_cells(found)]) + " |")
+    lines.append("| all | | | " + " | ".join(_cells(rows)) + " |")
+    return "\n".join(lines)
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cells = []
+    for name in ("errors", "calibrated_errors"):
+        errors = [abs(error) for row in rows for error in row[name]]
+        cells += [f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
+    return [str(sum(len(row["errors"]) for row in rows)), *cells]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m penstock.bench.emulated", description="See the module's head.")
+    parser.add_argument("--ranks", default="4,8,16")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--stretch", type=float, default=1.0)
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--out")
+    given = parser.parse_args(arguments)
+    ranks, schedules = [int(part) for part in given.ranks.split(",")], given.schedules.split(",")
+    rank = init_process(60.0)[0] if "RANK" in os.environ else 0
+    rows = (run_processes if given.processes else run)(ranks, schedules, given.steps, given.stretch)
+    if rank != 0:
+        return
+    found = {"machine": machine(), "ranks_are": "processes" if given.processes else "threads", "rows": rows}
+    if given.out is not None:
+        Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
+    if "RANK" not in os.environ:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
