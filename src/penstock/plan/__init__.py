@@ -4,16 +4,20 @@ from penstock.plan.objective import Expected
 from penstock.plan.plan import Plan, plan
 from penstock.plan.progress import Progress
 from penstock.plan.slow_links import slow_link_schedule
+from penstock.plan.space import Found, Outcome, search_space
 from penstock.plan.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
 __all__ = [
     "Expected",
+    "Found",
+    "Outcome",
     "Plan",
     "Progress",
     "adapted_warmups",
     "initial_warmups",
     "needed_slack",
     "plan",
+    "search_space",
     "slow_link_schedule",
     "tolerance",
     "tolerances",
