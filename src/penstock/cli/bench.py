@@ -83,13 +83,16 @@ def tune(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Quiet rounds of each setting.")] = 5,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a round.")] = 20,
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Of measuring layers.")] = 1.0,
+    patience: Annotated[
+        float, typer.Option("--patience", min=0, help="Seconds to wait for a quiet moment before each round.")
+    ] = 60.0,
     out: Raw = None,
     json: Json = False,
 ) -> None:
     """Measure, predict and run three settings of a small GPT, and set predicted beside measured."""
     from penstock.bench import tune as measured
 
-    result = measured.run(rounds, steps, seconds)
+    result = measured.run(rounds, steps, seconds, patience=patience)
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
