@@ -13,6 +13,10 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cost.conditions import LinkConditions
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.peers import GroupPeers
+from penstock.runtime.transports.conditioned import ConditionedLines, Conditions
+from penstock.runtime.transports.lines import LineTransport, lines_of
+from penstock.runtime.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
 
@@ -110,6 +114,31 @@ def test_training_has_the_same_numbers_on_slow_links(dispatch: str) -> None:
     outcomes = run_ranks(3, train, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
+
+
+def train_through_lines(rank: int) -> list[bool]:
+    """The transport of NCCL, over gloo: what is held keeps its order on a line."""
+    found = []
+    for links in (None, LinkConditions.parse("0:1=latency:normal:10ms,8ms@1ms..3ms")):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        schedule = ps.build("zb-h1", 3, 6)
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), timeout=20)
+        assert isinstance(pipe._peers, GroupPeers)
+        given = pipe._peers.group, pipe._tags, 20.0, lines_of(wire(schedule)), "gloo", torch.device("cpu")
+        pipe._transport = (
+            LineTransport(*given) if links is None else ConditionedLines(*given, conditions=Conditions(links))
+        )
+        x = torch.randn(12, 4)
+        loss = pipe.step(x, x.sum(1, keepdim=True), update=False).loss
+        found.append([loss, *(p.grad for p in pipe.parameters())])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+def test_lines_have_the_same_numbers_when_slow() -> None:
+    outcomes = run_ranks(3, train_through_lines)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert all(all(o.value) and len(o.value) > 1 for o in outcomes)
 
 
 def test_the_command_line_starts_a_process_a_rank(capfd: pytest.CaptureFixture[str]) -> None:

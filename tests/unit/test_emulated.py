@@ -296,3 +296,27 @@ def test_the_benchmark_has_a_row_for_every_case() -> None:
         assert row["errors"] == tuple(m / s - 1 for m, s in zip(row["makespans"], row["simulated"], strict=True))
         assert row["makespans"][0] >= 30 * row["num_microbatches"] * (1 - 1e-9)
     assert len(emulated.table(rows).splitlines()) == 2 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    {
+        "0:9=latency:3": "--link: link 0:9: ranks go from 0 to 3",
+        "0:1=fog:3": "--link: link '0:1=fog:3': 'fog' is not a condition",
+        "0:1=latency:-3": "give a number of at least 0",
+    }.items(),
+)
+def test_training_refuses_conditions_that_make_no_sense(
+    link: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", "--link", link, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_keep_conditions() -> None:
+    from penstock.train.settings import Settings
+
+    settings = Settings.from_mapping(json.loads(Settings(link="0:1=20 2:3=loss:1%").to_json()))
+    assert settings.link_conditions() == LinkConditions.parse("0:1=latency:20ms 2:3=loss:1%")
+    assert Settings().link_conditions() is None
