@@ -295,6 +295,15 @@ def test_a_dead_link_during_another_switch_waits_for_its_end() -> None:
     assert (0, 1) in second.configuration.delegated
 
 
+def test_a_dropped_decision_is_made_again_after_a_while() -> None:
+    controller = Controller(JOB)
+    (first,) = drive(controller, [HEALTHY] * 10 + [LATE] * 2)
+    controller.feed(Dropped(first.number))
+    (second,) = drive(controller, [LATE] * 10, first=12)[:1]
+    assert second.iteration == first.iteration + 6
+    assert (second.number, second.configuration) == (first.number + 1, first.configuration)
+
+
 def test_a_dead_link_that_cannot_be_delegated_strands_the_job() -> None:
     controller = Controller(replace(JOB, may_delegate=False))
     assert controller.feed(LinkDown((0, 1))) == ()

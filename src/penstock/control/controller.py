@@ -39,7 +39,7 @@ from penstock.cost.over_time import Constant, Trace
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
-"""Iterations since the last change after which the choice is looked at again, with more known."""
+"""Iterations since the last change after which the choice is looked at again, with more known; then every 64."""
 _SCENARIOS = 3
 """Iterations that stand for all where delays differ from one to the next."""
 
@@ -57,7 +57,8 @@ class Counts:
 class Controller:
     """Decides what a job runs. The same events give the same decisions.
 
-    After a decision it waits for `Switched` or `Dropped` before it makes another.
+    After a decision it waits for `Switched` or `Dropped` before it makes another; after `Dropped` it leaves the ranks in
+    peace for some iterations, unless a link dies.
 
     Attributes:
         job, sensitivity: as given.
@@ -88,7 +89,7 @@ class Controller:
         self._waiting: Decision | None = None
         self._number = 0
         self._hold = self.sensitivity.fall // 2
-        self._delegated_at = self._returned_at = -(10**9)
+        self._delegated_at = self._returned_at = self._quiet_until = -(10**9)
         if log is not None:
             log(header(job, self.sensitivity))
 
@@ -126,14 +127,12 @@ class Controller:
             ControlError: a rank that is not there, iterations that do not rise, or news of a decision that is not
                 waiting.
         """
+        decision = self._take(event)
         if self._log is not None:
             self._log(event_line(event))
-        decision = self._take(event)
-        if decision is None:
-            return ()
-        if self._log is not None:
-            self._log(decision_line(decision))
-        return (decision,)
+            if decision is not None:
+                self._log(decision_line(decision))
+        return () if decision is None else (decision,)
 
     def _take(self, event: Event) -> Decision | None:
         if isinstance(event, Transfer):
@@ -153,6 +152,7 @@ class Controller:
             self._switch(self._ended(event.number))
         elif isinstance(event, Dropped):
             self._ended(event.number)
+            self._quiet_until = self._iteration + self.sensitivity.fall // 2
             self._due = True
         else:
             check(event.schedule)
@@ -207,15 +207,18 @@ class Controller:
         if news:
             self._age = 0
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
-        self._due = self._due or bool(news) or self._age in _AGES or back
+        self._due = self._due or bool(news) or self._is_age_to_look() or back
         before, began = self._rate, max((change.num_iterations for change in news), default=1)
         if self._due and self._waiting is None:
             self._look()
         # A change began some iterations ago, and has cost since then.
         self.lost += self._rate + (began - 1) * max(0.0, self._rate - before)
-        if self._waiting is not None:
+        if self._waiting is not None or event.number < self._quiet_until:
             return None
         return self._decide(news)
+
+    def _is_age_to_look(self) -> bool:
+        return self._age in _AGES or (self._age > 0 and self._age % _AGES[-1] == 0)
 
     def _forced(self) -> Decision | None:
         """A dead link cannot wait for the iteration to end."""

@@ -1,0 +1,133 @@
+"""Whatever the job and its links: caps hold, no more is paid than was lost, and the log replays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.control import (
+    Action,
+    Configuration,
+    Controller,
+    Job,
+    LinkDown,
+    LinkUp,
+    Measured,
+    Prices,
+    Switched,
+    candidates,
+    choose,
+    rehearse,
+    replay,
+    run_once,
+    score,
+)
+from penstock.control.configuration import peaks
+from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost.over_time import Trace
+
+pytestmark = pytest.mark.property
+
+MS = st.integers(1, 12).map(float)
+DELAY = st.sampled_from([0.0, 0.0, 1.0, 5.0, 20.0, 60.0, 150.0])
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    name = draw(st.sampled_from(["zb", "zb-h1", "1f1b", "zb-v"]))
+    num_ranks, num_microbatches = draw(st.integers(2, 4)), draw(st.integers(4, 9))
+    schedule = ps.build(name, num_ranks, num_microbatches)
+    times = st.lists(MS, min_size=schedule.num_stages, max_size=schedule.num_stages)
+    sizes = st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=schedule.num_stages, max_size=schedule.num_stages)
+    costs = ps.Costs(draw(times), draw(times), draw(times), activation=draw(sizes))
+    room = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    caps = tuple(peak + room for peak in peaks(schedule, costs))
+    start = Configuration(schedule, draw(st.sampled_from(["frozen", "dynamic"])), (), caps)
+    return Job(
+        costs,
+        start,
+        host_memory=draw(st.sampled_from([0.0, 2.0, 20.0])),
+        depth=draw(st.integers(0, 2)),
+        delegate_ms=draw(st.sampled_from([0.0, 3.0])),
+        prices=draw(st.sampled_from([Prices(), Prices(0, 0, 0), Prices(10, 50, 200)])),
+        dispatches=draw(st.sampled_from([("frozen",), ("frozen", "dynamic")])),
+    )
+
+
+@st.composite
+def conditions(draw: st.DrawFn, num_ranks: int) -> LinkConditions:
+    found = {}
+    for rank in range(num_ranks - 1):
+        values = draw(st.lists(DELAY, min_size=1, max_size=4))
+        times = tuple(1500.0 * at for at in range(len(values)))
+        found[rank, rank + 1] = LinkCondition(Trace(times, tuple(values)))
+    return LinkConditions(found)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject) -> None:
+    job = data.draw(jobs())
+    links = data.draw(conditions(job.num_ranks))
+    lines: list[str] = []
+    controller = Controller(job, log=lines.append)
+    run = rehearse(controller, links, until=5000.0, delay=data.draw(st.integers(0, 2)))
+    configurations = {0: job.start} | {d.number: d.configuration for d in run.decisions}
+    for each in run.iterations:
+        caps = configurations[each.decision].caps
+        assert all(peak <= cap * (1 + 1e-6) for peak, cap in zip(each.peaks, caps, strict=True))
+    for decision in run.decisions:
+        ps.check(decision.configuration.schedule)
+        lifted = job.host_memory if decision.configuration.delegated else 0.0
+        assert decision.configuration.caps == tuple(cap + lifted for cap in job.start.caps)
+        assert decision.configuration.dispatch in {job.start.dispatch, *job.dispatches}
+    assert controller.paid <= controller.lost
+    assert [decision.number for decision in run.decisions] == list(range(1, len(run.decisions) + 1))
+    assert replay(lines) == run.decisions
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
+    job = replace(data.draw(jobs()), delegate_ms=0.0)
+    delays = {(rank, rank + 1): data.draw(DELAY) for rank in range(job.num_ranks - 1)}
+    links = ps.Links(delays)
+    measured = Measured.steady(links, frozenset(link for link, ms in delays.items() if ms >= 1))
+    found = candidates(job, job.start, measured)
+    by_hand = [run_once(job, each.configuration, links).makespan for each in found]
+    budget = data.draw(st.sampled_from([0.0, 20.0, 1e9]))
+    chosen, lost = choose([score(job, measured, each) for each in found], budget, job.least_gain)
+    affordable = [ms for ms, each in zip(by_hand, found, strict=True) if each.price <= budget]
+    assert found[0].action is Action.KEEP
+    if min(affordable) <= by_hand[0] * (1 - job.least_gain):
+        assert chosen.ms == pytest.approx(min(affordable), rel=1e-9)
+        assert chosen.candidate.price <= budget
+    else:
+        assert chosen.candidate.action is Action.KEEP
+    assert lost == pytest.approx(max(0.0, by_hand[0] - min(by_hand)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_no_dead_link_is_used_once_a_decision_is_in_force(data: st.DataObject) -> None:
+    job = data.draw(jobs())
+    controller = Controller(job)
+    down: set[tuple[int, int]] = set()
+    for _ in range(data.draw(st.integers(1, 6))):
+        rank = data.draw(st.integers(0, job.num_ranks - 2))
+        link = (rank, rank + 1)
+        event = LinkUp(link) if link in down and data.draw(st.booleans()) else LinkDown(link)
+        if isinstance(event, LinkUp):
+            down.discard(link)
+        else:
+            down.add(link)
+        made = controller.feed(event)
+        while made:
+            made = controller.feed(Switched(made[0].number))
+        assert down <= set(controller.now.delegated)
+        assert controller.waiting is None
+    assert controller.paid == 0.0
