@@ -57,8 +57,8 @@ class Counts:
 class Controller:
     """Decides what a job runs. The same events give the same decisions.
 
-    After a decision it waits for `Switched` or `Dropped` before it makes another; after `Dropped` it leaves the ranks in
-    peace for some iterations, unless a link dies.
+    After a decision it waits for `Switched` or `Dropped` before it makes another; after `Dropped` it leaves the ranks
+    in peace for some iterations, unless a link dies.
 
     Attributes:
         job, sensitivity: as given.
