@@ -267,6 +267,14 @@ def test_choose_takes_the_cheapest_among_equals_and_nothing_without_gain() -> No
     assert choose([dear], 0.0, 0.02) == (dear, 0.0)
 
 
+def test_a_candidate_that_is_slower_in_one_scenario_is_none() -> None:
+    keep = Scored(Candidate(Action.KEEP, JOB.start, 0.0), 100.0, (100.0, 100.0))
+    mixed = Scored(Candidate(Action.REPLAN, JOB.start, 0.0), 90.0, (70.0, 110.0))
+    sure = Scored(Candidate(Action.DELEGATE, JOB.start, 0.0), 95.0, (90.0, 100.0))
+    assert choose([keep, mixed], 1e9, 0.02) == (keep, 0.0)
+    assert choose([keep, mixed, sure], 1e9, 0.02) == (sure, 5.0)
+
+
 # Dead links
 
 

@@ -27,15 +27,21 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate and its mean simulated iteration time (ms) under the measured links."""
+    """A candidate and its mean simulated iteration time (ms) under the measured links.
+
+    Attributes:
+        each: the time in each scenario, where there are several.
+    """
 
     candidate: Candidate
     ms: float
+    each: tuple[float, ...] = ()
 
 
 def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
     """Simulates a candidate on each scenario."""
-    return Scored(candidate, predict(job, candidate.configuration, measured.scenarios))
+    each = tuple(predict(job, candidate.configuration, [links]) for links in measured.scenarios)
+    return Scored(candidate, fmean(each), each)
 
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
@@ -48,6 +54,7 @@ def choose(
 ) -> tuple[Scored, float]:
     """The best candidate that can be paid for, and what is lost in an iteration to keeping what runs now (ms).
 
+    A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance.
     Among equals: the cheapest, then the one with the fewest delegated links, then a dynamic
     one, which takes a late message best, then the first. What runs now stays
     unless the best saves at least the share `least_gain`; a candidate that delegates fewer links is taken as soon as
@@ -59,12 +66,13 @@ def choose(
         budget: what switching may cost now (ms).
     """
     now = scored[0] if scored[0].candidate.action is Action.KEEP else None
-    within = [each for each in scored if now is None or each.candidate.price <= budget or each is now]
+    sure = [each for each in scored if now is None or _never_slower(each, now)]
+    within = [each for each in sure if now is None or each.candidate.price <= budget or each is now]
     least = min(each.ms for each in within)
     best = min((each for each in within if each.ms <= least * (1 + _SAME)), key=_rank)
     if now is None:
         return best, 0.0
-    lost = max(0.0, now.ms - min(each.ms for each in scored))
+    lost = max(0.0, now.ms - min(each.ms for each in sure))
     if best.ms <= now.ms * (1 - least_gain):
         return best, lost
     fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE]
@@ -73,6 +81,10 @@ def choose(
         if back.ms <= now.ms * (1 + _SAME):
             return back, lost
     return now, lost
+
+
+def _never_slower(scored: Scored, now: Scored) -> bool:
+    return all(then <= before * (1 + _SAME) for then, before in zip(scored.each, now.each, strict=True))
 
 
 def _rank(scored: Scored) -> tuple[float, int, bool]:
