@@ -103,7 +103,9 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training reads and checks its settings and then only leaves its folder; benchmarks measure nothing, and the
     tuner estimates."""
+    from penstock.bench import plan as bench_plan
     from penstock.bench import runtime, split
+    from penstock.bench import space as bench_space
     from penstock.bench import tune as bench_tune
     from penstock.tune import session
 
@@ -133,6 +135,10 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(session, "tune", estimate_instead)
     monkeypatch.setattr(session, "measure", measure_nothing)
+    for measured in ("speeds", "free", "tight"):
+        monkeypatch.setattr(bench_plan, measured, lambda *args, **kwargs: [])
+    for measured in ("searches", "against_library", "shared_ends"):
+        monkeypatch.setattr(bench_space, measured, lambda *args, **kwargs: [])
     monkeypatch.setattr(bench_tune, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
     monkeypatch.setattr(split, "run", lambda *args, **kwargs: [])
     monkeypatch.setattr(runtime, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
