@@ -11,6 +11,7 @@ import pytest
 import penstock as ps
 from penstock.draw import to_svg
 from penstock.draw.palette import ink, kind_order, rgb, shade
+from penstock.draw.panel import Panel
 from penstock.draw.scale import percent, short, ticks
 from penstock.simulate import Timeline
 
@@ -134,3 +135,9 @@ def test_numbers_are_short() -> None:
     assert [percent(v) for v in (0, 1, 0.2727)] == ["0%", "100%", "27.3%"]
     assert ticks(450, 14) == [0, 50, 100, 150, 200, 250, 300, 350, 400, 450]
     assert ticks(0, 10) == [0]
+
+
+def test_a_shared_stage_has_its_own_shade_on_every_rank_that_runs_it() -> None:
+    panel = Panel(ps.simulate(ps.build("mllm", 3, 2)), "mllm", "ms")
+    assert [panel.chunk(rank, ps.Op("F", 4, 0)) for rank in range(3)] == [2, 2, 2]
+    assert panel.chunk(1, ps.Op("F", 0, 0)) != panel.chunk(1, ps.Op("F", 2, 0))

@@ -47,9 +47,10 @@ class Panel:
     def _chunks(self) -> list[dict[tuple[int, int], int]]:
         pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.timeline.num_ranks)]
         for stage in range(self.schedule.num_stages):
-            for pipeline, ranks in enumerate(self.schedule.placement.pipelines):
-                if ranks[stage] < len(pairs):
-                    pairs[ranks[stage]].append((stage, pipeline))
+            for pipeline in range(self.schedule.placement.num_pipelines):
+                for rank in self.schedule.placement.hosts(pipeline, stage):
+                    if rank < len(pairs):
+                        pairs[rank].append((stage, pipeline))
         return [{pair: chunk for chunk, pair in enumerate(mine)} for mine in pairs]
 
     @cached_property
