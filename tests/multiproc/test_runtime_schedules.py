@@ -1,4 +1,4 @@
-"""Every library schedule of one pipeline with one process a rank, frozen and dynamic: the plain loop's numbers to the last bit."""
+"""Library schedules of one pipeline, one process a rank, frozen and dynamic: the plain loop's numbers to the bit."""
 
 from __future__ import annotations
 

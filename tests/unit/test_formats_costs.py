@@ -34,7 +34,11 @@ def test_numbers_stand_for_every_stage() -> None:
         ({"freed_by_input": True}, "freed_by_input is a yes or no"),
         ({"version": 2}, "version is 2: this Penstock reads up to 1"),
         ({"format": "x"}, "costs are a JSON object"),
-        ({"speed": 1}, "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, freed_by_input, kept_by_recompute and other"),
+        (
+            {"speed": 1},
+            "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, freed_by_input, "
+            "kept_by_recompute and other",
+        ),
     ],
 )
 def test_wrong_costs_are_named(change: dict, message: str) -> None:
