@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test asserts a time, Hypothesis' 200 ms for each example among them.
+settings.register_profile("ours", deadline=None)
+settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"
 

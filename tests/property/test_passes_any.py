@@ -125,7 +125,7 @@ def test_the_networks_times_are_the_simulators(problem: Problem) -> None:
     timeline = ps.simulate(schedule, costs, links=links)
     assert end == pytest.approx(max((t.end for t in timeline.ops), default=0.0))
     for timed in timeline.ops:
-        assert starts[net.graph.number[timed.op]] == pytest.approx(timed.start, abs=ROUNDING)
+        assert starts[net.node_of[net.graph.number[timed.op]]] == pytest.approx(timed.start, abs=ROUNDING)
     latest = net.latest(net.durations, end)
     assert all(latest[node] >= starts[node] - ROUNDING for node in net.order)
 

@@ -167,3 +167,18 @@ def test_the_runtime_says_what_it_does_not_run() -> None:
 
     with pytest.raises(Exception, match=r"share|branch|registered"):
         ps.Pipeline([torch.nn.Linear(2, 2)] * 3, shared(), loss_fn=torch.nn.functional.mse_loss)
+
+
+def test_the_network_has_one_node_for_what_ranks_run_together_whoever_is_named_first() -> None:
+    from penstock.passes.network import network
+
+    placement = ps.Placement(((1, 0),), ((0, (1, 0)),))
+    order = rows("0F0 1F0 1B0 0B0", "0F0 0B0")
+    schedule = ps.Schedule("swapped", placement, order, (0,))
+    costs = ps.Costs.uniform(2)
+    net = network(schedule, costs, ps.Links())
+    starts, makespan = net.earliest_frozen()
+    timeline = ps.simulate(schedule, costs)
+    assert makespan == timeline.makespan == 6
+    for timed in timeline.ops:
+        assert starts[net.node_of[net.graph.number[timed.op]]] == timed.start
