@@ -27,6 +27,8 @@ from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.simulate import simulate
 from penstock.simulate.lister import Lister, rows_of
 
+COMPILE_ABOVE = 100_000
+"""Ops of a whole search above which loading compiled code pays for itself."""
 V = "v-shape"
 NUM_STAGE_CAPS = 4
 CONSTRUCTED = ("zb-v", "v-half", "v-min")
@@ -143,7 +145,8 @@ def search_space(
     lister: Lister | None = None
     for number, (name, program) in enumerate(points):
         if lister is None or lister.graph.placement is not program.placement:
-            lister = Lister(program.queues())
+            graph = program.queues()
+            lister = Lister(graph, compile=True if graph.num_ops * len(points) > COMPILE_ABOVE else None)
         try:
             listed = lister.list_by_rules(program.tables(lister.graph))
         except ScheduleError:  # a cap below what one microbatch needs
