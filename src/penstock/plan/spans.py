@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.plan.bounds import heads_and_tails, jackson_bound, span_bound
-from penstock.plan.problem import Array, Problem
-from penstock.plan.search import time_of
+from penstock.plan.problem import Problem
 
 
 def with_tails(problem: Problem) -> tuple[Problem, float]:
@@ -44,18 +43,3 @@ def _fixed_starts(problem: Problem) -> bool:
     hosts = problem.placement.pipelines[0]
     ranks = set(hosts)
     return len(set(hosts[: len(ranks)])) == len(ranks)
-
-
-def span_of(problem: Problem, row: Array) -> float:
-    """The largest span of a rank (ms) when fixed orders start as soon as possible."""
-    queues = problem.queues
-    start = np.empty(queues.num_ops)
-    time_of(problem, row, start)
-    found = 0.0
-    for r in range(queues.num_ranks):
-        mine = [q for q in range(queues.rank_first[r], queues.rank_first[r + 1]) if queues.size[q] > 0]
-        if mine:
-            begins = min(float(start[queues.op_first[q]]) for q in mine)
-            ends = max(float(start[queues.op_first[q + 1] - 1] + queues.duration[q]) for q in mine)
-            found = max(found, ends - begins)
-    return found

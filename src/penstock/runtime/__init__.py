@@ -3,9 +3,10 @@
 from penstock.runtime.cut import PartitionError, partition
 from penstock.runtime.emulate import Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.pipeline import Pipeline, StepResult
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.registered import OpCall
 from penstock.runtime.stage import Stage
+from penstock.runtime.step_result import StepResult
 
 __all__ = [
     "DeadlineExceeded",

@@ -61,3 +61,11 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     )
     other = {key: ms for key, ms in mean.items() if key[0] not in BUILT_IN}
     return costs.with_other(other) if other else costs
+
+
+def idle_share(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> float:
+    """The share of the time from each rank's first op to its last in which it ran none; 0 where nothing ran."""
+    times = [row for row in rows if row]
+    busy = sum(end - start for row in times for _, start, end in row)
+    spans = sum(row[-1][2] - row[0][1] for row in times)
+    return 1 - busy / spans if spans else 0.0

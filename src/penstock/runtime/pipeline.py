@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
-from penstock.runtime.measured import measured_timeline
+from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan, pairs_with, plan_step
@@ -36,32 +36,18 @@ from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.runtime.stages import build_stage, stages_of
+from penstock.runtime.step_result import StepResult
 from penstock.runtime.tied import Tie, TiedGradients, find_ties
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.tree import flatten, unflatten
+from penstock.runtime.tree import on_host
 from penstock.runtime.wiring import Wiring, num_indices
 from penstock.runtime.worker import Device, Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
 from penstock.simulate.simulate import as_dispatch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives, the same on every rank.
-
-    Attributes:
-        loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
-        losses: each microbatch's share of it; they add up to `loss`.
-        grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
-    """
-
-    loss: Tensor
-    losses: Tensor
-    grad_norm: Tensor | None = None
 
 
 class Pipeline:
@@ -357,7 +343,7 @@ class Pipeline:
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
         last = self.schedule.num_stages - 1
         runner = self._runners.get(last)
-        mine = {} if runner is None else {m: _on_host(value) for m, value in runner.results.items()}
+        mine = {} if runner is None else {m: on_host(value) for m, value in runner.results.items()}
         outputs: dict[int, Any] = {}
         for part in self._peers.gather(mine):
             outputs.update(part)
@@ -490,10 +476,7 @@ class Pipeline:
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
         workers = self._last[1] if self._last is not None else []
-        times = [worker.recorder.times for worker in workers if worker.recorder.times]
-        busy = sum(end - start for row in times for _, start, end in row)
-        spans = sum(row[-1][2] - row[0][1] for row in times)
-        return 1 - busy / spans if spans else 0.0
+        return idle_share([worker.recorder.times for worker in workers])
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of ranks; plain data."""
@@ -518,8 +501,3 @@ class Pipeline:
 
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _on_host(value: Any) -> Any:
-    leaves, skeleton = flatten(value)
-    return unflatten([leaf.detach().cpu() for leaf in leaves], skeleton)

@@ -67,3 +67,9 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 """Names of tensor types, for message headers."""
+
+
+def on_host(value: Any) -> Any:
+    """The same value with its tensors detached, in host memory."""
+    leaves, skeleton = flatten(value)
+    return unflatten([leaf.detach().cpu() for leaf in leaves], skeleton)
