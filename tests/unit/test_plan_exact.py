@@ -99,3 +99,23 @@ def test_three_ranks() -> None:
     for seed in range(4):
         problem = problem_of(seed, 3, 2, 0.0)
         assert work_bound(problem) <= best_of_all(problem)
+
+
+@pytest.mark.parametrize(("last_w", "objective"), [(0.0, "makespan"), (0.0, "span"), (1.0, "span")])
+def test_regression_ops_of_no_length_in_two_pipelines(last_w: float, objective: str) -> None:
+    """The solver's order of ops that start together broke the cap, and a span came out as more than it was."""
+    costs = ps.Costs((0.0,) * 3, (0.0,) * 3, (0.0, 0.0, last_w), (), (1.0,) * 3, 0.0)
+    links = ps.Links({(0, 1): 1.0})
+    plan = ps.plan(
+        costs,
+        3,
+        2,
+        links,
+        placement=ps.Placement(((0, 1, 2), (2, 1, 0))),
+        split=False,
+        objective=objective,
+        time_limit=0.05,
+        max_in_flight=1,
+    )
+    ps.check(plan.schedule)
+    assert plan.value == getattr(ps.simulate(plan.schedule, costs, links=links), objective)

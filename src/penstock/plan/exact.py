@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plan.bounds import heads_and_tails, work_is_cheap
+from penstock.plan.named import fits
 from penstock.plan.problem import Array, Problem
 from penstock.plan.search import Search, time_of
 
@@ -139,7 +140,8 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, refuted=False)
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
-    return Answer(row if time_of(problem, row) >= 0 else None, refuted=False)
+    runs = time_of(problem, row) >= 0 and fits(problem, row)  # ops of no length may have come in an order that does not
+    return Answer(row if runs else None, refuted=False)
 
 
 def _answer(solver: Any, model: Any, seconds: float) -> Any:
