@@ -11,7 +11,7 @@ from hypothesis import settings
 
 # No test asserts a time, Hypothesis' 200 ms for each example among them.
 settings.register_profile("ours", deadline=None)
-# What continuous integration runs: the same examples for the same code, so that a change is judged by what it changed.
+# What continuous integration runs: the same examples for the same code, so that a change is judged by what it did.
 # New examples are looked for wherever the tests are run by hand.
 settings.register_profile("same-examples", deadline=None, derandomize=True)
 settings.load_profile("ours")

@@ -140,7 +140,7 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, refuted=False)
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
-    runs = time_of(problem, row) >= 0 and fits(problem, row)  # ops of no length may have come in an order that does not
+    runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
     return Answer(row if runs else None, refuted=False)
 
 
