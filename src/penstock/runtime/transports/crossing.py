@@ -1,0 +1,42 @@
+"""A message's way from one rank to another, as the receiver knows it: what links are measured by.
+
+    sender     ......|sent- - - - - - - - - - - - .
+    receiver   . . . . . . |posted========arrived|....      this receiver was late: its link took `=`
+                            |<- duration ->|
+
+Waiting for a late sender, or for a receiver that had not made room yet, is no slowness of the link: a transfer
+begins when both are there (ByteDance's what-if analysis, OSDI'25: end minus the later of both starts).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Crossing(NamedTuple):
+    """One message that came in.
+
+    Moments are nanoseconds of the monotonic clock (`time.perf_counter_ns`), which all processes of a host share.
+    Two hosts share none: what crosses between them is late by the difference of their clocks as well, always the
+    same, so only changes of it mean anything there.
+
+    Attributes:
+        source, target: ranks.
+        num_bytes: of what the message carries.
+        sent: when the sender handed it to its transport.
+        posted: when the receiver was ready for it: had a buffer where the transport fills one ahead of time,
+            else the same as `sent`.
+        arrived: when its last byte was there.
+    """
+
+    source: int
+    target: int
+    num_bytes: int
+    sent: int
+    posted: int
+    arrived: int
+
+    @property
+    def duration(self) -> int:
+        """Nanoseconds from when both sides were ready to the message's arrival."""
+        return self.arrived - max(self.sent, self.posted)
