@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links
+from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, costs_preset
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.plan import Expected, Plan, plan
@@ -72,6 +72,7 @@ __all__ = [
     "build",
     "by_microbatch",
     "check",
+    "costs_preset",
     "depth_first",
     "earliest_first",
     "emulate",
