@@ -49,10 +49,11 @@ class Conditions:
         """Whether there is a condition from one rank to another at all."""
         return self._lines.conditions.named(source, target)[1] is not None
 
-    def due(self, source: int, target: int, num_bytes: float) -> int:
-        """When a message sent now is to arrive, in nanoseconds of the monotonic clock. Takes it up."""
-        now = (time.perf_counter_ns() - self.origin) / self._stretch
-        return self.origin + int(self._lines.arrival(source, target, num_bytes, now) * self._stretch)
+    def due(self, source: int, target: int, num_bytes: float, sent: int | None = None) -> int:
+        """When a message sent at `sent`, or now, is to arrive, in nanoseconds of the monotonic clock. Takes it up."""
+        sent = time.perf_counter_ns() if sent is None else sent
+        now = (sent - self.origin) / self._stretch
+        return max(sent, self.origin + int(self._lines.arrival(source, target, num_bytes, now) * self._stretch))
 
 
 def size_of(payload: Payload) -> int:

@@ -10,6 +10,7 @@ begins when both are there (ByteDance's what-if analysis, OSDI'25: end minus the
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 
@@ -40,3 +41,24 @@ class Crossing(NamedTuple):
     def duration(self) -> int:
         """Nanoseconds from when both sides were ready to the message's arrival."""
         return self.arrived - max(self.sent, self.posted)
+
+
+KEPT = 10_000
+"""Crossings that a rank keeps where nobody asks for them: the latest."""
+
+
+class CrossingLog:
+    """The crossings of one rank since they were last taken. `add` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Crossing] = deque(maxlen=KEPT)
+
+    def add(self, crossing: Crossing) -> None:
+        self._kept.append(crossing)
+
+    def take(self) -> list[Crossing]:
+        """All that were added since the last call, oldest first."""
+        taken = []
+        while self._kept:
+            taken.append(self._kept.popleft())
+        return taken

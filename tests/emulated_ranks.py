@@ -1,0 +1,140 @@
+"""Emulated ranks, a thread each, over mailboxes that the test makes: what a transport does to a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import penstock as ps
+from penstock.cost import LinkConditions
+from penstock.dispatch import Dispatch, Dispatcher
+from penstock.runtime.devices.emulated import EmulatedDevice
+from penstock.runtime.measured import measured_timeline
+from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.transports.mailbox import Mailbox, MailboxTransport
+from penstock.runtime.wiring import Wiring, wire
+from penstock.runtime.worker import Worker
+from penstock.schedule import Op, Schedule
+from penstock.simulate import Timeline
+from penstock.simulate.simulate import frozen_caps, memory_changes
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One step.
+
+    Attributes:
+        times: (op, start, end) in ns, by rank.
+        crossings: by the rank that they came to.
+    """
+
+    times: list[list[tuple[Op, int, int]]]
+    crossings: list[list[Crossing]]
+    timeline: Timeline
+
+    def started(self) -> dict[Op, int]:
+        return {op: start for row in self.times for op, start, _ in row}
+
+
+def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, transport: object) -> Worker:
+    change = memory_changes(wiring.graph, costs)
+    caps = frozen_caps(wiring.graph, change)
+    dispatcher = Dispatcher(wiring.graph, rank, Dispatch(dispatch), change, caps[rank])
+    return Worker(wiring, rank, dispatcher, EmulatedDevice(wiring, costs), transport)  # type: ignore[arg-type]
+
+
+def run_to_the_end(worker: Worker, transport: object) -> None:
+    device = worker._device
+    assert isinstance(device, EmulatedDevice)
+    device.begin()
+    while True:
+        worker.run_ready()
+        if worker.finished:
+            return
+        before = perf_counter_ns()
+        edges = transport.wait(worker.awaited(), worker.stuck_on)  # type: ignore[attr-defined]
+        device.waited(before, perf_counter_ns())
+        for edge in edges:
+            worker.arrive(edge)
+
+
+def run_threads(
+    schedule: Schedule,
+    costs: ps.Costs,
+    links: str = "",
+    depth: int | None = None,
+    delegated: Sequence[Collection[tuple[int, int]]] = ((),),
+    dispatch: str = "frozen",
+    timeout: float = 20.0,
+) -> list[Ran]:
+    """One step for each of `delegated`, one after the other with no pause between: a rank that is done goes on."""
+    wiring = wire(schedule)
+    ranks = range(schedule.num_ranks)
+    conditions = Conditions(LinkConditions.parse(links))
+    boxes = [Mailbox() for _ in ranks]
+    transports = [MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in ranks]
+    found: list[list[tuple[Worker, list[Crossing]]]] = [[] for _ in ranks]
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        transport = transports[rank]
+        try:
+            for links_by_delegate in delegated:
+                worker = start_worker(wiring, rank, costs, dispatch, transport)
+                transport.route(links_by_delegate)
+                transport.begin()
+                run_to_the_end(worker, transport)
+                transport.end()
+                found[rank].append((worker, transport.crossings()))
+        except BaseException as error:
+            errors.append(error)
+            for box in boxes:
+                box.lose(rank)
+
+    in_threads([lambda rank=rank: work(rank) for rank in ranks])  # type: ignore[misc]
+    if errors:
+        raise errors[0]
+    return [ran(wiring, [rows[step] for rows in found], dispatch) for step in range(len(delegated))]
+
+
+def ran(wiring: Wiring, found: Sequence[tuple[Worker, list[Crossing]]], dispatch: str) -> Ran:
+    times = [worker.recorder.times for worker, _ in found]
+    timeline = measured_timeline(wiring, times, [worker.peak_held for worker, _ in found], dispatch)
+    return Ran(times, [crossings for _, crossings in found], timeline)
+
+
+def in_threads(functions: Sequence[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def blocked_starts(ran: Ran, depth: int, bounded: Callable[[int, int], bool] = lambda a, b: True) -> int:
+    """Checks what a channel of `depth` promises; returns how often it held an op up.
+
+    The message `depth` places behind another is sent, and what its sender runs next starts, only after that one has
+    arrived.
+    """
+    held_up = 0
+    by_link: dict[tuple[int, int], list[Crossing]] = {}
+    for crossings in ran.crossings:
+        for crossing in crossings:
+            by_link.setdefault((crossing.source, crossing.target), []).append(crossing)
+    for (source, target), crossings in by_link.items():
+        if not bounded(source, target):
+            continue
+        crossings.sort(key=lambda crossing: crossing.sent)
+        starts = sorted(start for _, start, _ in ran.times[source])
+        for first, later in zip(crossings, crossings[depth:], strict=False):
+            assert later.sent >= first.arrived, f"{source}>{target}: more than {depth} under way"
+            next_start = min((start for start in starts if start >= later.sent), default=None)
+            assert next_start is None or next_start >= first.arrived
+            # Handed over later than the op before ended: the rank stood still for it.
+            ended = max(end for _, _, end in ran.times[source] if end <= later.sent)
+            held_up += ended < first.arrived
+    return held_up
