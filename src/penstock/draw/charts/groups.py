@@ -1,0 +1,212 @@
+"""Charts by groups: bars side by side, and samples with their medians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from statistics import median
+
+from penstock.cost import CostError
+from penstock.draw.charts.axis import Axis, Scale, laid, upright
+from penstock.draw.charts.figure import Figure, num, spread_out, text, text_width, wrapped
+from penstock.draw.charts.frame import PAD, Entry, head, shape
+from penstock.draw.charts.hues import hue_of
+from penstock.draw.charts.parts import Bars, Dots, Level
+from penstock.draw.scale import short
+
+WIDEST = 64.0
+"""Pixels of a bar at most."""
+
+
+def bar_chart(
+    groups: Sequence[str],
+    series: Sequence[Bars],
+    *,
+    title: str = "",
+    note: str = "",
+    y: Axis | None = None,
+    levels: Sequence[Level] = (),
+    paper: str = "paper",
+    show: Callable[[float], str] = short,
+    width: int = 760,
+    height: int = 360,
+    label: str = "",
+    comment: str | None = None,
+) -> Figure:
+    """Draws bars side by side in groups, each with its value.
+
+    Args:
+        groups: their names, from left to right.
+        series: in each group one bar of each, in this order.
+        paper: what the strokes of `Bars.paper` are called in the legend.
+        show: a bar's value as text.
+
+    The others are as for `line_chart`.
+
+    Raises:
+        CostError: nothing to draw, or a series without a value (or None) for each group.
+    """
+    _check(groups, [(each.name, each.values) for each in series])
+    values = [v for each in series for row in (each.values, each.high, each.paper) for v in row if v is not None]
+    legend = [Entry(each.name, hue_of(each.hue, place)) for place, each in enumerate(series)]
+    if any(value is not None for each in series for value in each.paper):
+        legend.append(Entry(paper, "grey", "stroke"))
+    plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
+    gap = 3.0 if len(series) > 1 else 0.0
+    bar = min(WIDEST, (plot.room * 0.8 - gap * (len(series) - 1)) / len(series))
+    out = list(plot.drawn)
+    told: list[str] = []
+    base = plot.rise(max(0.0, plot.rise.low))
+    for number, group in enumerate(groups):
+        whole = len(series) * bar + (len(series) - 1) * gap
+        for place, each in enumerate(series):
+            value = each.values[number]
+            left = plot.middle(number) - whole / 2 + place * (bar + gap)
+            if value is None:
+                told.append(text(left + bar / 2, base - 5, "–", "soft", "mid"))
+                continue
+            at, tip = plot.rise(value), escape(f"{group}, {each.name}: {show(value)}")
+            upper, lower = min(at, base), max(at, base)
+            out.append(
+                f'<rect class="pc-f-{hue_of(each.hue, place)}" x="{num(left)}" y="{num(upper)}" width="{num(bar)}" '
+                f'height="{num(max(lower - upper, 0.8))}" rx="1.5"><title>{tip}</title></rect>'
+            )
+            highest = value
+            if each.low and each.high and (low := each.low[number]) is not None:
+                high = each.high[number]
+                highest = max(value, high if high is not None else value)
+                out.append(_whisker(left + bar / 2, plot.rise(low), plot.rise(highest), min(8.0, bar)))
+            if each.paper and (other := each.paper[number]) is not None:
+                said = escape(f"{group}, {each.name}, {paper}: {show(other)}")
+                line = f'd="M{num(left - 2)} {num(plot.rise(other))}h{num(bar + 4)}"'
+                out.append(f'<path class="pc-strong" {line}><title>{said}</title></path>')
+                if 0 <= plot.rise(highest) - plot.rise(other) < 15:
+                    highest = max(highest, other)
+            shown, size = show(value), 11 if bar < 34 else 12
+            if text_width(shown, size) <= bar + gap + 2:
+                told.append(text(left + bar / 2, plot.rise(highest) - 5, shown, "text", "mid", "over", *_small(size)))
+            elif text_width(shown, 11) <= lower - upper - 8 or bar >= 9:
+                spot = f' transform="rotate(-90 {num(left + bar / 2 + 4)} {num(plot.rise(highest) - 6)})"'
+                told.append(
+                    text(left + bar / 2 + 4, plot.rise(highest) - 6, shown, "text", "small", "over", more=spot)
+                )
+    said = label or _said(title, note, groups, [each.name for each in series])
+    return Figure((*out, *told), width, height, said, comment)
+
+
+def dot_chart(
+    groups: Sequence[str],
+    series: Sequence[Dots],
+    *,
+    title: str = "",
+    note: str = "",
+    y: Axis | None = None,
+    levels: Sequence[Level] = (),
+    show: Callable[[float], str] = short,
+    width: int = 760,
+    height: int = 360,
+    label: str = "",
+    comment: str | None = None,
+) -> Figure:
+    """Draws samples as points by groups, with a stroke and the value at the median of each series in each group.
+
+    The arguments are those of `bar_chart`.
+
+    Raises:
+        CostError: nothing to draw, or a series without samples (perhaps none) for each group.
+    """
+    _check(groups, [(each.name, each.samples) for each in series])
+    values = [value for each in series for row in each.samples for value in row]
+    legend = [Entry(each.name, hue_of(each.hue, place), "shape", place) for place, each in enumerate(series)]
+    plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
+    slot = min(96.0, plot.room * 0.86 / len(series))
+    out, told = list(plot.drawn), []
+    for number, group in enumerate(groups):
+        for place, each in enumerate(series):
+            middle = plot.middle(number) + (place - (len(series) - 1) / 2) * slot
+            samples, hue = each.samples[number], hue_of(each.hue, place)
+            spread = min(12.0, slot / 5)
+            for count, value in enumerate(samples):
+                # Steps of the golden ratio lie evenly, and are the same in every drawing.
+                aside = spread * (2 * ((count * 0.618034) % 1) - 1) if len(samples) > 1 else 0.0
+                tip = escape(f"{group}, {each.name}: {show(value)}")
+                out.append(shape(place, middle + aside, plot.rise(value), 3.2, f"pc-f-{hue} pc-dot", tip))
+            if samples:
+                half = median(samples)
+                at = plot.rise(half)
+                told.append(
+                    f'<path class="pc-strong" d="M{num(middle - spread - 5)} {num(at)}h{num(2 * spread + 10)}"/>'
+                )
+                if slot >= 2 * spread + 14 + text_width(show(half), 11):
+                    told.append(text(middle + spread + 8, at + 4, show(half), "text", "small", "over"))
+    said = label or _said(title, note, groups, [each.name for each in series])
+    return Figure((*out, *told), width, height, said, comment)
+
+
+class _Plot:
+    """The room of a chart by groups: what lies around the bars, and where each group's middle is."""
+
+    def __init__(
+        self,
+        groups: Sequence[str],
+        legend: Sequence[Entry],
+        values: Sequence[float],
+        title: str,
+        note: str,
+        y: Axis,
+        levels: Sequence[Level],
+        width: float,
+        height: float,
+    ) -> None:
+        above, top = head(title, note, legend if len(legend) > 1 else (), width)
+        top += 30 if y.label else 20
+        edge = max((text_width(level.text) for level in levels), default=-8.0) + 8
+        right = width - PAD - min(0.3 * width, edge)
+        # Texts below need the width of a group, which needs the width of the values: four digits are a fair guess.
+        rough = (right - PAD - 40) / len(groups)
+        names = [wrapped(group, rough - 6) for group in groups]
+        bottom = height - PAD - 8 - 15 * max(map(len, names))
+        self.rise: Scale = laid(
+            y, [*values, *(each.y for each in levels)], bottom, top, max(2, int((bottom - top) / 44))
+        )
+        left = PAD + 10 + max((text_width(y.show(tick)) for tick in self.rise.ticks), default=0.0)
+        self.room = (right - left) / len(groups)
+        self._left = left
+        self.drawn = [*above, *upright(self.rise, left, right)]
+        if y.label:
+            self.drawn.append(text(PAD, top - 14, y.label, "soft"))
+        places = spread_out([self.rise(each.y) for each in levels], 15, top, bottom)
+        for level, place in zip(levels, places, strict=True):
+            self.drawn.append(f'<path class="pc-level" d="M{num(left)} {num(self.rise(level.y))}H{num(right)}"/>')
+            self.drawn.append(text(right + 7, place + 4, level.text, "soft"))
+        self.drawn.append(f'<path class="pc-axis" d="M{num(left)} {num(bottom)}H{num(right)}"/>')
+        for number, lines in enumerate(names):
+            for row, line in enumerate(lines):
+                self.drawn.append(text(self.middle(number), bottom + 17 + 15 * row, line, "text", "mid"))
+
+    def middle(self, number: int) -> float:
+        return self._left + self.room * (number + 0.5)
+
+
+def _whisker(x: float, low: float, high: float, wide: float) -> str:
+    half = wide / 2
+    return (
+        f'<path class="pc-whisker" d="M{num(x)} {num(low)}V{num(high)}M{num(x - half)} {num(low)}h{num(wide)}'
+        f'M{num(x - half)} {num(high)}h{num(wide)}"/>'
+    )
+
+
+def _small(size: int) -> tuple[str, ...]:
+    return ("small",) if size < 12 else ()
+
+
+def _said(title: str, note: str, groups: Sequence[str], names: Sequence[str]) -> str:
+    return ". ".join(each for each in (title, note, f"{', '.join(names)} for {'; '.join(groups)}") if each)
+
+
+def _check(groups: Sequence[str], series: Sequence[tuple[str, Sequence[object]]]) -> None:
+    if not groups or not series:
+        raise CostError(f"a chart of {len(groups)} groups and {len(series)} series: give at least one of each")
+    for name, values in series:
+        if len(values) != len(groups):
+            raise CostError(f"series {name!r} has {len(values)} values for {len(groups)} groups; give one each")
