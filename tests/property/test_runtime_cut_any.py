@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.cut import partition
+from penstock.cost.cut import partition
 
 pytestmark = pytest.mark.property
 

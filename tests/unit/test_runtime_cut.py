@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.cut import PartitionError, partition
+from penstock.cost.cut import PartitionError, partition
 
 pytestmark = pytest.mark.unit
 

@@ -1,6 +1,6 @@
 """Runs a schedule with torch: stages, split backward, transports, updates."""
 
-from penstock.runtime.cut import PartitionError, partition
+from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.emulate import Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.pipeline import Pipeline

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from penstock.runtime.cut import PartitionError, partition
+from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage import Stage, StageSource, with_arguments
 
