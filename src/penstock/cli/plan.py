@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import typer
 
 import penstock as ps
-from penstock.cli import options
+from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, numbers
 from penstock.cli.output import in_colour, print_json
-from penstock.formats.costs import load_costs
 from penstock.plan import Progress
 from penstock.schedule import circular, one_to_one, v_shape
 
@@ -31,21 +30,14 @@ _VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+
 def plan(
     ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
     microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
-    f: Annotated[str, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12.")] = "1",
-    i: Annotated[str, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = "1",
-    w: Annotated[str, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = "1",
-    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="All costs, as JSON.")] = None,
-    activation: Annotated[
-        str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
-    ] = None,
-    freed_by_input: Annotated[
-        float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
-    ] = None,
-    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    f: costs_options.F = None,
+    i: costs_options.I = None,
+    w: costs_options.W = None,
+    costs: costs_options.CostsSource = None,
+    activation: costs_options.Activation = None,
+    freed_by_input: costs_options.FreedByInput = None,
+    link: costs_options.LateLink = None,
+    default_delay: costs_options.DefaultDelay = 0.0,
     max_in_flight: Annotated[
         str | None,
         typer.Option("--max-in-flight", metavar="COUNT", help="Most F - W a rank, or one a rank: 7,5."),
@@ -72,28 +64,18 @@ def plan(
 ) -> None:
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
     where = _placement(placement, ranks, stages)
-    if costs is not None and (activation is not None or freed_by_input is not None):
-        raise Misuse(f"--costs {costs} says what activations hold; leave --activation and --freed-by-input out")
-    chosen = load_costs(costs, where.num_stages) if costs is not None else None
-    if chosen is None:
-        rows: dict[str, Any] = {
-            name: _row(name, text, where.num_stages) for name, text in (("f", f), ("i", i), ("w", w))
-        }
-        if activation is not None:
-            rows["activation"] = _row("activation", activation, where.num_stages)
-        if freed_by_input is not None:
-            rows["freed_by_input"] = freed_by_input
-        chosen = ps.Costs(**rows)
-    delays = options.link_delays(link or [])
+    given = costs_options.GivenCosts(costs, f, i, w, activation=activation, freed_by_input=freed_by_input)
+    chosen = given.read(where.num_stages)
+    links = costs_options.late_links(link or [], default_delay)
     if vary and objective != "makespan":
         raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
-    goal = _expected(vary, delays, default_delay, samples, seed) if vary else objective
+    goal = _expected(vary, links, samples, seed) if vary else objective
     with ProgressLine(time_limit) as show:
         found = ps.plan(
             chosen,
             ranks,
             microbatches,
-            ps.Links(delays, default_delay),
+            links,
             max_in_flight=_limit("--max-in-flight", max_in_flight),
             memory_limit=_limit("--memory-limit", memory_limit),
             time_limit=time_limit,
@@ -182,13 +164,6 @@ def _placement(name: str, ranks: int, stages: int | None) -> ps.Placement:
     return one_to_one(ranks) if name == "one-to-one" else v_shape(ranks)
 
 
-def _row(name: str, text: str, num_stages: int) -> list[float]:
-    values = numbers(f"--{name}", text)
-    if len(values) not in (1, num_stages):
-        raise Misuse(f"--{name} has {len(values)} entries; give one, or one a stage: {num_stages}")
-    return values * num_stages if len(values) == 1 else values
-
-
 def _limit(option: str, text: str | None) -> float | list[float] | None:
     if text is None:
         return None
@@ -196,9 +171,7 @@ def _limit(option: str, text: str | None) -> float | list[float] | None:
     return values[0] if len(values) == 1 else values
 
 
-def _expected(
-    texts: list[str], delays: dict[tuple[int, int], float], default: float, num_samples: int, seed: int
-) -> ps.Expected:
+def _expected(texts: list[str], links: ps.Links, num_samples: int, seed: int) -> ps.Expected:
     ranges = {}
     for text in texts:
         match = _VARY.fullmatch(text)
@@ -210,6 +183,7 @@ def _expected(
         ranges[int(match["source"]), int(match["target"])] = low, high
 
     def draw(random: Any) -> ps.Links:
-        return ps.Links({**delays, **{pair: random.uniform(*ends) for pair, ends in ranges.items()}}, default)
+        drawn = {pair: random.uniform(*ends) for pair, ends in ranges.items()}
+        return ps.Links({**links.delays, **drawn}, links.default)
 
     return ps.Expected.drawn(draw, num_samples, seed)

@@ -9,13 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-import penstock as ps
-from penstock.cli import options
+from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out, numbers
+from penstock.cli.options import Json, Out
 from penstock.cli.output import in_colour, print_json
-from penstock.formats.costs import load_costs
 from penstock.plan.space import Outcome, search_space
 
 PARTS_A_RANK = 4
@@ -30,17 +28,12 @@ def search(
         int | None,
         typer.Option("--parts", help="Equal parts the model is given in; stages are made of them. [4 a rank]"),
     ] = None,
-    f: Annotated[str, typer.Option("--f", metavar="MS", help="Forward of a part: ms, or one a part: 10,12.")] = "1",
-    i: Annotated[str, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = "1",
-    w: Annotated[str, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = "1",
-    costs: Annotated[
-        str | None, typer.Option("--costs", metavar="FILE", help="All costs of the parts, as JSON.")
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option("--link", metavar="A:B=MS", help="Delay between ranks A and B, both ways unless B:A is given."),
-    ] = None,
-    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    f: costs_options.F = None,
+    i: costs_options.I = None,
+    w: costs_options.W = None,
+    costs: costs_options.CostsSource = None,
+    link: costs_options.LateLink = None,
+    default_delay: costs_options.DefaultDelay = 0.0,
     memory_limit: Annotated[
         float | None,
         typer.Option("--memory-limit", help="Most a rank may hold; a part's activation is 1 if not said."),
@@ -59,12 +52,15 @@ def search(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Run every placement, rule and traversal over the costs; the shortest of each placement, the best one drawn."""
+    """Run every placement, rule and traversal over the costs; the shortest of each placement, the best one drawn.
+
+    Costs are those of the parts.
+    """
     num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
     if num_parts < 1:
         raise Misuse(f"--parts {num_parts}: at least 1 is needed")
-    chosen = load_costs(costs, num_parts) if costs is not None else _costs(num_parts, f=f, i=i, w=w)
-    links = ps.Links(options.link_delays(link or []), default_delay)
+    chosen = costs_options.GivenCosts(costs, f, i, w, of="part").read(num_parts)
+    links = costs_options.late_links(link or [], default_delay)
     outcome = search_space(
         chosen,
         ranks,
@@ -91,16 +87,6 @@ def search(
         print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  {found.name}")
     if out is not None:
         print(f"wrote {out}")
-
-
-def _costs(num_parts: int, **texts: str) -> ps.Costs:
-    rows = {}
-    for name, text in texts.items():
-        values = numbers(f"--{name}", text)
-        if len(values) not in (1, num_parts):
-            raise Misuse(f"--{name} has {len(values)} entries; give one, or one a part: {num_parts}")
-        rows[name] = values * num_parts if len(values) == 1 else values
-    return ps.Costs(rows["f"], rows["i"], rows["w"])
 
 
 def _as_json(outcome: Outcome, ranks: int, microbatches: int, out: str | None) -> dict[str, Any]:

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import penstock as ps
+from penstock.cli import costs as costs_options
 from penstock.cli import options, source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, MemoryLimit, Microbatches, Out, Ranks, Stages, Warmup, counts, numbers
 from penstock.cli.output import in_colour, print_json, table
-from penstock.formats.costs import load_costs
 
 if TYPE_CHECKING:
     from penstock.runtime import Emulation
-
-
-COSTS = ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
 
 
 @app.command(short_help="Time a schedule over costs and links.")
@@ -33,30 +30,16 @@ def simulate(
     stages: Stages = None,
     warmup: Warmup = None,
     memory_limit: MemoryLimit = None,
-    f: Annotated[str | None, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12.")] = None,
-    i: Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward.")] = None,
-    w: Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half.")] = None,
-    b: Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")] = None,
-    activation: Annotated[
-        str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
-    ] = None,
-    freed_by_input: Annotated[
-        float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
-    ] = None,
-    message_bytes: Annotated[
-        str | None, typer.Option("--message-bytes", metavar="BYTES", help="What one forward sends on.")
-    ] = None,
-    costs: Annotated[str | None, typer.Option("--costs", metavar="FILE", help="All costs, as JSON.")] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--link",
-            metavar="A:B=MS",
-            help="Delay between ranks A and B, both ways unless B:A is given; or conditions: "
-            "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%.",
-        ),
-    ] = None,
-    default_delay: Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")] = 0.0,
+    f: costs_options.F = None,
+    i: costs_options.I = None,
+    w: costs_options.W = None,
+    b: costs_options.B = None,
+    activation: costs_options.Activation = None,
+    freed_by_input: costs_options.FreedByInput = None,
+    message_bytes: costs_options.MessageBytes = None,
+    costs: costs_options.CostsSource = None,
+    link: costs_options.Link = None,
+    default_delay: costs_options.DefaultDelay = 0.0,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
     transport: Annotated[
         str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
@@ -84,15 +67,8 @@ def simulate(
         ),
     )
     ps.check(plan, memory_limit=memory_limit)
-    given = {"f": f, "i": i, "w": w, "b": b, "activation": activation, "message_bytes": message_bytes}
-    if costs is None:
-        chosen = _costs(plan.num_stages, given, freed_by_input)
-    else:
-        if extra := next((name for name, value in given.items() if value is not None), None):
-            raise Misuse(f"--costs {costs} and --{extra.replace('_', '-')} both give costs; use one of them")
-        if freed_by_input is not None:
-            raise Misuse(f"--costs {costs} and --freed-by-input both give costs; use one of them")
-        chosen = load_costs(costs, plan.num_stages)
+    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input)
+    chosen = given.read(plan.num_stages)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
     timeline = ps.simulate(
@@ -135,24 +111,6 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
 
         return emulate_processes
     raise Misuse(f"--emulate {ranks}: write threads or processes")
-
-
-def _costs(num_stages: int, given: dict[str, str | None], freed_by_input: float | None) -> ps.Costs:
-    def row(name: str, default: list[float]) -> list[float]:
-        text = given[name]
-        values = default if text is None else numbers(f"--{name.replace('_', '-')}", text)
-        if len(values) not in (0, 1, num_stages):
-            raise Misuse(
-                f"--{name.replace('_', '-')} has {len(values)} entries; give one, or one a stage: {num_stages}"
-            )
-        return values * num_stages if len(values) == 1 else values
-
-    rows: dict[str, Any] = {name: row(name, [1.0]) for name in ("f", "i", "w")} | {
-        name: row(name, []) for name in ("b", "activation", "message_bytes")
-    }
-    if freed_by_input is None:
-        return ps.Costs(**rows)
-    return ps.Costs(**rows, freed_by_input=freed_by_input)
 
 
 def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:

@@ -3,15 +3,19 @@
 {"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
 
 `b`, `activation`, `message_bytes` and `freed_by_input` may be there too; `format` and `version` may be left out.
+A profile's file, and the name of a preset, stand for costs too (`read_costs`).
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
 
 from penstock.cost import CostError, Costs
+from penstock.cost.presets import PRESETS, is_preset, parse_preset
+from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1
 
@@ -20,11 +24,13 @@ _SHARES = ("freed_by_input", "kept_by_recompute")
 
 
 def costs_from_json(text: str, num_stages: int) -> Costs:
-    """Reads costs for `num_stages` stages; raises CostError that names the field and what it should hold."""
+    """Reads costs, or a profile, for `num_stages` stages; raises CostError that names what is wrong in it."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CostError(f"not JSON: {error}") from None
+    if is_profile(value):
+        return costs_of_profile(value, num_stages)
     if not isinstance(value, dict) or value.get("format", FORMAT) != FORMAT:
         raise CostError('costs are a JSON object, like {"f": 10, "i": 10, "w": [10, 12]}')
     version = value.get("version", VERSION)
@@ -44,6 +50,22 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
     ):
         raise CostError("field 'other': expected the milliseconds of each registered kind, like {\"GATHER\": 2.5}")
     return Costs(**rows, **{name: value[name] for name in _SHARES if name in value}, other=other)
+
+
+def read_costs(source: str, num_stages: int) -> Costs:
+    """Costs by a preset's name (`gpt2-14b`, `gpt2-14b:tp=2`), or from a file of costs or of a profile.
+
+    Raises:
+        CostError: neither; or what `costs_preset` and `load_costs` find wrong.
+    """
+    path = Path(source)
+    if is_preset(source):
+        return parse_preset(source).costs(num_stages)
+    if not path.exists() and path.suffix != ".json" and "/" not in source:
+        near = difflib.get_close_matches(source.partition(":")[0], PRESETS, n=2, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise CostError(f"costs {source!r}: neither a file nor a preset; {hint}presets are {', '.join(PRESETS)}")
+    return load_costs(path, num_stages)
 
 
 def load_costs(path: str | Path, num_stages: int) -> Costs:

@@ -1,0 +1,134 @@
+"""Costs and links as verbs take them: the same options everywhere, and what they come to.
+
+--f 10 --i 10 --w 10,12        ms, for all stages alike or one a stage
+--costs gpt2-14b               a preset, or a file of costs or of a profile
+--link 0:1=20 --link 2:3=latency:30ms+loss:1%
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+import penstock as ps
+from penstock.cli.failure import Misuse
+from penstock.cli.options import links_of, numbers
+from penstock.cost.over_time import Constant
+from penstock.cost.presets import PRESETS
+from penstock.formats.costs import read_costs
+
+F = Annotated[str | None, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12. [1]")]
+I = Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward. [1]")]
+W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half. [1]")]
+B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")]
+Activation = Annotated[
+    str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
+]
+FreedByInput = Annotated[
+    float | None, typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1.")
+]
+MessageBytes = Annotated[
+    str | None, typer.Option("--message-bytes", metavar="BYTES", help="What one forward sends on.")
+]
+CostsSource = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="NAME|FILE",
+        help=f"All costs: {', '.join(PRESETS)}, or a file of costs or of a profile.",
+    ),
+]
+Link = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--link",
+        metavar="A:B=MS",
+        help="Delay between ranks A and B, both ways unless B:A is given; or conditions: "
+        "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%.",
+    ),
+]
+LateLink = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--link",
+        metavar="A:B=MS",
+        help="Delay between ranks A and B, both ways unless B:A is given: 0:1=20 or 0:1=latency:20ms.",
+    ),
+]
+DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, ms.")]
+
+ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
+"""What is given one a stage."""
+
+
+@dataclass(frozen=True)
+class GivenCosts:
+    """Costs as they were typed; None where they were not.
+
+    Attributes:
+        source: of all costs, --costs. of: what an entry is for, in words.
+    """
+
+    source: str | None = None
+    f: str | None = None
+    i: str | None = None
+    w: str | None = None
+    b: str | None = None
+    activation: str | None = None
+    message_bytes: str | None = None
+    freed_by_input: float | None = None
+    of: str = "stage"
+
+    def read(self, num_stages: int) -> ps.Costs:
+        """The costs of so many stages; an op takes 1 ms where nothing is said.
+
+        Raises:
+            Misuse: costs given twice, or lists of another length.
+            CostError: costs that make no sense, an unknown preset, a damaged file.
+        """
+        texts = {name: getattr(self, name) for name in ROWS}
+        if self.source is None:
+            rows: dict[str, Any] = {name: self._row(name, text, num_stages) for name, text in texts.items()}
+            if self.freed_by_input is not None:
+                rows["freed_by_input"] = self.freed_by_input
+            return ps.Costs(**rows)
+        given = [name for name in (*ROWS, "freed_by_input") if getattr(self, name) is not None]
+        if given:
+            raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
+        return read_costs(self.source, num_stages)
+
+    def _row(self, name: str, text: str | None, num_stages: int) -> list[float]:
+        if text is None:
+            return [1.0] * num_stages if name in ("f", "i", "w") else []
+        values = numbers(_option(name), text)
+        if len(values) not in (1, num_stages):
+            raise Misuse(f"{_option(name)} has {len(values)} entries; give one, or one a {self.of}: {num_stages}")
+        return values * num_stages if len(values) == 1 else values
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def late_links(texts: list[str], default_delay: float) -> ps.Links:
+    """Links for a verb that plans: those that are late, always by as much.
+
+    Raises:
+        Misuse: a condition that is more than that; it names the verbs that take it.
+    """
+    links = links_of(texts, default_delay)
+    if isinstance(links, ps.Links):
+        return links
+    delays = {}
+    for pair, condition in links.conditions.items():
+        latency = condition.latency
+        if not isinstance(latency, Constant) or condition != ps.LinkCondition(latency):
+            raise Misuse(
+                f"--link {pair[0]}:{pair[1]}={condition}: a schedule is sought for lasting delays, like "
+                f"{pair[0]}:{pair[1]}=latency:20ms (or --vary of penstock plan); penstock simulate and train take "
+                "every condition"
+            )
+        delays[pair] = latency.value
+    return ps.Links(delays, default_delay)
