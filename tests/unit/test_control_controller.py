@@ -341,7 +341,7 @@ def test_a_log_that_was_changed_does_not_replay() -> None:
     rehearse(Controller(JOB, log=lines.append), SLOW, until=9_000)
     at = next(n for n, line in enumerate(lines) if line.startswith('{"decision"'))
     other = lines.copy()
-    other[at] = other[at].replace('"number": 1', '"number": 2')
+    other[at] = other[at].replace('"number":1', '"number":2')
     with pytest.raises(ControlError, match=f"line {at + 1}"):
         replay(other)
     with pytest.raises(ControlError, match="missing"):

@@ -3,6 +3,7 @@
 from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.commit import Ack, Ask, Coordinator, Member, Nack, Propose, Running, Verdict
+from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller, Counts
 from penstock.control.decide import Scored, choose, predict, score
@@ -16,8 +17,10 @@ from penstock.control.events import (
     LinkDown,
     LinkUp,
     Offered,
+    OpTimes,
     Switched,
     Transfer,
+    Transfers,
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
 from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
@@ -30,6 +33,7 @@ __all__ = [
     "Candidate",
     "Cause",
     "Change",
+    "ComputeChange",
     "Configuration",
     "ControlError",
     "Controller",
@@ -50,6 +54,7 @@ __all__ = [
     "Member",
     "Nack",
     "Offered",
+    "OpTimes",
     "Prices",
     "Propose",
     "Rehearsal",
@@ -59,6 +64,7 @@ __all__ = [
     "Sensitivity",
     "Switched",
     "Transfer",
+    "Transfers",
     "Verdict",
     "candidates",
     "choose",

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.control.compute import Factors
 from penstock.control.configuration import Configuration, Job, fits
 from penstock.control.events import Link
 from penstock.cost import CostError, LinkConditions, Links
@@ -58,6 +59,7 @@ class Measured:
         typical, harshest: the median and the largest delay of every link; the same where they hardly differ.
         late: links (lower rank first) with a delay that matters.
         down: links whose own path is dead.
+        factors: how many times as long ops take as the job's costs say; see `compute`.
     """
 
     scenarios: tuple[Links | LinkConditions, ...]
@@ -65,13 +67,18 @@ class Measured:
     harshest: Links
     late: frozenset[Link] = frozenset()
     down: frozenset[Link] = frozenset()
+    factors: Factors = ()
 
     @classmethod
     def steady(
-        cls, links: Links, late: frozenset[Link] = frozenset(), down: frozenset[Link] = frozenset()
+        cls,
+        links: Links,
+        late: frozenset[Link] = frozenset(),
+        down: frozenset[Link] = frozenset(),
+        factors: Factors = (),
     ) -> Measured:
         """Delays that stay."""
-        return cls((links,), links, links, late, down)
+        return cls((links,), links, links, late, down, factors)
 
 
 def candidates(

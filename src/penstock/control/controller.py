@@ -1,7 +1,7 @@
 """The controller: events in, decisions out. It knows no clock, thread or socket, so its log replays.
 
-Transfer ...            measure     each direction of each link on its own (link.py)
-IterationEnded    --->  verify      has a delay changed, and does it last (changes.py)
+Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
+IterationEnded    --->  verify      has a delay changed, or an op's time, and does it last (changes.py)
                         choose      the best candidate that is worth its price (candidates.py, decide.py)
 Decision          <---  propose     number and digest; all ranks switch or none does (commit.py)
 Switched, Dropped --->  from then on that is what runs, or it never was
@@ -10,11 +10,11 @@ Switched, Dropped --->  from then on that is what runs, or it never was
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
 
-from penstock.control.candidates import Action, Measured, candidates, late_links
+from penstock.control.candidates import Action, candidates
 from penstock.control.changes import Sensitivity
+from penstock.control.compute import ComputeChange, scaled
 from penstock.control.configuration import Job
 from penstock.control.decide import Scored, choose, score
 from penstock.control.decision import Decision
@@ -26,27 +26,25 @@ from penstock.control.events import (
     Link,
     LinkDown,
     LinkUp,
+    OpTimes,
     Switched,
     Transfer,
+    Transfers,
     show_link,
     undirected,
 )
-from penstock.control.link import LinkChange, LinkEstimate, LinkWatch
+from penstock.control.link import LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header
-from penstock.control.robust import deviation
-from penstock.cost import LinkCondition, LinkConditions, Links
-from penstock.cost.over_time import Constant, Trace
+from penstock.control.measured import Book
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
 """Iterations since the last change after which the choice is looked at again, with more known; then every 64."""
-_SCENARIOS = 3
-"""Iterations that stand for all where delays differ from one to the next."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Alarms over all links: suspected changes, those verified, those that nothing followed; decisions made."""
+    """Alarms over all links and stages: changes suspected, verified, and followed by nothing; decisions made."""
 
     suspected: int
     verified: int
@@ -65,7 +63,7 @@ class Controller:
         now: the configuration that runs.
         lost: ms lost so far to not running the best candidate; paid: ms that switches cost so far, never more than
             was lost, except where a dead link forced a switch.
-        changes: verified changes of links, each with the iteration in which it was verified.
+        changes: verified changes of links and stages, each with the iteration in which it was verified.
     """
 
     def __init__(
@@ -75,11 +73,9 @@ class Controller:
         self.sensitivity = sensitivity or Sensitivity()
         self.now = job.start
         self.lost = self.paid = 0.0
-        self.changes: list[tuple[int, LinkChange]] = []
+        self.changes: list[tuple[int, LinkChange | ComputeChange]] = []
         self._log = log
-        self._watches: dict[Link, LinkWatch] = {}
-        self._known: dict[Link, tuple[float, ...]] = {}
-        self._down: set[Link] = set()
+        self._book = Book(job, self.sensitivity)
         self._offered: tuple[Schedule, ...] = ()
         self._iteration, self._ms = -1, 0.0
         self._age = 0
@@ -101,7 +97,7 @@ class Controller:
     @property
     def counts(self) -> Counts:
         """How many alarms there were so far, and how many decisions."""
-        watches = self._watches.values()
+        watches = self._book.watches
         return Counts(
             sum(watch.num_suspected for watch in watches),
             sum(watch.num_verified for watch in watches),
@@ -112,13 +108,12 @@ class Controller:
     @property
     def links(self) -> Mapping[Link, LinkEstimate]:
         """What is known of each direction of each link since its last verified change."""
-        found = {link: watch.estimate() for link, watch in sorted(self._watches.items())}
-        return {link: estimate for link, estimate in found.items() if estimate is not None}
+        return self._book.estimates
 
     @property
     def stranded(self) -> frozenset[Link]:
         """Dead links that nothing can be sent around: the job cannot go on."""
-        return frozenset() if self.job.may_delegate else frozenset(self._down)
+        return frozenset() if self.job.may_delegate else frozenset(self._book.down)
 
     def feed(self, event: Event) -> tuple[Decision, ...]:
         """Takes an event; returns the decisions it leads to, none or one.
@@ -135,17 +130,18 @@ class Controller:
         return () if decision is None else (decision,)
 
     def _take(self, event: Event) -> Decision | None:
-        if isinstance(event, Transfer):
-            self._watch(event.link).feed(event)
-        elif isinstance(event, IterationEnded):
+        if isinstance(event, Transfer | Transfers | OpTimes):
+            self._book.feed(event)
+            return None
+        if isinstance(event, IterationEnded):
             return self._end_iteration(event)
         elif isinstance(event, LinkDown):
-            self._check_ranks(event.link)
-            self._down.add(undirected(event.link))
+            self._book.check_link(event.link)
+            self._book.down.add(undirected(event.link))
             self._due = True
         elif isinstance(event, LinkUp):
-            self._check_ranks(event.link)
-            self._down.discard(undirected(event.link))
+            self._book.check_link(event.link)
+            self._book.down.discard(undirected(event.link))
             # What comes back may go again: it is left in peace for a while.
             self._delegated_at = self._iteration
         elif isinstance(event, Switched):
@@ -159,16 +155,6 @@ class Controller:
             self._offered = (*self._offered, event.schedule)
             self._due = True
         return self._forced()
-
-    def _watch(self, link: Link) -> LinkWatch:
-        if link not in self._watches:
-            self._check_ranks(link)
-            self._watches[link] = LinkWatch(link, self.job.smallest_delay, self.sensitivity)
-        return self._watches[link]
-
-    def _check_ranks(self, link: Link) -> None:
-        if max(link) >= self.job.num_ranks:
-            raise ControlError(f"link {show_link(link)}: ranks go from 0 to {self.job.num_ranks - 1}")
 
     def _ended(self, number: int) -> Decision:
         """The decision that was waiting, which is no longer."""
@@ -188,10 +174,7 @@ class Controller:
             self._delegated_at = self._iteration
         elif moved:
             self._returned_at = self._iteration
-        for link, watch in self._watches.items():
-            if undirected(link) in moved:
-                self._known[link] = self._delays(link)
-                watch.restart()
+        self._book.move(moved, self.now.delegated)
         self.now = decision.configuration
         self.paid += decision.price if decision.ms_now is not None else 0.0
         self._due = True
@@ -202,7 +185,7 @@ class Controller:
             raise ControlError(f"iteration {event.number} ended after iteration {self._iteration}: numbers rise")
         self._iteration, self._ms = event.number, event.ms
         self._age += 1
-        news = [change for _, watch in sorted(self._watches.items()) if (change := watch.end_iteration())]
+        news = self._book.end_iteration()
         self.changes += [(event.number, change) for change in news]
         if news:
             self._age = 0
@@ -222,7 +205,7 @@ class Controller:
 
     def _forced(self) -> Decision | None:
         """A dead link cannot wait for the iteration to end."""
-        if self._waiting is not None or self._down <= set(self.now.delegated):
+        if self._waiting is not None or self._book.down <= set(self.now.delegated):
             return None
         self._look()
         return self._decide([])
@@ -230,83 +213,41 @@ class Controller:
     def _look(self) -> None:
         """Simulates all candidates under the links as they are now."""
         self._due = False
-        measured = self._measured()
-        found = candidates(self.job, self.now, measured, self._offered, self._may_return())
-        self._scored = tuple(score(self.job, measured, each) for each in found)
+        measured = self._book.measured(self.now.delegated, self._ms)
+        job = replace(self.job, costs=scaled(self.job.costs, measured.factors)) if measured.factors else self.job
+        found = candidates(job, self.now, measured, self._offered, self._may_return())
+        self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
 
     def _may_return(self) -> bool:
         return self._iteration - self._delegated_at >= self._hold
 
-    def _decide(self, news: Sequence[LinkChange]) -> Decision | None:
+    def _decide(self, news: Sequence[LinkChange | ComputeChange]) -> Decision | None:
         if not self._scored:
             return None
         chosen, _ = choose(self._scored, self.lost - self.paid, self.job.least_gain, returning=self._may_return())
         if chosen.candidate.action is Action.KEEP:
             return None
         now = self._scored[0] if self._scored[0].candidate.action is Action.KEEP else None
+        recent = list(news) or [change for _, change in self.changes[-1:]]
         self._number += 1
         self._waiting = Decision(
             self._number,
             self._iteration,
             chosen.candidate.action,
             chosen.candidate.configuration,
-            self._reason(news, None if now is None else now.ms, chosen.ms),
+            self._reason(recent, None if now is None else now.ms, chosen.ms),
             None if now is None else now.ms,
             chosen.ms,
             chosen.candidate.price,
+            tuple(dict.fromkeys(str(change.cause) for change in recent)),
         )
         return self._waiting
 
-    def _reason(self, news: Sequence[LinkChange], now: float | None, then: float) -> str:
+    def _reason(self, news: Sequence[LinkChange | ComputeChange], now: float | None, then: float) -> str:
         parts = []
         if now is None:
-            parts.append("link " + ", ".join(show_link(link) for link in sorted(self._down)) + " is down")
-        recent = list(news) or [change for _, change in self.changes[-1:]]
-        for each in recent:
-            before, after = each.change.before, each.change.after
-            if each.cause == "loss":
-                parts.append(f"link {show_link(each.link)}: late messages {before:.0%} -> {after:.0%} (loss)")
-            else:
-                parts.append(f"link {show_link(each.link)}: {before:.3g} -> {after:.3g} ms ({each.cause})")
+            parts.append("link " + ", ".join(show_link(link) for link in sorted(self._book.down)) + " is down")
+        parts += map(str, news)
         times = f"{then:.4g} ms an iteration" + ("" if now is None else f" instead of {now:.4g}")
         return "; ".join([*parts, f"simulated {times}"])
-
-    def _own(self, link: Link, delays: Sequence[float]) -> tuple[float, ...]:
-        """Delays of the link's own path: what delegates add is taken off."""
-        added = self.job.delegate_ms if undirected(link) in self.now.delegated else 0.0
-        return tuple(max(0.0, delay - added) for delay in delays)
-
-    def _delays(self, link: Link) -> tuple[float, ...]:
-        """Recent delays of the link's own path, one an iteration."""
-        return self._own(link, self._watches[link].delays) or self._known.get(link, (0.0,))
-
-    def _measured(self) -> Measured:
-        rows = {link: self._delays(link) for link in sorted(self._watches)}
-        middle = {link: median(row) for link, row in rows.items()}
-        late, down = late_links(middle, self.job.smallest_delay), frozenset(self._down)
-        if all(self._is_steady(link) for link in rows):
-            return Measured.steady(Links(middle), late, down)
-        # Iterations by how late the links were in all, and some of them evenly picked to stand for all.
-        length = max(map(len, rows.values()))
-        ordered = sorted(range(length), key=lambda back: sum(row[-1 - back % len(row)] for row in rows.values()))
-        picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
-        scenarios = tuple(self._scenario(rows, back) for back in dict.fromkeys(picked))
-        harshest = Links({link: max(row) for link, row in rows.items()})
-        return Measured(scenarios, Links(middle), harshest, late, down)
-
-    def _is_steady(self, link: Link) -> bool:
-        """Whether the link's delay differs little, from message to message and iteration to iteration."""
-        row, single = self._delays(link), self._watches[link].times(0)
-        bound = max(self.job.smallest_delay, self.sensitivity.share * median(row))
-        return deviation(row) <= bound and (not single or deviation(single) <= bound)
-
-    def _scenario(self, rows: Mapping[Link, Sequence[float]], back: int) -> LinkConditions:
-        """The links as they were `back` iterations ago: each message's delay, evenly laid over the iteration."""
-        conditions = {}
-        for link, row in rows.items():
-            delays = self._own(link, self._watches[link].times(back)) or (row[-1],)
-            step = self._ms / len(delays)
-            times = tuple(step * at for at in range(len(delays)))
-            conditions[link] = LinkCondition(Trace(times, delays) if step > 0 else Constant(delays[0]))
-        return LinkConditions(conditions)

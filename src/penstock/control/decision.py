@@ -22,6 +22,8 @@ class Decision:
         ms_now, ms_then: simulated iteration time (ms) under the measured links; now is None where a dead link
             leaves no iteration time.
         price: of the switch (ms).
+        causes: what the changes that led to it are put down to: "latency", "bandwidth", "occupancy", "loss", "delay"
+            (of a link), "compute" (of a stage's ops); none where nothing had changed.
     """
 
     number: int
@@ -32,6 +34,7 @@ class Decision:
     ms_now: float | None
     ms_then: float
     price: float
+    causes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The decision as a JSON object."""

@@ -2,22 +2,31 @@
 
 Events are values, and each is one line of JSON, so that a run's log replays:
 
-    {"transfer": {"link": [0, 1], "num_bytes": 16777216.0, "ms": 30.2}}
+    {"transfers": {"link": [0, 1], "num_bytes": 16777216.0, "ms": "~UlPBFLZEK", "busy": 0.0}}
+    {"ops": {"rank": 3, "stage": 3, "ms": {"F": [10.1, 10.2], "I": [10.0, 10.1], "W": [9.9, 9.9]}}}
     {"iteration": {"number": 7, "ms": 412.0}}
+
+What a rank reports of an iteration is small: `Transfers` for each direction that it received on, `OpTimes` for each
+stage that it ran. Those are what a controller should be fed; a `Transfer` is one message, for what comes one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
+from statistics import median
 from typing import Any
 
 from penstock.control.errors import ControlError
+from penstock.control.packed import pack, rounded, unpack
+from penstock.control.queueing import Busy, alone, busy_time
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule
 
+OP_KINDS = ("F", "B", "I", "W")
+"""Kinds of ops whose times are watched."""
 Link = tuple[int, int]
 """A directed pair of ranks: from, to."""
 
@@ -56,6 +65,102 @@ class Transfer:
         for it took no time that anybody can see: 0.
         """
         return cls(link, float(num_bytes), max(0.0, ended - max(sent, posted)))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All messages of one direction of a link in one iteration: what its receiver reports. Make it by `of`.
+
+    Feed those of an iteration before its `IterationEnded`, one of each direction. Times have three digits, so that
+    32 messages are about 45 characters of JSON.
+
+    Attributes:
+        link: from which rank to which.
+        num_bytes: of each message, in the order in which they began.
+        ms: how long each took by itself: waiting for its receiver, and behind others on a busy link, left out.
+        busy: how long the link was busy with a message of middling size (ms): those behind it waited. 0 where they
+            did not hold one another up; None where too few were under way together to tell.
+
+    Raises:
+        ControlError: a link that is not two different ranks; no messages, or not as many sizes as times; a size or
+            a time that is negative or not a number.
+    """
+
+    link: Link
+    num_bytes: tuple[float, ...]
+    ms: tuple[float, ...]
+    busy: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_link(self.link)
+        if not self.ms or len(self.num_bytes) != len(self.ms):
+            raise ControlError(
+                f"link {show_link(self.link)}: {len(self.num_bytes)} sizes and {len(self.ms)} times: give one of "
+                f"each a message, and nothing where none passed"
+            )
+        for size, ms in zip(self.num_bytes, self.ms, strict=True):
+            _check_number(f"the size of a message on link {show_link(self.link)}", size)
+            _check_number(f"the time of a message on link {show_link(self.link)}", ms)
+        if self.busy is not None:
+            _check_number(f"the busy time of link {show_link(self.link)}", self.busy)
+            object.__setattr__(self, "busy", rounded(self.busy))
+        object.__setattr__(self, "num_bytes", tuple(map(float, self.num_bytes)))
+        object.__setattr__(self, "ms", tuple(map(rounded, self.ms)))
+
+    @classmethod
+    def of(cls, link: Link, rows: Iterable[tuple[float, float, float]]) -> Transfers:
+        """From messages as (bytes, began, ended), in ms of any one clock.
+
+        A message began when both sides were ready: `began = max(sent, posted)`. So of a runtime's crossing it is
+        `(num_bytes, max(sent, posted) / 1e6, arrived / 1e6)`.
+        """
+        ordered = sorted(
+            ((float(size), began, max(began, ended)) for size, began, ended in rows), key=lambda row: row[1]
+        )
+        busy = busy_time(ordered)
+        size = median([row[0] for row in ordered]) if ordered else 0.0
+        times = tuple(alone(ordered, busy or Busy()))
+        return cls(link, tuple(row[0] for row in ordered), times, None if busy is None else busy.of(size))
+
+
+@dataclass(frozen=True, slots=True)
+class OpTimes:
+    """How long a stage's ops took in one iteration: what the rank that ran them reports. Make it by `of`.
+
+    Feed those of an iteration before its `IterationEnded`, one of each stage of each rank.
+
+    Attributes:
+        rank, stage: which rank ran which stage.
+        ms: by kind of op, the median of the iteration's first half and of its second half (ms).
+
+    Raises:
+        ControlError: a rank or stage below 0; a time that is negative or not a number.
+    """
+
+    rank: int
+    stage: int
+    ms: tuple[tuple[str, tuple[float, float]], ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.stage < 0:
+            raise ControlError(f"ops of rank {self.rank}, stage {self.stage}: both count from 0")
+        for kind, halves in self.ms:
+            for ms in halves:
+                _check_number(f"the time of {kind} of stage {self.stage}", ms)
+        found = ((kind, (rounded(first), rounded(second))) for kind, (first, second) in self.ms)
+        object.__setattr__(self, "ms", tuple(sorted(found)))
+
+    @classmethod
+    def of(cls, rank: int, stage: int, ops: Iterable[tuple[str, float]]) -> OpTimes:
+        """From the ops that ran, in order, as (kind, ms)."""
+        by_kind: dict[str, list[float]] = {}
+        for kind, ms in ops:
+            by_kind.setdefault(kind, []).append(ms)
+        halves = {}
+        for kind, times in by_kind.items():
+            middle = (len(times) + 1) // 2
+            halves[kind] = (median(times[:middle]), median(times[middle:] or times))
+        return cls(rank, stage, tuple(halves.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +215,11 @@ class Offered:
     schedule: Schedule
 
 
-Event = Transfer | IterationEnded | LinkDown | LinkUp | Switched | Dropped | Offered
+Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Switched | Dropped | Offered
 _NAMES: dict[str, type[Any]] = {
     "transfer": Transfer,
+    "transfers": Transfers,
+    "ops": OpTimes,
     "iteration": IterationEnded,
     "down": LinkDown,
     "up": LinkUp,
@@ -127,6 +234,12 @@ def event_to_json(event: Event) -> dict[str, Any]:
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     if isinstance(event, Offered):
         return {name: {"schedule": to_json(event.schedule)}}
+    if isinstance(event, Transfers):
+        sizes: object = list(event.num_bytes) if len(set(event.num_bytes)) > 1 else event.num_bytes[0]
+        return {name: {"link": list(event.link), "num_bytes": sizes, "ms": pack(event.ms), "busy": event.busy}}
+    if isinstance(event, OpTimes):
+        by_kind = {kind: list(halves) for kind, halves in event.ms}
+        return {name: {"rank": event.rank, "stage": event.stage, "ms": by_kind}}
     return {name: asdict(event)}
 
 
@@ -147,8 +260,16 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
     if name == "offered" and isinstance(fields.get("schedule"), str):
         fields["schedule"] = from_json(fields["schedule"])
     try:
+        if name == "transfers":
+            fields["ms"] = unpack(fields["ms"])
+            sizes = fields["num_bytes"]
+            fields["num_bytes"] = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(fields["ms"])
+        if name == "ops":
+            fields["ms"] = tuple((kind, (first, second)) for kind, (first, second) in fields["ms"].items())
         return _NAMES[name](**fields)
-    except TypeError:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ControlError):
+            raise
         raise ControlError(f"event {name!r} with fields {', '.join(fields) or 'none'}: others are needed") from None
 
 

@@ -13,18 +13,24 @@ from enum import StrEnum
 from statistics import fmean, median
 
 from penstock.control.changes import Change, Detector, Sensitivity
-from penstock.control.events import Link, Transfer
+from penstock.control.events import Link, Transfer, Transfers, show_link
 from penstock.control.robust import deviation, slope
 
 
 class Cause(StrEnum):
-    """Why a link is late, as far as the sizes of its messages tell."""
+    """Why a link is late, as far as its messages tell.
+
+    What helps differs: against latency more slack, and more receives posted; against a busy link less volume, or
+    another path; against loss another path.
+    """
 
     LATENCY = "latency"
     BANDWIDTH = "bandwidth"
+    OCCUPANCY = "occupancy"
+    """The link is busy with each message: for its size, or for something else, which equal sizes do not tell."""
     LOSS = "loss"
     DELAY = "delay"
-    """Latency or bandwidth: all messages have about the same size, which does not tell."""
+    """Any of latency, bandwidth, occupancy: sizes are equal, and too few messages were under way together."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,13 @@ class LinkEstimate:
     """One direction of a link since its last verified change.
 
     Attributes:
-        delay: median time of a message (ms); mean: the mean, of which the late ones are part.
+        delay: median time of a message by itself (ms); mean: the mean, of which the late ones are part.
         latency: ms that do not grow with size; bandwidth: bytes a second. None where sizes do not tell them apart;
             a bandwidth of inf says that size makes no difference.
         late_share: of messages that took far longer than others of their size: what loss looks like.
         num_messages: that this rests on.
+        busy: of `delay`, how long the link is busy with a message (ms), so that those behind it wait; None where
+            neither sizes nor messages under way together tell.
     """
 
     delay: float
@@ -45,6 +53,7 @@ class LinkEstimate:
     bandwidth: float | None
     late_share: float
     num_messages: int
+    busy: float | None = None
 
 
 _LEAST_SPREAD = 1.5
@@ -57,16 +66,21 @@ LATE_SHARE = 0.15
 """Share of late messages that, in a row of iterations, speaks for loss: 1% of wild values does not come near."""
 
 
-def estimate(messages: Sequence[tuple[float, float]], least: float = 0.0) -> LinkEstimate:
+def estimate(
+    messages: Sequence[tuple[float, float]], least: float = 0.0, busy: Sequence[float | None] = ()
+) -> LinkEstimate:
     """From messages as (bytes, ms). `least` ms is the smallest difference that matters.
+
+    `busy` is what iterations told of how long the link is busy with a message; their median counts, or else what
+    size makes of the time.
 
     The fit runs through the median of each size, with the middle slope, so wild values do not move it.
     """
     times = [ms for _, ms in messages]
-    by_size: dict[float, list[float]] = {}
+    rows: dict[float, list[float]] = {}
     for size, ms in messages:
-        by_size.setdefault(size, []).append(ms)
-    points = [(size, median(each)) for size, each in sorted(by_size.items()) if len(each) >= _FEWEST]
+        rows.setdefault(size, []).append(ms)
+    points = [(size, median(each)) for size, each in sorted(rows.items()) if len(each) >= _FEWEST]
     latency = bandwidth = None
     per_byte = 0.0
     if len(points) > 1 and points[-1][0] >= _LEAST_SPREAD * points[0][0]:
@@ -74,28 +88,39 @@ def estimate(messages: Sequence[tuple[float, float]], least: float = 0.0) -> Lin
         latency = max(0.0, median(ms - per_byte * size for size, ms in points))
         bandwidth = 1e3 / per_byte if per_byte > 0 else float("inf")
     if latency is None:
-        rests = [ms - median(by_size[size]) for size, ms in messages]
+        middle = {size: median(each) for size, each in rows.items()}
+        rests = [ms - middle[size] for size, ms in messages]
     else:
         rests = [ms - latency - per_byte * size for size, ms in messages]
     bound = max(LATE * deviation(rests), 0.5 * median(times), least)
     late = sum(rest > bound for rest in rests) / len(rests)
-    return LinkEstimate(median(times), fmean(times), latency, bandwidth, late, len(times))
+    told = [each for each in busy if each is not None]
+    by_size = None if latency is None else per_byte * median(size for size, _ in messages)
+    return LinkEstimate(
+        median(times), fmean(times), latency, bandwidth, late, len(times), median(told) if told else by_size
+    )
 
 
 def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
     """What of a link changed most between two estimates.
 
-    Loss, where messages far above the others make up most of the change; else latency or bandwidth, whichever
-    explains more of the change of a message of middling time.
+    Loss, where messages far above the others make up most of the change; else what explains more of the change of a
+    message of middling time: latency, or how long the link is busy with it.
     """
     rise = after.delay - before.delay
     in_late = (after.mean - after.delay) - (before.mean - before.delay)
     if abs(after.late_share - before.late_share) >= LATE_SHARE / 2 and abs(in_late) > abs(rise):
         return Cause.LOSS
-    if after.latency is None or before.latency is None:
+    by_latency = None
+    if after.latency is not None and before.latency is not None:
+        by_latency = after.latency - before.latency
+        if abs(by_latency) < abs(rise - by_latency):
+            return Cause.BANDWIDTH
+    if after.busy is None:
         return Cause.DELAY
-    by_latency = after.latency - before.latency
-    return Cause.LATENCY if abs(by_latency) >= abs(rise - by_latency) else Cause.BANDWIDTH
+    if abs(after.busy - (before.busy or 0.0)) > abs(rise) / 2:
+        return Cause.OCCUPANCY
+    return Cause.LATENCY
 
 
 @dataclass(frozen=True)
@@ -115,6 +140,12 @@ class LinkChange:
     before: LinkEstimate
     after: LinkEstimate
 
+    def __str__(self) -> str:
+        before, after = self.change.before, self.change.after
+        if self.cause is Cause.LOSS:
+            return f"link {show_link(self.link)}: late messages {before:.0%} -> {after:.0%} (loss)"
+        return f"link {show_link(self.link)}: {before:.3g} -> {after:.3g} ms ({self.cause})"
+
 
 class LinkWatch:
     """Gathers one direction's messages, an iteration at a time.
@@ -132,7 +163,9 @@ class LinkWatch:
         self._delay = Detector(least, sensitivity)
         self._late = Detector(LATE_SHARE, sensitivity)
         self._now: list[tuple[float, float]] = []
+        self._busy_now: float | None = None
         self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
+        self._busy: deque[float | None] = deque(maxlen=self.ITERATIONS)
         self.delays: deque[float] = deque(maxlen=self.ITERATIONS)
         self.age = 0
 
@@ -140,6 +173,12 @@ class LinkWatch:
     def level(self) -> float:
         """Median delay (ms) since the last verified change; 0 before anything was measured."""
         return self._delay.level or 0.0
+
+    @property
+    def busy(self) -> float:
+        """How long the link is busy with a message (ms) since the last verified change, as far as it was told."""
+        told = [each for each in self._busy if each is not None]
+        return median(told) if told else 0.0
 
     @property
     def num_suspected(self) -> int:
@@ -158,14 +197,20 @@ class LinkWatch:
         """Iterations in a row that speak for a change."""
         return max(self._delay.pending, self._late.pending)
 
-    def feed(self, transfer: Transfer) -> None:
-        self._now.append((transfer.num_bytes, transfer.ms))
+    def feed(self, transfer: Transfer | Transfers) -> None:
+        """Takes a message, or all of an iteration."""
+        if isinstance(transfer, Transfers):
+            self._now += zip(transfer.num_bytes, transfer.ms, strict=True)
+            self._busy_now = transfer.busy
+        else:
+            self._now.append((transfer.num_bytes, transfer.ms))
 
     def end_iteration(self) -> LinkChange | None:
         """Takes the iteration's messages together; returns the change they verify, if they do."""
         if not self._now:
             return None
         messages, self._now = self._now, []
+        busy, self._busy_now = self._busy_now, None
         times = [ms for _, ms in messages]
         bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
         found, loss = None, False
@@ -179,6 +224,7 @@ class LinkWatch:
                 if late is not None:
                     found, loss = late, True
         self._regime.append(messages)
+        self._busy.append(busy)
         self.delays.append(fmean(times))
         self.age += 1
         if found is None:
@@ -188,14 +234,15 @@ class LinkWatch:
         rows = list(self._regime)
         before = [m for row in rows[:-began] for m in row] or messages
         after = [m for row in rows[-began:] for m in row]
-        old, new = estimate(before, self._least), estimate(after, self._least)
+        told = list(self._busy)
+        old, new = estimate(before, self._least, told[:-began]), estimate(after, self._least, told[-began:])
         self._keep_last(began)
         return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new)
 
     def estimate(self) -> LinkEstimate | None:
         """What is known since the last verified change; None before the first message."""
         messages = [m for row in self._regime for m in row][-self.MESSAGES :]
-        return estimate(messages, self._least) if messages else None
+        return estimate(messages, self._least, self._busy) if messages else None
 
     def times(self, back: int) -> tuple[float, ...]:
         """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""
@@ -205,7 +252,7 @@ class LinkWatch:
         """Forgets all: messages take another path from now on."""
         self._delay.restart()
         self._late.restart()
-        self._now = []
+        self._now, self._busy_now = [], None
         self._keep_last(0)
 
     def _spread(self) -> float:
@@ -214,9 +261,9 @@ class LinkWatch:
         return deviation(times) if times else 0.0
 
     def _keep_last(self, count: int) -> None:
-        rows, delays = list(self._regime)[-count:] if count else [], list(self.delays)[-count:] if count else []
-        self._regime = deque(rows, maxlen=self.ITERATIONS)
-        self.delays = deque(delays, maxlen=self.ITERATIONS)
+        for row in (self._regime, self._busy, self.delays):
+            while len(row) > count:
+                row.popleft()
         self.age = count
 
 

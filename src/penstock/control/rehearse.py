@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.control.configuration import Configuration, Job
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
-from penstock.control.events import Event, IterationEnded, Switched, Transfer
+from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
 from penstock.cost import LinkConditions, Links
 from penstock.dispatch import Dispatch
 from penstock.simulate import Timeline, simulate
@@ -69,17 +69,23 @@ def run_once(job: Job, configuration: Configuration, links: Links | LinkConditio
 
 
 def measured_events(timeline: Timeline, number: int, message_bytes: Sequence[float]) -> list[Event]:
-    """What a profiler would report of an iteration: its messages' times, waiting in a full link left out."""
+    """What the ranks would report of an iteration: times of its messages, waiting left out, and of its ops."""
     blocked = {(timed.rank, timed.op): timed.blocked for timed in timeline.ops if timed.blocked}
-    events: list[Event] = []
+    rows: dict[Link, list[tuple[float, float, float]]] = {}
     for message in timeline.messages:
         left = message.sent + blocked.get((message.source_rank, message.source), 0.0)
         # A gradient weighs what the activation weighed that went the other way.
         size = message_bytes[min(message.source.stage, message.target.stage)]
-        link = (message.source_rank, message.target_rank)
-        events.append(Transfer.timed(link, size, left, left, message.arrived))
-    events.append(IterationEnded(number, timeline.makespan))
-    return events
+        rows.setdefault((message.source_rank, message.target_rank), []).append((size, left, message.arrived))
+    ops: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    for timed in timeline.ops:
+        if timed.op.kind in OP_KINDS:
+            ops.setdefault((timed.rank, timed.op.stage), []).append((timed.op.kind, timed.end - timed.start))
+    return [
+        *(Transfers.of(link, each) for link, each in sorted(rows.items())),
+        *(OpTimes.of(rank, stage, each) for (rank, stage), each in sorted(ops.items())),
+        IterationEnded(number, timeline.makespan),
+    ]
 
 
 def rehearse(

@@ -1,0 +1,156 @@
+"""What is known of all links and all stages together: what the controller's choice rests on.
+
+Transfer, Transfers ---> one LinkWatch a direction  ---+
+OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measured`: links and costs as they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
+
+from penstock.control.candidates import Measured, late_links
+from penstock.control.changes import Sensitivity
+from penstock.control.compute import ComputeChange, ComputeWatch, Factors
+from penstock.control.configuration import Job
+from penstock.control.errors import ControlError
+from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
+from penstock.control.link import LinkChange, LinkEstimate, LinkWatch
+from penstock.control.robust import deviation
+from penstock.cost import LinkCondition, LinkConditions, Links
+from penstock.cost.over_time import Constant, Trace
+
+_SCENARIOS = 3
+"""Iterations that stand for all where delays differ from one to the next."""
+
+
+class Book:
+    """All watches of a job.
+
+    Attributes:
+        down: links whose own path is dead.
+    """
+
+    def __init__(self, job: Job, sensitivity: Sensitivity) -> None:
+        self.job, self.sensitivity = job, sensitivity
+        self.down: set[Link] = set()
+        self._links: dict[Link, LinkWatch] = {}
+        self._stages: dict[tuple[int, int], ComputeWatch] = {}
+        self._known: dict[Link, tuple[float, ...]] = {}
+
+    @property
+    def watches(self) -> Iterable[LinkWatch | ComputeWatch]:
+        return (*self._links.values(), *self._stages.values())
+
+    @property
+    def estimates(self) -> Mapping[Link, LinkEstimate]:
+        """What is known of each direction of each link since its last verified change."""
+        found = {link: watch.estimate() for link, watch in sorted(self._links.items())}
+        return {link: estimate for link, estimate in found.items() if estimate is not None}
+
+    @property
+    def factors(self) -> Factors:
+        """How many times as long ops take as the job's costs say, where they changed."""
+        return tuple(
+            (stage, kind, factor)
+            for (_, stage), watch in sorted(self._stages.items())
+            for kind, factor in sorted(watch.factors.items())
+        )
+
+    def feed(self, event: Transfer | Transfers | OpTimes) -> None:
+        """Takes a measurement. Raises ControlError for a rank or a stage that is not there."""
+        if isinstance(event, OpTimes):
+            self._stage(event).feed(event)
+            return
+        if event.link not in self._links:
+            self.check_link(event.link)
+            self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.sensitivity)
+        self._links[event.link].feed(event)
+
+    def end_iteration(self) -> list[LinkChange | ComputeChange]:
+        """The changes that the iteration's measurements verify."""
+        news: list[LinkChange | ComputeChange] = []
+        for _, link in sorted(self._links.items()):
+            if change := link.end_iteration():
+                news.append(change)
+        for _, stage in sorted(self._stages.items()):
+            if slower := stage.end_iteration():
+                news.append(slower)
+        return news
+
+    def move(self, moved: Collection[Link], delegated: Collection[Link]) -> None:
+        """Messages of links in `moved` take another path from now on; until now those in `delegated` went by
+        delegates."""
+        for link, watch in self._links.items():
+            if undirected(link) in moved:
+                self._known[link] = self._delays(link, delegated)
+                watch.restart()
+
+    def check_link(self, link: Link) -> None:
+        """Raises ControlError for a link of a rank that is not there."""
+        if max(link) >= self.job.num_ranks:
+            raise ControlError(f"link {show_link(link)}: ranks go from 0 to {self.job.num_ranks - 1}")
+
+    def measured(self, delegated: Collection[Link], iteration_ms: float) -> Measured:
+        """Links as they are while those in `delegated` go by delegates, and the last iteration took so long."""
+        rows = {link: self._delays(link, delegated) for link in sorted(self._links)}
+        busy = {link: min(self._links[link].busy, median(row)) for link, row in rows.items()}
+        middle = {link: median(row) for link, row in rows.items()}
+        late, down = late_links(middle, self.job.smallest_delay), frozenset(self.down)
+        if all(self._is_steady(link, delegated) for link in rows):
+            steady = {link: _condition(ms, busy[link]) for link, ms in middle.items()}
+            links = LinkConditions(steady) if any(busy.values()) else Links(middle)
+            return Measured((links,), Links(middle), Links(middle), late, down, self.factors)
+        # Iterations by how late the links were in all, and some of them evenly picked to stand for all.
+        length = max(map(len, rows.values()))
+        ordered = sorted(range(length), key=lambda back: sum(row[-1 - back % len(row)] for row in rows.values()))
+        picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
+        scenarios = tuple(
+            LinkConditions(
+                {link: self._scenario(link, row, back, delegated, iteration_ms, busy[link])
+                 for link, row in rows.items()}
+            )
+            for back in dict.fromkeys(picked)
+        )  # fmt: skip
+        harshest = Links({link: max(row) for link, row in rows.items()})
+        return Measured(scenarios, Links(middle), harshest, late, down, self.factors)
+
+    def _stage(self, event: OpTimes) -> ComputeWatch:
+        key = event.rank, event.stage
+        if key not in self._stages:
+            if event.rank >= self.job.num_ranks or event.stage >= self.job.costs.num_stages:
+                raise ControlError(
+                    f"ops of rank {event.rank}, stage {event.stage}: ranks go from 0 to {self.job.num_ranks - 1}, "
+                    f"stages to {self.job.costs.num_stages - 1}"
+                )
+            self._stages[key] = ComputeWatch(*key, self.job.smallest_delay, self.sensitivity)
+        return self._stages[key]
+
+    def _own(self, link: Link, delays: Sequence[float], delegated: Collection[Link]) -> tuple[float, ...]:
+        """Delays of the link's own path: what delegates add is taken off."""
+        added = self.job.delegate_ms if undirected(link) in delegated else 0.0
+        return tuple(max(0.0, delay - added) for delay in delays)
+
+    def _delays(self, link: Link, delegated: Collection[Link]) -> tuple[float, ...]:
+        """Recent delays of the link's own path, one an iteration."""
+        return self._own(link, self._links[link].delays, delegated) or self._known.get(link, (0.0,))
+
+    def _is_steady(self, link: Link, delegated: Collection[Link]) -> bool:
+        """Whether the link's delay differs little, from message to message and iteration to iteration."""
+        row, single = self._delays(link, delegated), self._links[link].times(0)
+        bound = max(self.job.smallest_delay, self.sensitivity.share * median(row))
+        return deviation(row) <= bound and (not single or deviation(single) <= bound)
+
+    def _scenario(
+        self, link: Link, row: Sequence[float], back: int, delegated: Collection[Link], ms: float, busy: float
+    ) -> LinkCondition:
+        """The link as it was `back` iterations ago: each message's delay, evenly laid over an iteration of `ms`."""
+        delays = self._own(link, self._links[link].times(back), delegated) or (row[-1],)
+        late = tuple(max(0.0, delay - busy) for delay in delays)
+        step = ms / len(delays)
+        times = tuple(step * at for at in range(len(delays)))
+        return LinkCondition(Trace(times, late) if step > 0 else Constant(late[0]), Constant(busy))
+
+
+def _condition(ms: float, busy: float) -> LinkCondition:
+    return LinkCondition(Constant(max(0.0, ms - busy)), Constant(busy))
