@@ -45,8 +45,13 @@ def two(
 
 @pytest.mark.parametrize(
     ("name", "depth", "dispatch"),
-    [("1f1b", 1, "dynamic"), ("1f1b", 3, "frozen"), ("zb", 2, "frozen"), ("zb-v", 2, "dynamic")]
-    + [("interleaved-1f1b", 1, "frozen")],
+    [
+        ("1f1b", 1, "dynamic"),
+        ("1f1b", 3, "frozen"),
+        ("zb", 2, "frozen"),
+        ("zb-v", 2, "dynamic"),
+        ("interleaved-1f1b", 1, "frozen"),
+    ],
 )
 def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, dispatch: str) -> None:
     schedule = ps.build(name, num_ranks=4, num_microbatches=8)

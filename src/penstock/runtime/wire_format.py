@@ -5,8 +5,8 @@
 
 A header travels only when the receiver can't know the spec: the first time a channel carries a microbatch
 of some shape. After that the payload alone is sent, into a buffer posted ahead. The preamble repeats
-which message it is, so that a mix-up is an error and never a wrong number, and tells the other side how
-many of its messages have come in, so that it can let go of its copies.
+which message it is, so that a mix-up is an error and never a wrong number, tells the other side how
+many of its messages have come in, so that it can let go of its copies, and when it was handed over.
 
 Tensors keep their memory layout: a matmul may round differently on a transposed or sliced operand.
 """
@@ -77,6 +77,11 @@ class Spec:
     def num_bytes(self) -> int:
         ends = [place.start + place.num_bytes for place in self.places if place is not None]
         return -(-max(ends, default=ALIGN) // ALIGN) * ALIGN
+
+    @cached_property
+    def carried_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(place.num_bytes for place in self.places if place is not None)
 
     @cached_property
     def needs_grad(self) -> list[bool]:
@@ -183,9 +188,8 @@ class Packet:
         self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
-    def pack(self, payload: Payload, preamble: Preamble) -> None:
+    def pack(self, payload: Payload) -> None:
         """Copies a payload of the packet's spec in."""
-        self.announce(preamble)
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
                 view.copy_(place.once(leaf))
@@ -193,11 +197,11 @@ class Packet:
     def announce(self, preamble: Preamble) -> None:
         """Writes the preamble alone."""
         words = self._preamble
-        words[0], words[1], words[2], words[3] = preamble
+        words[0], words[1], words[2], words[3], words[4] = preamble
 
     def preamble(self) -> Preamble:
         words = self._preamble
-        return Preamble(words[0], words[1], words[2], words[3])
+        return Preamble(words[0], words[1], words[2], words[3], words[4])
 
     def unpack(self) -> Payload:
         """The payload, copied out: the packet is free again."""
@@ -222,18 +226,26 @@ class DevicePacket(Packet):
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
     def announce(self, preamble: Preamble) -> None:
-        self._head[:4].copy_(torch.tensor(preamble))
+        self._head[:5].copy_(torch.tensor(preamble))
 
     def preamble(self) -> Preamble:
-        return Preamble(*self._head[:4].tolist())
+        return Preamble(*self._head[:5].tolist())
 
 
 class Preamble(NamedTuple):
-    """The first bytes of a payload: which message it is, and how many of the other side's have come in."""
+    """The first bytes of a payload.
+
+    Attributes:
+        tag, step: which message it is.
+        received: how many of the other side's have come in.
+        sent: when it was handed over, in nanoseconds of the sender's monotonic clock.
+        changed: 1 where the payload follows in another message, for it has not the shapes that were promised.
+    """
 
     tag: int
     step: int
     received: int
+    sent: int
     changed: int = 0
 
 

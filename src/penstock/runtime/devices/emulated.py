@@ -22,11 +22,9 @@ import torch
 from penstock.cost import Costs
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
+from penstock.runtime.transports.crossing import SHORTEST_WAIT
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
-
-SHORTEST_WAIT = 100_000
-"""Nanoseconds; a wait that took less found its message there already."""
 
 _PR_SET_TIMERSLACK = 29
 

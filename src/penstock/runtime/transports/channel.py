@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from threading import Semaphore
 from typing import Any, NamedTuple
 
 from penstock.runtime.message import Edge
@@ -100,13 +101,20 @@ def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[E
 
 @dataclass
 class Posted:
-    """A receive under way."""
+    """A receive under way.
+
+    Attributes:
+        since: when it was posted, in nanoseconds of the monotonic clock.
+        arrived: when the message was there, where that is known.
+    """
 
     edge: Edge
     tag: int
     work: Any
     packet: Packet
     known: Known
+    since: int
+    arrived: int | None = None
 
 
 @dataclass
@@ -132,6 +140,7 @@ class Incoming:
         headers_due: how many headers this step still brings.
         received: payloads taken in this step.
         answered: the channel whose messages these answer, where it is there.
+        room: for messages that came in and were not taken yet, where their number has a bound.
     """
 
     key: ChannelKey
@@ -142,6 +151,7 @@ class Incoming:
     headers_due: int = 0
     received: int = 0
     answered: Outgoing | None = None
+    room: Semaphore | None = None
 
 
 class Sent(NamedTuple):

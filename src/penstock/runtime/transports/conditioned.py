@@ -126,17 +126,18 @@ class Holder:
 class ConditionedTransport(GroupTransport):
     """A `GroupTransport` whose messages are held back as the conditions say."""
 
-    def __init__(self, *args: Any, conditions: Conditions) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, conditions: Conditions, **more: Any) -> None:
+        super().__init__(*args, **more)
         self.conditions = conditions
         self._holder = Holder()
         self._due: int | None = None
 
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+    def _hand_over(self, target: int, payload: Payload) -> int:
+        sent = super()._hand_over(target, payload)
         conditions = self.conditions
-        due = conditions.due(self._rank, target, size_of(payload)) if conditions.hold(self._rank, target) else None
-        self._due = due
-        return super().send(edge, target, payload)
+        held = conditions.hold(self._rank, target)
+        self._due = conditions.due(self._rank, target, size_of(payload), sent) if held else None
+        return sent
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         # All parts of a message, shapes too, become due together and stay in order.

@@ -43,6 +43,9 @@ class Crossing(NamedTuple):
         return self.arrived - max(self.sent, self.posted)
 
 
+SHORTEST_WAIT = 100_000
+"""Nanoseconds; a wait that took less found its message there already, and nobody knows since when."""
+
 KEPT = 10_000
 """Crossings that a rank keeps where nobody asks for them: the latest."""
 

@@ -6,7 +6,8 @@ let go when the channel of its answers says that it was taken (each preamble car
 the latest when the step ends.
 
 How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the messages its next op
-needs. A dynamic one must know which have come: one thread a channel waits and reports.
+needs. A dynamic one must know which have come: one thread a channel waits and reports. So must one that measures
+its links: a rank that waits only where it must does not see when a message came that it did not wait for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import Empty
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ from penstock.runtime.transports.channel import (
     Sent,
     Tags,
 )
+from penstock.runtime.transports.crossing import SHORTEST_WAIT, Crossing, CrossingLog
 from penstock.runtime.transports.failure import explain
+from penstock.runtime.transports.inbox import Inbox
 from penstock.runtime.wire_format import (
     HEADER_BYTES,
     Packet,
@@ -55,9 +59,10 @@ class GroupTransport:
         group: the process group; ranks of the schedule are ranks of the group.
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
+        inbox: where its threads report, shared with other transports of the rank; its own by default.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float, *, inbox: Inbox | None = None) -> None:
         self._group, self._tags, self._timeout = group, tags, timeout
         self._limit = timedelta(seconds=timeout)
         self._rank = dist.get_rank(group)
@@ -70,8 +75,10 @@ class GroupTransport:
         self._outgoing: dict[ChannelKey, Outgoing] = {}
         self._routes: dict[Edge, tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
-        self._events: SimpleQueue[tuple[Incoming, Posted] | BaseException] = SimpleQueue()
+        self._inbox = Inbox() if inbox is None else inbox
         self._threads: list[threading.Thread] = []
+        self._log = CrossingLog()
+        self._ahead = AHEAD
 
     def begin(
         self,
@@ -87,7 +94,8 @@ class GroupTransport:
             expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
             signatures: of each microbatch; equal signatures promise equal specs.
             digest: of the step's shapes; ranks that differ in it don't talk to each other.
-            threaded: whether arrivals are reported as they come (dynamic) or waited for (frozen).
+            threaded: whether arrivals are reported as they come, as dynamic ranks and all that measure their links
+                need it, or waited for (frozen).
             window: slot -> most messages of a channel under way before `send` waits for the oldest, for
                 channels that bring no answers. A slot that is not there has no bound.
         """
@@ -103,6 +111,8 @@ class GroupTransport:
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.known for signature in used)
             channel.received = 0
+            bound = window.get(key.slot) if key.slot == 0 else None
+            channel.room = None if bound is None else threading.Semaphore(bound)
             if threaded:
                 thread = threading.Thread(target=self._receive_all, args=(channel, len(messages)), daemon=True)
                 self._threads.append(thread)
@@ -136,26 +146,32 @@ class GroupTransport:
         if window is not None and len(channel.under_way) >= window:
             self._release(channel, channel.taken + 1)
         signature = self._signatures[edge.consumer.microbatch]
-        works: list[Any] = []
         known = channel.known.get(signature)
+        header: list[Tensor] = []
         if known is None:
             known = channel.known[signature] = Known(Spec.of(payload), make=self._packet)
-            for part in pack_header(signature, known.spec):
-                works.append(self._isend(part, target, self._tags.header(channel.key)))
-        preamble = Preamble(tag, self._step, channel.answers.received if channel.answers is not None else 0)
-        packet = known.packet()
+            header = pack_header(signature, known.spec)
+        promised = packet = known.packet()
         if not known.spec.fits(payload):
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            packet.announce(preamble._replace(changed=1))
-            works.append(self._send_packet(channel, packet, tag))
             known = Known(Spec.of(payload), make=self._packet)
-            for part in pack_header(signature, known.spec):
-                works.append(self._isend(part, target, tag))
             packet = known.packet()
-        packet.pack(payload, preamble)
+        packet.pack(payload)
+        received = channel.answers.received if channel.answers is not None else 0
+        preamble = Preamble(tag, self._step, received, sent=self._hand_over(target, payload))
+        works = [self._isend(part, target, self._tags.header(channel.key)) for part in header]
+        if promised is not packet:
+            promised.announce(preamble._replace(changed=1))
+            works.append(self._send_packet(channel, promised, tag))
+            works += [self._isend(part, target, tag) for part in pack_header(signature, known.spec)]
+        packet.announce(preamble)
         works.append(self._send_packet(channel, packet, tag))
         channel.under_way.append(Sent(works, packet, known))
         return True
+
+    def _hand_over(self, target: int, payload: Payload) -> int:
+        """The moment at which a message, copied from where it was made, is on its way."""
+        return perf_counter_ns()
 
     def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
         key = ChannelKey.of(edge)
@@ -199,13 +215,7 @@ class GroupTransport:
     # Receiving.
 
     def arrivals(self) -> list[Edge]:
-        edges: list[Edge] = []
-        while self._threaded:
-            try:
-                edges.append(self._report(self._events.get_nowait()))
-            except Empty:
-                break
-        return edges
+        return self._inbox.arrivals() if self._threaded else []
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
@@ -215,7 +225,7 @@ class GroupTransport:
         """
         if self._threaded:
             try:
-                return [self._report(self._events.get(timeout=self._timeout))]
+                return self._inbox.wait(self._timeout)
             except Empty:
                 raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
         for edge in awaited:
@@ -223,33 +233,40 @@ class GroupTransport:
                 continue
             channel = self._incoming[ChannelKey.of(edge)]
             posted = self._next(channel)
-            self._accept(channel, posted)
-            return [posted.edge]
+            return self._accept(channel, posted)
         raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
 
     def take(self, edge: Edge) -> Payload:
+        if edge.slot == 0 and (room := self._incoming[ChannelKey.of(edge)].room) is not None:
+            room.release()
         return self._ready.pop(edge)
+
+    def crossings(self) -> list[Crossing]:
+        """The messages that came in since the last call, those of which it is known when: all where threads wait."""
+        return self._log.take()
+
+    def close(self) -> None:
+        """Nothing is left behind: a step's threads end with it."""
 
     def _next(self, channel: Incoming) -> Posted:
         """Waits for the next message of a channel, and posts a receive for one after it."""
         if not channel.posted:
             self._post(channel, wait_for_headers=True)
         posted = channel.posted.popleft()
+        start = perf_counter_ns()
         self._wait(posted.work, channel.peer, posted.edge)
+        now = perf_counter_ns()
+        # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
+        if self._threaded or now - start > SHORTEST_WAIT:
+            posted.arrived = now
         if channel.waiting:
             self._post(channel, wait_for_headers=False)
         return posted
 
-    def _report(self, event: tuple[Incoming, Posted] | BaseException) -> Edge:
-        if isinstance(event, BaseException):
-            raise event
-        self._accept(*event)
-        return event[1].edge
-
-    def _accept(self, channel: Incoming, posted: Posted) -> None:
+    def _accept(self, channel: Incoming, posted: Posted) -> list[Edge]:
         """Checks a message that came in and makes it ready to be taken."""
         packet = posted.packet
-        tag, step, received, changed = packet.preamble()
+        tag, step, received, sent, changed = packet.preamble()
         if tag != posted.tag or step != self._step:
             raise RuntimeFailure(
                 f"rank {self._rank} expected {posted.edge} (message {posted.tag} of step {self._step}) from rank "
@@ -259,15 +276,19 @@ class GroupTransport:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
             packet = self._packet(spec)
             self._wait(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
+        elif posted.arrived is not None:
+            size = packet.spec.carried_bytes
+            self._log.add(Crossing(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
         posted.known.spare.append(posted.packet)
         if channel.answered is not None:
             self._release(channel.answered, received)
+        return [posted.edge]
 
     def _post(self, channel: Incoming, wait_for_headers: bool) -> None:
-        """Posts receives up to AHEAD. An edge whose spec is not known waits for its header, or is left."""
-        while channel.waiting and len(channel.posted) < AHEAD:
+        """Posts receives some ahead. An edge whose spec is not known waits for its header, or is left."""
+        while channel.waiting and len(channel.posted) < self._ahead:
             edge, tag = channel.waiting[0]
             known = channel.known.get(self._signatures[edge.consumer.microbatch])
             if known is None:
@@ -277,8 +298,9 @@ class GroupTransport:
                 continue
             channel.waiting.popleft()
             packet = known.packet()
+            since = perf_counter_ns()
             work = self._receive_packet(channel, packet, tag)
-            channel.posted.append(Posted(edge, tag, work, packet, known))
+            channel.posted.append(Posted(edge, tag, work, packet, known, since))
 
     def _learn(self, channel: Incoming, edge: Edge) -> None:
         """Takes in the next header of a channel."""
@@ -313,6 +335,14 @@ class GroupTransport:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
-                self._events.put((channel, self._next(channel)))
+                if channel.room is not None and not channel.room.acquire(timeout=self._timeout):
+                    raise DeadlineExceeded(
+                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self._timeout:g} s"
+                    )
+                self._came_in(channel, self._next(channel))
         except BaseException as error:
-            self._events.put(error)
+            self._inbox.fail(error)
+
+    def _came_in(self, channel: Incoming, posted: Posted) -> None:
+        """Reports a message, in the thread that waited for it."""
+        self._inbox.put(lambda: self._accept(channel, posted))

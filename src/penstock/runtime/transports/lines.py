@@ -115,4 +115,7 @@ class LineTransport(GroupTransport):
         posted = super()._next(channel)
         # Waiting for NCCL only orders streams; reading a part waits for the message itself.
         posted.packet.preamble()
+        if posted.packet.spec.leaves:
+            # A send is queued behind the device's compute: the host's clock doesn't know when it began.
+            posted.arrived = None
         return posted
