@@ -105,6 +105,7 @@ class Posted:
 
     Attributes:
         since: when it was posted, in nanoseconds of the monotonic clock.
+        follows: whether it was posted because another message of the channel had arrived.
         arrived: when the message was there, where that is known.
     """
 
@@ -114,6 +115,7 @@ class Posted:
     packet: Packet
     known: Known
     since: int
+    follows: bool
     arrived: int | None = None
 
 
@@ -141,6 +143,7 @@ class Incoming:
         received: payloads taken in this step.
         answered: the channel whose messages these answer, where it is there.
         room: for messages that came in and were not taken yet, where their number has a bound.
+        ahead: how many receives are posted ahead.
     """
 
     key: ChannelKey
@@ -152,6 +155,7 @@ class Incoming:
     received: int = 0
     answered: Outgoing | None = None
     room: Semaphore | None = None
+    ahead: int = 0
 
 
 class Sent(NamedTuple):

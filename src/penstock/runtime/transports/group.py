@@ -1,7 +1,8 @@
 """Messages between processes, over a torch.distributed process group (gloo).
 
 Sends are asynchronous, from a flat copy, so that a slow link never holds up compute and the stage's own
-tensors are free at once. Receives are posted ahead, a few in each channel. The copy of a sent message is
+tensors are free at once. Receives are posted ahead, a few in each channel, more where messages are sent before
+theirs is posted: such a message would cross the link only after word of its receive has crossed it. The copy of a sent message is
 let go when the channel of its answers says that it was taken (each preamble carries that count), or at
 the latest when the step ends.
 
@@ -50,6 +51,8 @@ from penstock.runtime.wire_format import (
 
 AHEAD = 2
 """Receives posted ahead in each channel: one being filled and one more, so that no sender waits to start."""
+MOST_AHEAD = 16
+"""Receives posted ahead where a link is so late that more messages than that are under way."""
 
 
 class GroupTransport:
@@ -111,6 +114,7 @@ class GroupTransport:
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.known for signature in used)
             channel.received = 0
+            channel.ahead = max(self._ahead, channel.ahead - 1)
             bound = window.get(key.slot) if key.slot == 0 else None
             channel.room = None if bound is None else threading.Semaphore(bound)
             if threaded:
@@ -260,7 +264,7 @@ class GroupTransport:
         if self._threaded or now - start > SHORTEST_WAIT:
             posted.arrived = now
         if channel.waiting:
-            self._post(channel, wait_for_headers=False)
+            self._post(channel, wait_for_headers=False, follows=True)
         return posted
 
     def _accept(self, channel: Incoming, posted: Posted) -> list[Edge]:
@@ -276,6 +280,10 @@ class GroupTransport:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
             packet = self._packet(spec)
             self._wait(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
+        elif posted.since > sent:
+            # It waited for its receive, and so tells nothing about the link.
+            if posted.follows:
+                channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
         elif posted.arrived is not None:
             size = packet.spec.carried_bytes
             self._log.add(Crossing(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
@@ -286,9 +294,9 @@ class GroupTransport:
             self._release(channel.answered, received)
         return [posted.edge]
 
-    def _post(self, channel: Incoming, wait_for_headers: bool) -> None:
+    def _post(self, channel: Incoming, wait_for_headers: bool, follows: bool = False) -> None:
         """Posts receives some ahead. An edge whose spec is not known waits for its header, or is left."""
-        while channel.waiting and len(channel.posted) < self._ahead:
+        while channel.waiting and len(channel.posted) < channel.ahead:
             edge, tag = channel.waiting[0]
             known = channel.known.get(self._signatures[edge.consumer.microbatch])
             if known is None:
@@ -300,7 +308,7 @@ class GroupTransport:
             packet = known.packet()
             since = perf_counter_ns()
             work = self._receive_packet(channel, packet, tag)
-            channel.posted.append(Posted(edge, tag, work, packet, known, since))
+            channel.posted.append(Posted(edge, tag, work, packet, known, since, follows))
 
     def _learn(self, channel: Incoming, edge: Edge) -> None:
         """Takes in the next header of a channel."""
@@ -325,7 +333,7 @@ class GroupTransport:
         except RuntimeError as error:
             raise explain(error, self._rank, source, "a message", self._timeout) from None
 
-    def _wait(self, work: Any, peer: int, what: Edge | str) -> None:
+    def _wait(self, work: Any, peer: int | None, what: Edge | str) -> None:
         try:
             work.wait(self._limit)
         except RuntimeError as error:

@@ -1,0 +1,201 @@
+"""Bounded channels and crossings between processes, over gloo. No test asserts an upper time."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock as ps
+from emulated_ranks import Ran, blocked_starts, run_to_the_end, start_worker
+from penstock.cost import LinkConditions
+from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.peers import GroupPeers
+from penstock.runtime.transports.channel import Tags, expected_by_channel
+from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.transports.direct import ConditionedDirect, require_depth
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.wiring import Wiring, num_indices, wire
+from penstock.schedule import Op, Schedule
+from plain_loop import gradients
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+DIGEST = zlib.crc32(b"test")
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def tags_of(schedule: Schedule) -> Tags:
+    return Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, num_indices(schedule))
+
+
+def step(transport: GroupTransport, wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, threaded: bool) -> Ran:
+    """One emulated step, the same on every rank; all ranks get what all of them saw."""
+    schedule = wiring.schedule
+    edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
+    signatures = ["emulated"] * num_indices(schedule)
+    transport.begin(expected_by_channel(edges, tags_of(schedule)), signatures, DIGEST, threaded, {})
+    worker = start_worker(wiring, rank, costs, dispatch, transport)
+    run_to_the_end(worker, transport)
+    transport.end()
+    mine = worker.recorder.times, worker.peak_held, transport.crossings()
+    everyone = GroupPeers(world(), 30.0).gather(mine)
+    return Ran([times for times, _, _ in everyone], [crossings for _, _, crossings in everyone], None)  # type: ignore[arg-type]
+
+
+# Bounded channels.
+
+
+def emulated(rank: int, name: str, depth: int, dispatch: str) -> list[int]:
+    schedule = ps.build(name, num_ranks=3, num_microbatches=6)
+    row = [1.0] * schedule.num_stages
+    costs = ps.Costs(row, row, row, message_bytes=[100_000] * schedule.num_stages)
+    links = Conditions(LinkConditions.parse("0:1=latency:25ms"))
+    transport = ConditionedDirect(world(), tags_of(schedule), 20.0, depth, conditions=links)
+    wiring = wire(schedule)
+    found = []
+    step(transport, wiring, rank, costs, dispatch, threaded=False)  # with it all shapes are known
+    for _ in range(2):
+        seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
+        found.append(blocked_starts(seen, depth))
+        sizes = {crossing.num_bytes for row in seen.crossings for crossing in row}
+        assert sizes == {100_016}
+        assert all(crossing.duration >= 25_000_000 for row in seen.crossings for crossing in row if is_slow(crossing))
+        # All but those that were sent before their receiver had begun the step.
+        assert sum(map(len, seen.crossings)) > 0.7 * sum(len(wiring.expected(r)) for r in range(3))
+    transport.close()
+    transport.close()
+    return found
+
+
+def is_slow(crossing: Crossing) -> bool:
+    return {crossing.source, crossing.target} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "dispatch"), [("1f1b", 1, "frozen"), ("zb-v", 2, "frozen"), ("zb-h1", 2, "dynamic")]
+)
+def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, dispatch: str) -> None:
+    outcomes = run_ranks(3, emulated, name, depth, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert all(count > 0 for o in outcomes for count in o.value)
+
+
+def held_for_long(rank: int) -> str:
+    schedule = ps.build("gpipe", num_ranks=2, num_microbatches=3)
+    links = Conditions(LinkConditions.parse("0:1=latency:1min 1:0=latency:0"))
+    transport = ConditionedDirect(world(), tags_of(schedule), 1.0, 1, conditions=links)
+    try:
+        step(transport, wire(schedule), rank, ps.Costs.uniform(2), "frozen", threaded=False)
+    except DeadlineExceeded as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_channel_that_stays_full_meets_the_deadline() -> None:
+    outcomes = run_ranks(2, held_for_long)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    said = [
+        "nothing came in for 1 s: rank 0 waits to send F1 of stage 0 to rank 1: the channel is full",
+        "rank 0 waited 1 s for a message to arrive from rank 1",
+    ]
+    assert any(outcomes[0].value.startswith(text) for text in said), outcomes[0].value
+
+
+def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
+    first = [Op("F", 0, m) for m in range(4)] + [Op("B", 0, m) for m in range(4)]
+    last = [Op("F", 1, 3), Op("B", 1, 3)] + [Op(kind, 1, m) for m in range(3) for kind in "FB"]
+    schedule = Schedule.of("crossed", ps.build("1f1b", 2, 4).placement, [first, last], 4)
+    ps.check(schedule)
+    with pytest.raises(
+        RuntimeFailure, match=r"crossed needs channels of depth 4: .* give depth=4 or transport='host'"
+    ):
+        require_depth(schedule, 3)
+    require_depth(schedule, 4)
+    with pytest.raises(RuntimeFailure, match="a channel of depth 0 can carry nothing"):
+        require_depth(schedule, 0)
+
+
+# Crossings.
+
+
+def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list[list[Crossing]], int]:
+    schedule = ps.build("1f1b", num_ranks=2, num_microbatches=8)
+    costs = ps.Costs([3, 3], [3, 3], [3, 3], message_bytes=[1000, 1000])
+    conditions = Conditions(LinkConditions.parse(links))
+    transport = ConditionedTransport(world(), tags_of(schedule), 20.0, conditions=conditions)
+    wiring = wire(schedule)
+    for _ in range(4):  # shapes are told, and as many receives posted as the link wants
+        seen = step(transport, wiring, rank, costs, dispatch, threaded)
+    transport.close()
+    return seen.crossings, sum(len(wiring.expected(rank)) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("dispatch", "threaded"), [("frozen", False), ("frozen", True), ("dynamic", True)])
+def test_a_late_link_is_seen(dispatch: str, threaded: bool) -> None:
+    outcomes = run_ranks(2, measured, dispatch, threaded, "0:1=latency:30ms")
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    crossings, num_messages = outcomes[0].value
+    found = [crossing for row in crossings for crossing in row]
+    assert {c[:2] for c in found} == {(0, 1), (1, 0)}
+    assert all(c.duration >= 30_000_000 and c.num_bytes == 1016 for c in found)
+    if threaded:
+        assert len(found) > 0.5 * num_messages
+    else:
+        assert len(found) <= num_messages, "those that a rank found there already are left out"
+
+
+@pytest.mark.parametrize(
+    ("links", "least", "most"),
+    [("0:1=occupancy:8ms", 8e6, 8e6), ("0:1=bandwidth:100KB/s", 10e6, 10e6), ("0:1=loss:50%,20ms#1", 0.0, 20e6)],
+)
+def test_every_condition_is_met(links: str, least: float, most: float) -> None:
+    outcomes = run_ranks(2, measured, "frozen", True, links)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    found = [crossing for row in outcomes[0].value[0] for crossing in row]
+    assert found
+    assert all(c.duration >= least for c in found)
+    assert max(c.duration for c in found) >= most, "some are hit, some are not"
+
+
+# Training.
+
+
+def train(rank: int, name: str, dispatch: str) -> list[bool]:
+    """Steps of changing shapes by `host` and by `direct`; and evaluation, whose channels have windows."""
+    found: list[list[torch.Tensor]] = []
+    for direct in (False, True):
+        torch.manual_seed(3)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)]
+        schedule = ps.build(name, 3, 6)
+        links = LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:2ms")
+        model = nn.Sequential(*layers)
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
+        if direct:
+            pipe._transport = ConditionedDirect(world(), pipe._tags, 20.0, 1, conditions=Conditions(links))
+        numbers = []
+        for size in (12, 7, 18, 12):
+            x = torch.randn(size, 4)
+            y = x.sum(1, keepdim=True).expand(-1, 4)
+            numbers += [pipe.step(x, y, update=False).loss, pipe.evaluate(x, y).loss]
+        mine = {n: p.grad for n, p in pipe.named_parameters()}
+        found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
+        pipe.zero_grad()
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "dispatch"), [("zb-v", "frozen"), ("1f1b", "dynamic")])
+def test_training_has_the_same_numbers_through_bounded_channels(name: str, dispatch: str) -> None:
+    outcomes = run_ranks(3, train, name, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
