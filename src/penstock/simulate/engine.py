@@ -53,14 +53,22 @@ def run(
     gang_first: Array,
     gang_ops: Array,
     gathered: Array,
+    lines: bool,
+    base: float,
+    busy: Array,
+    late_first: Array,
+    late_from: Array,
+    late_ms: Array,
+    line_free: Array,
+    line_last: Array,
     arrival: Any = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
     In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), and alike `depth`,
     how many messages a link may hold under way before its sender blocks (0: no bound; `bounded` says whether any
-    has one). Where `arrival` is there (never when compiled), it says by edge and time of sending when a message
-    arrives, instead of `delay`.
+    has one). Where `lines` is true links have conditions instead of `delay`: see `cross`. Where `arrival` is there
+    (never when compiled), it says by edge and time of sending when a message arrives.
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
@@ -143,7 +151,14 @@ def run(
                     unsent[rank] = edge
                     break
                 in_transit[link] += 1
-                arrives = time + delay[link] if arrival is None else arrival(edge, time)
+                if arrival is not None:
+                    arrives = arrival(edge, time)
+                elif lines:
+                    arrives = cross(
+                        link, busy[edge], time, base, late_first, late_from, late_ms, line_free, line_last
+                    )
+                else:
+                    arrives = time + delay[link]
                 if arrives == time:
                     missing[target] -= 1
                     arrival_time[edge] = time
@@ -152,6 +167,43 @@ def run(
                     heapq.heappush(events, (arrives, num_ops + edge))
             if state[rank] == IDLE:
                 free_time[op] = time
+
+
+def cross(
+    link: int,
+    busy: float,
+    now: float,
+    base: float,
+    late_first: Array,
+    late_from: Array,
+    late_ms: Array,
+    line_free: Array,
+    line_last: Array,
+) -> float:
+    """When a message handed over at `now` arrives: `cost.conditions` over arrays, for what needs no drawing of lots.
+
+    The link is busy with it for `busy` ms, from when it is free of those before it (`line_free[link]`); then the
+    message is late by `late_ms[k]`, where `late_from[k]` is the last moment not after that, of those between
+    `late_first[link]` and `late_first[link + 1]`; and it does not overtake the one before it (`line_last[link]`).
+    `base` ms come on top.
+    """
+    begins = max(now, line_free[link])
+    low, high = late_first[link], late_first[link + 1]
+    late = 0.0
+    if low < high:
+        while high - low > 1:
+            middle = (low + high) // 2
+            if late_from[middle] <= begins:
+                low = middle
+            else:
+                high = middle
+        late = late_ms[low]
+    left = begins + busy
+    arrives = max(left + late, line_last[link])
+    line_free[link] = left
+    line_last[link] = arrives
+    # Rounded, or what a sum leaves over would part what happens at one moment, and turn ties.
+    return now + round((arrives + base - now) * 1e9) / 1e9
 
 
 def edge_link(edge: int, num_ranks: int, rank_of: Array, edge_first: Array, edge_to: Array) -> int:
