@@ -1,0 +1,60 @@
+"""A schedule as arrays, under one set of costs: what `Runner` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.dispatch import Graph
+from penstock.schedule import Schedule
+
+Array = Any
+"""A numpy array."""
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A schedule as arrays, under one set of costs.
+
+    Attributes:
+        schedule: whose order it is. graph: its arrays as lists, where they were made op by op; those of another
+            order of the same ops otherwise.
+        ints: the arrays of ints that the engine reads, by name; missing: what it counts down.
+        duration, change: of each op, ms and what it adds to the activations held.
+    """
+
+    schedule: Schedule
+    graph: Graph
+    base: Array
+    ints: dict[str, Array]
+    missing: Array
+    duration: Array
+    change: Array
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.base)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.graph.num_ranks
+
+    @cached_property
+    def peaks(self) -> list[float]:
+        """Most activations each rank holds when it follows its frozen order; timing has no part in it."""
+        first = self.graph.first
+        return [
+            max(0.0, float(np.cumsum(self.change[first[r] : first[r + 1]]).max(initial=0.0)))
+            for r in range(self.num_ranks)
+        ]
+
+    @cached_property
+    def crossing(self) -> tuple[Array, Array, Array]:
+        """Edges between ranks, their source ops and their links (`source rank * num_ranks + target rank`)."""
+        first, to, rank = self.ints["edge_first"], self.ints["edge_to"], self.ints["rank_of"]
+        source = np.repeat(np.arange(self.num_ops), np.diff(first))
+        edges = np.flatnonzero(rank[source] != rank[to])
+        return edges, source[edges], rank[source[edges]] * self.num_ranks + rank[to[edges]]

@@ -1,0 +1,234 @@
+"""Runs orders of ops many times over: other orders, links, caps, dispatch, and no timeline unless it is asked for.
+
+    runner = Runner(costs)
+    order = runner.order(schedule)            # lowered once; other orders of the same ops follow from the first
+    ran = runner.run(order, links, dispatch="dynamic", caps=caps)
+    ran.makespan, ran.peaks, ran.executed()
+
+`simulate` does this once and makes a timeline of it; who compares many candidates keeps the runner.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost.conditions import Lines
+from penstock.dispatch import Dispatch, lower
+from penstock.dispatch.compiled import compiled
+from penstock.schedule import Schedule, ScheduleError
+from penstock.simulate import engine
+from penstock.simulate.memory import memory_changes
+from penstock.simulate.order import Order
+from penstock.simulate.passed import depths, passed
+from penstock.simulate.transport import Blocking, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What came of a run: the engine's arrays, and what they say."""
+
+    order: Order
+    arrays: dict[str, Any]
+
+    @property
+    def makespan(self) -> float:
+        """First op's start to last op's end (ms)."""
+        if not self.order.num_ops:
+            return 0.0
+        return float(np.max(self.arrays["end_time"])) - float(np.min(self.arrays["start_time"]))
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Most activations each rank held."""
+        return tuple(map(float, self.arrays["peak"]))
+
+    def executed(self) -> Schedule:
+        """The schedule with each rank's ops in the order in which they ran."""
+        first, turn = self.order.graph.first, np.asarray(self.arrays["turn"])
+        rows = []
+        for rank, row in enumerate(self.order.schedule.order):
+            places = np.argsort(turn[first[rank] : first[rank + 1]], kind="stable").tolist()
+            rows.append(tuple([row[place] for place in places]))
+        return replace(self.order.schedule, order=tuple(rows))
+
+
+class Runner:
+    """Runs schedules under one set of costs.
+
+    Args:
+        costs: per stage.
+        compile: whether to run compiled; by default where numba is loaded already.
+    """
+
+    KEPT, TEMPLATES = 256, 8
+
+    def __init__(self, costs: Costs, compile: bool | None = None) -> None:
+        self.costs, self.compile = costs, compile
+        self._orders: OrderedDict[Schedule, Order] = OrderedDict()
+        self._templates: list[Order] = []
+
+    def order(self, schedule: Schedule) -> Order:
+        """The schedule as arrays; it has no communication ops.
+
+        Raises:
+            CostError: the costs are for another number of stages.
+            ScheduleError: what `lower` refuses.
+        """
+        found = self._orders.get(schedule)
+        if found is None:
+            found = self._from_template(schedule) or self._lowered(schedule)
+            self._orders[schedule] = found
+            if len(self._orders) > self.KEPT:
+                self._orders.popitem(last=False)
+        else:
+            self._orders.move_to_end(schedule)
+        return found
+
+    def run(
+        self,
+        order: Order,
+        links: Links | LinkConditions | Lines,
+        *,
+        dispatch: Dispatch = Dispatch.FROZEN,
+        transport: Transport,
+        caps: Sequence[float] | None = None,
+        warmup: Sequence[int] | None = None,
+        links_at: float = 0.0,
+    ) -> Ran:
+        """Runs an order to its end. Caps count where dispatch is dynamic, and are not checked here.
+
+        Raises:
+            ScheduleError: the order deadlocks.
+        """
+        num_ranks, num_ops = order.num_ranks, order.num_ops
+        bounded = isinstance(transport, Blocking)
+        through = passed(order, links, self.costs, links_at)
+        use = self.compile
+        if use is None:
+            use = "numba" in sys.modules
+        use = use and through.arrival is None
+        arrays = {
+            **order.ints,
+            "missing": order.missing.copy(),
+            "head": order.ints["queue_first"][:-1].copy(),
+            "next_frozen": order.ints["first"][:-1].copy(),
+            "gathered": np.zeros(max(1, len(order.ints["gang_first"]) - 1), np.int64),
+            "warmup_left": np.array(warmup if warmup is not None else [0] * num_ranks, np.int64),
+            "depth": depths(order, transport),
+            "in_transit": np.zeros(num_ranks**2, np.int64),
+            "duration": order.duration,
+            "memory_change": order.change,
+            "cap": np.array(caps if caps is not None else [math.inf] * num_ranks, np.float64),
+            "arrival_time": np.zeros(len(order.ints["edge_to"])),
+            **through.arrays,
+            **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
+            **{name: np.zeros(num_ranks, np.int64) for name in ("state", "unsent")},
+            **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
+            **{name: np.zeros(num_ranks) for name in ("held", "peak")},
+        }
+        loop: ModuleType = engine
+        if use:
+            loop = compiled(engine)
+        else:
+            arrays = {name: array.tolist() for name, array in arrays.items()}
+        ended = loop.run(
+            dispatch is Dispatch.DYNAMIC,
+            bounded=bounded,
+            lines=through.lines,
+            base=through.base,
+            arrival=through.arrival,
+            **arrays,
+        )
+        if ended < num_ops:
+            stuck = next(o for o in range(num_ops) if not arrays["done"][o])
+            op = [op for row in order.schedule.order for op in row][stuck]
+            rank = int(order.ints["rank_of"][stuck])
+            raise ScheduleError(
+                f"the run stops after {ended} of {num_ops} ops: rank {rank} never runs {op} "
+                f"(rule: deadlock); ps.check(schedule) shows why",
+                rule="deadlock",
+                rank=rank,
+                op=op,
+            )
+        return Ran(order, arrays)
+
+    def _lowered(self, schedule: Schedule) -> Order:
+        if self.costs.num_stages != schedule.num_stages:
+            raise CostError(
+                f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}"
+            )
+        graph = lower(schedule)
+        duration = {key: self.costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+        made = Order(
+            schedule,
+            graph,
+            np.arange(graph.num_ops),
+            {
+                name: np.array(getattr(graph, attribute), np.int64)
+                for name, attribute in (("rank_of", "rank"), *((each, each) for each in _AS_THEY_ARE))
+            },
+            np.array(graph.num_needed, np.int64),
+            np.array([duration[op.kind, op.stage] for op in graph.ops], np.float64),
+            np.array(memory_changes(graph, self.costs), np.float64),
+        )
+        mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}
+        if not graph.gang_ops and not mixed:
+            self._templates = [made, *self._templates][: self.TEMPLATES]
+        return made
+
+    def _from_template(self, schedule: Schedule) -> Order | None:
+        """The arrays by renumbering those of another order of the same ops; None where none is known."""
+        ops = [op for row in schedule.order for op in row]
+        for template in self._templates:
+            graph, known = template.graph, template.schedule
+            if (
+                len(ops) != template.num_ops
+                or [len(row) for row in schedule.order] != [len(row) for row in known.order]
+                or schedule.graph != known.graph
+                or schedule.microbatch_pipeline != known.microbatch_pipeline
+                or schedule.placement != known.placement
+            ):
+                continue
+            try:
+                base = np.array([graph.number[op] for op in ops], np.int64)
+            except KeyError:
+                continue
+            ints = template.ints
+            if not np.array_equal(ints["rank_of"][base], ints["rank_of"]):
+                continue
+            number = np.empty_like(base)
+            number[base] = np.arange(len(base))
+            if len(np.unique(base)) < len(base):
+                continue
+            sources = np.repeat(np.arange(len(base)), np.diff(ints["edge_first"]))
+            from_, to = number[sources], number[ints["edge_to"]]
+            # An op's messages leave in the order of those who wait for them, as in `lower`.
+            leaving = np.lexsort((to, from_))
+            queue_of = ints["queue_of"][base]
+            renumbered = {
+                "edge_first": np.concatenate([[0], np.cumsum(np.bincount(from_, minlength=len(base)))]),
+                "edge_to": to[leaving],
+                "queue_of": queue_of,
+                "queue_ops": np.argsort(queue_of, kind="stable"),
+                "priority": ints["priority"][base],
+            }
+            return Order(
+                schedule, graph, base, {**ints, **renumbered}, template.missing[base], template.duration[base],
+                template.change[base],
+            )  # fmt: skip
+        return None
+
+
+_AS_THEY_ARE = (
+    "first", "edge_first", "edge_to", "queue_rank_first", "queue_first", "queue_ops", "queue_of", "priority", "gang",
+    "gang_first", "gang_ops",
+)  # fmt: skip
