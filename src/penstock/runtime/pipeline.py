@@ -31,13 +31,14 @@ from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan, pairs_with, plan_step
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
-from penstock.runtime.setup import device_of, optimizer_of, peers_of, require_runnable, transport_of
+from penstock.runtime.setup import device_of, optimizer_of, peers_of, require_runnable
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.runtime.stages import build_stage, stages_of
 from penstock.runtime.step_result import StepResult
 from penstock.runtime.tied import Tie, TiedGradients, find_ties
+from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.transports.group import GroupTransport
@@ -162,8 +163,7 @@ class Pipeline:
         )
         if isinstance(self._peers, GroupPeers):
             wiring = self._plan(training=True, num_microbatches=schedule.num_microbatches).wiring
-            self._transport = transport_of(
-                transport,
+            self._transport = TransportChoice(transport).make(
                 self._peers.group,
                 self._tags,
                 timeout,

@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
-from penstock.runtime.transports.channel import Tags
-from penstock.runtime.transports.conditioned import ConditionedLines, ConditionedTransport, Conditions
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.transports.lines import LineTransport, lines_of
-from penstock.runtime.wiring import Wiring
 from penstock.schedule import Schedule, StageGraph
+from penstock.simulate import simulate
+from penstock.simulate.simulate import as_dispatch
 
 
 def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
@@ -36,6 +34,22 @@ def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
             f"num_ranks={size} or start {num_ranks} processes"
         )
     return GroupPeers(group, timeout)
+
+
+def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) -> Dispatch:
+    """Reads "frozen", "dynamic" or "auto": dynamic where, by simulation without delays, it is no slower.
+
+    Args:
+        costs: of the schedule's stages; all ops take as long as each other where they are not known.
+
+    Raises:
+        ScheduleError: another word.
+    """
+    if given != "auto":
+        return as_dispatch(given)
+    costs = costs or Costs.uniform(schedule.num_stages)
+    frozen, dynamic = (simulate(schedule, costs, dispatch=each).makespan for each in Dispatch)
+    return Dispatch.DYNAMIC if dynamic <= frozen * (1 + 1e-9) else Dispatch.FROZEN
 
 
 def require_runnable(schedule: Schedule) -> None:
@@ -99,34 +113,3 @@ def optimizer_of(
     for group in empty.param_groups:
         group["params"] = []
     return empty
-
-
-def transport_of(
-    name: str,
-    group: dist.ProcessGroup,
-    tags: Tags,
-    timeout: float,
-    wiring: Wiring,
-    dispatch: Dispatch,
-    device: torch.device,
-    conditions: Conditions | None = None,
-) -> GroupTransport:
-    """The transport by name, with link conditions where they are given.
-
-    Raises:
-        RuntimeFailure: an unknown name, or "nccl" without a GPU or with dynamic dispatch.
-    """
-    if name == "host":
-        if conditions is not None:
-            return ConditionedTransport(group, tags, timeout, conditions=conditions)
-        return GroupTransport(group, tags, timeout)
-    if name != "nccl":
-        raise RuntimeFailure(f"transport {name!r}: give 'host' or 'nccl'")
-    if device.type != "cuda" or not dist.is_nccl_available():
-        raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
-    if dispatch is not Dispatch.FROZEN:
-        raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
-    lines = lines_of(wiring)
-    if conditions is not None:
-        return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)
-    return LineTransport(group, tags, timeout, lines, "nccl", device)

@@ -1,0 +1,61 @@
+"""A controller as a filter: its log's first line and events in, its whole log out.
+
+    python -m penstock.control < events.jsonl > control.jsonl
+
+A process of its own, so that deciding, which takes a second of a core for a large schedule, never holds up a rank.
+A line `{"record": {"links": {"6:7": 60.1}, ...}}` comes back with `simulated_ms`: how long an iteration of what runs
+now takes by simulation, with those delays (ms). It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.control.controller import Controller
+from penstock.control.decide import predict
+from penstock.control.errors import ControlError
+from penstock.control.events import event_from_json
+from penstock.control.log import read_header
+from penstock.cost import Links
+
+
+def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
+    """Feeds the lines to a controller, and writes its log, line by line.
+
+    Raises:
+        ControlError: the first line is no header, or a line is neither an event nor a record.
+    """
+    controller: Controller | None = None
+    for line in lines:
+        if not line.strip():
+            continue
+        value: dict[str, Any] = json.loads(line)
+        if controller is None:
+            controller = Controller(*read_header(value), log=write)
+        elif "event" in value:
+            controller.feed(event_from_json(value["event"]))
+        elif "record" in value:
+            write(json.dumps({"record": {**value["record"], "simulated_ms": simulated(controller, value["record"])}}))
+        else:
+            raise ControlError(f"neither an event nor a record: {line[:80]!r}")
+
+
+def simulated(controller: Controller, record: dict[str, Any]) -> float:
+    """The iteration time (ms) of what runs now on links with the record's delays."""
+    delays = {}
+    for name, ms in record["links"].items():
+        source, _, target = name.partition(":")
+        delays[int(source), int(target)] = float(ms)
+    return round(predict(controller.job, controller.now, [Links(delays)]), 3)
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    follow(sys.stdin, _write)

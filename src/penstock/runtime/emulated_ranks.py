@@ -1,0 +1,231 @@
+"""The ranks of an emulated run: threads of this process, or one process each."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.cost import Costs, LinkConditions
+from penstock.dispatch import Dispatch
+from penstock.runtime.agreement import require_same
+from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulated_plan import EmulatedPlan
+from penstock.runtime.errors import PeerLost, RuntimeFailure
+from penstock.runtime.message import Edge
+from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.setup import require_runnable
+from penstock.runtime.steering import Helm
+from penstock.runtime.steering.helm import Measured, Readied
+from penstock.runtime.steering.offer import Offer
+from penstock.runtime.transport_choice import TransportChoice
+from penstock.runtime.transports.channel import Tags, expected_by_channel
+from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.transports.mailbox import Mailbox, MailboxTransport
+from penstock.runtime.wiring import num_indices
+from penstock.runtime.worker import Transport, Worker
+from penstock.schedule import Op
+
+LEAD = 5_000_000
+"""Nanoseconds from the moment when all ranks are ready to the start of a step, so that all start it together."""
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What stays the same over an emulated run."""
+
+    costs: Costs
+    conditions: LinkConditions
+    stretch: float
+    timeout: float
+    choice: TransportChoice
+
+
+class RankStep(NamedTuple):
+    """What one rank measured of a step: its ops, the most it held, how late ops ended (ns), what came in."""
+
+    rank: int
+    times: list[tuple[Op, int, int]]
+    peak: float
+    late: list[int]
+    crossings: list[Crossing]
+
+
+class Step(NamedTuple):
+    """A step of all ranks, by rank; when it started (ns); and what the helm says to run from the next one on."""
+
+    ranks: list[RankStep]
+    start: int
+    next: Readied | None
+
+
+class Waiting(Transport, Protocol):
+    """A transport that can wait, and measures."""
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
+
+    def crossings(self) -> list[Crossing]: ...
+
+
+class Ranks(Protocol):
+    """The ranks of a run, here or in many processes."""
+
+    conditions: Conditions
+    peers: Peers
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        """Runs one step."""
+
+    def close(self) -> None:
+        """Ends the transports."""
+
+
+def _run_rank(worker: Worker, device: EmulatedDevice, transport: Waiting, start: int) -> RankStep:
+    """Runs a worker from `start` (ns) to its end."""
+    sharpen_timers()
+    while (left := start - time.perf_counter_ns()) > 0:
+        time.sleep(left / 1e9)
+    device.begin()
+    while True:
+        worker.run_ready()
+        if worker.finished:
+            break
+        before = time.perf_counter_ns()
+        edges = transport.wait(worker.awaited(), worker.stuck_on)
+        device.waited(before, time.perf_counter_ns())
+        for edge in edges:
+            worker.arrive(edge)
+    return RankStep(worker.rank, worker.recorder.times, worker.peak_held, device.late, transport.crossings())
+
+
+def _measured(step: RankStep, start: int) -> Measured:
+    end = step.times[-1][2] if step.times else start
+    return Measured(step.rank, start, end, step.times, step.crossings)
+
+
+class Threads:
+    """All ranks in this process, a thread each."""
+
+    def __init__(self, run: Emulated, plan: EmulatedPlan) -> None:
+        if any(gang >= 0 for gang in plan.wiring.graph.gang):
+            raise RuntimeFailure(
+                f"{plan.schedule.name} has ops that several ranks run together, which is not emulated "
+                "(ps.simulate takes them)"
+            )
+        self._run = run
+        self.peers: Peers = LocalPeers(plan.schedule.num_ranks)
+        self.conditions = conditions = Conditions(run.conditions, run.stretch)
+        self._boxes = [Mailbox() for _ in self.peers.here]
+        self._transports = [
+            MailboxTransport(self._boxes, rank, conditions, run.timeout, run.choice.depth) for rank in self.peers.here
+        ]
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        run, boxes, transports = self._run, self._boxes, self._transports
+        workers = [plan.worker(rank, transports[rank], run.costs, run.stretch) for rank in self.peers.here]
+        found: dict[int, RankStep] = {}
+        errors: list[BaseException] = []
+        for transport in transports:
+            transport.route(plan.configuration.delegated)
+            transport.begin()
+        start = time.perf_counter_ns() + LEAD
+
+        def work(rank: int) -> None:
+            try:
+                found[rank] = _run_rank(*workers[rank], transports[rank], start)
+            except BaseException as error:
+                errors.append(error)
+                for box in boxes:
+                    box.lose(rank)
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"penstock-rank-{rank}") for rank in self.peers.here
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            for box in boxes:
+                box.lose(0)
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        ranks = [found[rank] for rank in self.peers.here]
+        if helm is None:
+            return Step(ranks, start, None)
+        helm.ended([_measured(rank, start) for rank in ranks])
+        return Step(ranks, start, helm.settle([helm.offer()]))
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+class Processes:
+    """One process a rank; this is one of them."""
+
+    def __init__(self, run: Emulated, plan: EmulatedPlan, peers: GroupPeers) -> None:
+        require_runnable(plan.schedule)
+        self._run = run
+        self.peers: Peers = peers
+        self._rank = peers.here[0]
+        schedule = plan.schedule
+        told = {
+            "schedule": repr((schedule.placement, schedule.order)),
+            "costs": repr(run.costs),
+            "link condition": str(run.conditions),
+            "dispatch": plan.dispatch.value,
+            "stretch": run.stretch,
+            "transport": repr(run.choice),
+        }
+        require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
+        self._indices = num_indices(schedule)
+        self._tags = Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, self._indices)
+        nothing = Conditions(LinkConditions())
+        self._transport: Any = run.choice.make(
+            peers.group, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
+        )
+        self._step(plan, stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
+        self.conditions = Conditions(run.conditions, run.stretch, self._moment())
+        self._transport.conditions = self.conditions
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        mine, start = self._step(plan, self._run.stretch)
+        offer = None
+        if helm is not None:
+            helm.ended([_measured(mine, start)])
+            offer = helm.offer()
+        told = self.peers.gather((mine._replace(crossings=[]), offer))
+        offers = [Offer(*each) for _, each in told if each is not None]
+        return Step([RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None)
+
+    def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
+        transport, rank = self._transport, self._rank
+        worker, device = plan.worker(rank, transport, self._run.costs, stretch)
+        edges = ((edge, plan.wiring.rank_of(edge.producer)) for edge in plan.wiring.expected(rank))
+        expected = expected_by_channel(edges, self._tags)
+        signatures = ["emulated"] * self._indices
+        threaded = plan.dispatch is Dispatch.DYNAMIC
+        route = getattr(transport, "route", None)
+        if route is not None:
+            route(frozenset(plan.configuration.delegated))
+        transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
+        start = self._moment() + LEAD
+        found = _run_rank(worker, device, transport, start)
+        transport.end()
+        return found, start
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _moment(self) -> int:
+        """A moment that all ranks agree on, when all of them are here. Their clocks are one host's."""
+        return max(self.peers.gather(time.perf_counter_ns()))

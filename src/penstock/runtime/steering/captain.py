@@ -1,0 +1,218 @@
+"""Rank 0's side: gathers all reports, has the controller decide, hands plans out. All of it in threads of its own.
+
+reports --> gathering --> costs, until they are known --> decider --> decision --> a plan for every process
+                                                            ^
+news from the training: switched, dropped, not all have it -+
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from statistics import median
+from typing import Any
+
+from penstock.control import Configuration, Event, IterationEnded, Job, Switched, Transfers
+from penstock.control.events import show_link
+from penstock.cost import Costs
+from penstock.runtime.steering.decider import Decider
+from penstock.runtime.steering.gathering import Gathering
+from penstock.runtime.steering.line import Line
+from penstock.runtime.steering.measured import FIRST, MeasuredCosts
+from penstock.runtime.steering.options import Steering
+from penstock.runtime.steering.records import Records
+from penstock.runtime.steering.report import Report, events_of
+
+WAIT = 0.05
+"""Seconds that one look at the reports may last."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a job runs on, as far as deciding needs it.
+
+    Attributes:
+        start: what runs first. costs: None where they are to be measured.
+        depth, has_delegates: see `Steering.job`.
+        stretch: milliseconds of the clock to one of the costs' time.
+        processes: the first rank of each.
+    """
+
+    start: Configuration
+    costs: Costs | None
+    depth: int
+    has_delegates: bool
+    stretch: float
+    processes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision on its way to the ranks: its number, and its configuration as text, with the digest."""
+
+    number: int
+    text: str
+    digest: str
+
+    def to_json(self) -> bytes:
+        return json.dumps({"number": self.number, "text": self.text, "digest": self.digest}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Plan:
+        return cls(**json.loads(data))
+
+
+class Captain:
+    """Steers the run from rank 0's process.
+
+    Args:
+        line: to the store. queue: function from a process's first rank to the queue of its plans.
+        stop: called where deciding cannot go on, with the reason.
+
+    Attributes:
+        decisions: all so far, as the log has them.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        setting: Setting,
+        line: Line,
+        reports: str,
+        queue: Callable[[int], str],
+        stop: Callable[[str], None],
+    ) -> None:
+        self.decisions: list[dict[str, Any]] = []
+        self._steering, self._setting, self._line = steering, setting, line
+        self._reports, self._queue, self._stop = reports, queue, stop
+        self._records = Records(steering.folder)
+        self._gathering = Gathering(setting.start.schedule.num_ranks)
+        self._measuring = MeasuredCosts(setting.start.schedule.num_stages, setting.stretch)
+        self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        self._due: list[tuple[int, Event]] = []
+        self._digests = {0: setting.start.digest}
+        self._number = 0
+        self._num_since = 0
+        self._last: Sequence[Report] = ()
+        self._plan: Plan | None = None
+        self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
+        self._decider: Decider | None = None
+        if setting.costs is not None:
+            self._begin(setting.costs)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="penstock-captain", daemon=True)
+        self._thread.start()
+
+    # From rank 0's training.
+
+    def note(self, iteration: int, event: Event) -> None:
+        """Takes news of a decision, which the controller hears before what iteration `iteration` brought."""
+        self._notes.put((iteration, event))
+
+    def resend(self, processes: Sequence[int]) -> None:
+        """Hands the last plan out again, to those whose copy may be lost."""
+        self._again.put(processes)
+
+    def close(self) -> None:
+        """Ends the threads and the decider."""
+        self._closed.set()
+        self._thread.join(2 * WAIT + self._steering.patience if self._line.silent() == 0 else 2 * WAIT)
+        if self._decider is not None:
+            self._decider.close()
+        self._records.close()
+
+    # In threads.
+
+    def _work(self) -> None:
+        try:
+            while not self._closed.is_set():
+                data = self._line.pop(self._reports, WAIT)
+                while not self._again.empty():
+                    self._hand_out(self._again.get())
+                if data is None:
+                    continue
+                complete = self._gathering.add(Report.from_json(data))
+                if complete is not None:
+                    self._take(complete)
+        except Exception as error:
+            self._stop(f"rank 0 could not go on deciding: {error!r}")
+
+    def _take(self, reports: Sequence[Report]) -> None:
+        """Hands on what one iteration brought."""
+        iteration, stretch = reports[0].iteration, self._setting.stretch
+        self._learn(iteration)
+        if self._decider is None:
+            costs = self._measuring.feed(reports)
+            if costs is not None:
+                self._begin(costs)
+        events = events_of(reports, stretch)
+        record = self._record(iteration, events)
+        if self._decider is None:
+            self._records.iteration({**record, "simulated_ms": None})
+        else:
+            for event in events:
+                self._decider.feed(event)
+            self._decider.record(record)
+        self._num_since += 1
+        if self._num_since == FIRST + 1:
+            why = f"after {self._number}" if self._number else "start"
+            self._records.timeline(reports, self._number, why, stretch)
+        self._last = reports
+
+    def _learn(self, iteration: int) -> None:
+        """Passes on the news that is due before an iteration's events."""
+        while True:
+            try:
+                self._due.append(self._notes.get_nowait())
+            except Empty:
+                break
+        for at, event in self._due:
+            if at > iteration or self._decider is None:
+                continue
+            if isinstance(event, Switched):
+                if self._last:
+                    self._records.timeline(self._last, self._number, f"before {event.number}", self._setting.stretch)
+                self._number, self._num_since = event.number, 0
+            self._decider.feed(event)
+        self._due = [(at, event) for at, event in self._due if at > iteration]
+
+    def _record(self, iteration: int, events: Sequence[Event]) -> dict[str, object]:
+        times = {event.link: median(event.ms) for event in events if isinstance(event, Transfers)}
+        links = {show_link(link): round(ms, 4) for link, ms in sorted(times.items())}
+        ms = next(event.ms for event in events if isinstance(event, IterationEnded))
+        return {
+            "iteration": iteration,
+            "ms": ms,
+            "number": self._number,
+            "digest": self._digests[self._number],
+            "links": links,
+        }
+
+    def _begin(self, costs: Costs) -> None:
+        setting = self._setting
+        job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates)
+        self._decider = Decider(job, self._steering.sensitivity, self._hear, self._stop)
+
+    def _hear(self, line: str) -> None:
+        """A line of the decider's output."""
+        value = json.loads(line)
+        if "record" in value:
+            self._records.iteration(value["record"])
+            return
+        self._records.control(line)
+        if "decision" in value:
+            decision = value["decision"]
+            self.decisions.append(decision)
+            text = json.dumps(decision["configuration"], sort_keys=True)
+            self._digests[decision["number"]] = decision["digest"]
+            self._plan = Plan(decision["number"], text, decision["digest"])
+            self.resend(self._setting.processes)
+
+    def _hand_out(self, processes: Sequence[int]) -> None:
+        plan = self._plan
+        if plan is not None:
+            for first in processes:
+                self._line.push(self._queue(first), plan.to_json())

@@ -1,0 +1,95 @@
+"""The controller in a process of its own: events go in by a pipe, its log comes out by another.
+
+A decision takes a second of a core for a large schedule. In a thread of rank 0 it would hold the interpreter's lock
+from that rank's ops; here it runs beside, at a lower priority.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from penstock.control import Event, Job, Sensitivity
+from penstock.control.log import event_line, header
+from penstock.runtime.errors import RuntimeFailure
+
+END = 2.0
+"""Seconds that the process has to end by itself."""
+
+
+class Decider:
+    """A running controller.
+
+    Args:
+        take: called, in a thread, with every line of its output: the log's, and records.
+        ended: called where the process ends though nobody closed it, with the reason.
+
+    Raises:
+        RuntimeFailure: the process cannot be started.
+    """
+
+    def __init__(
+        self, job: Job, sensitivity: Sensitivity, take: Callable[[str], None], ended: Callable[[str], None]
+    ) -> None:
+        self._take, self._ended = take, ended
+        self._closed = False
+        path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.control"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                start_new_session=True,  # the terminal's Ctrl-C is for the ranks
+            )
+        except OSError as error:
+            raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None
+        self._write(header(job, sensitivity))
+        self._reader = threading.Thread(target=self._read, name="penstock-decider", daemon=True)
+        self._reader.start()
+
+    def feed(self, event: Event) -> None:
+        """Hands on an event. Waits where the process is far behind."""
+        self._write(event_line(event))
+
+    def record(self, record: dict[str, object]) -> None:
+        """Hands on a record, which comes back with its simulated time."""
+        self._write(json.dumps({"record": record}))
+
+    def close(self) -> None:
+        """Ends the process, with what it was doing."""
+        self._closed = True
+        with contextlib.suppress(OSError, ValueError):
+            self._input.close()
+        try:
+            self._process.wait(END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(END)
+
+    @property
+    def _input(self) -> IO[str]:
+        assert self._process.stdin is not None, "it was started with a pipe"
+        return self._process.stdin
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # its end is told by the reader
+            self._input.write(line + "\n")
+            self._input.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "it was started with a pipe"
+        for line in self._process.stdout:
+            self._take(line.rstrip("\n"))
+        code = self._process.wait()
+        if not self._closed:
+            self._ended(f"the controller's process ended with exit code {code}")

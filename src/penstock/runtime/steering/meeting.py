@@ -1,0 +1,93 @@
+"""Where the processes of a run meet beside the training: which store, under which names, and by whose clock."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.peers import GroupPeers, Peers
+from penstock.runtime.steering.clock import ahead_of_first, clock_name
+from penstock.runtime.stores import InProcessStore, Store, StoreLost, open_store
+from penstock.runtime.stores.tcp import TcpStore
+
+
+@dataclass
+class Meeting:
+    """What a process needs to reach the others.
+
+    Attributes:
+        store: connected. name: tells this run's queues from those of all others.
+        first: the first rank of this process; processes: of each.
+        offset: nanoseconds that this process's clock is ahead of rank 0's.
+        server: a TCPStore that lives here, if it does.
+    """
+
+    store: Store
+    name: str
+    first: int
+    processes: Sequence[int]
+    offset: int = 0
+    server: Any = field(default=None, repr=False)
+
+    @property
+    def reports(self) -> str:
+        """The queue of all reports."""
+        return f"{self.name}/reports"
+
+    def plans(self, first: int) -> str:
+        """The queue of the plans for a process."""
+        return f"{self.name}/plans/{first}"
+
+    def close(self) -> None:
+        self.store.close()
+        self.server = None
+
+
+def meet(address: str | None, peers: Peers) -> Meeting:
+    """Agrees on a store, and reaches it. Every process must call it.
+
+    Without an address: the TCPStore that torch.distributed was set up with, where MASTER_ADDR and MASTER_PORT say
+    where it listens, else one that rank 0 starts; memory where all ranks are in this process.
+
+    Raises:
+        RuntimeFailure: some rank cannot use the store; on all ranks alike.
+    """
+    name, first = f"penstock-{uuid.uuid4().hex[:12]}", peers.here[0]
+    if not isinstance(peers, GroupPeers):
+        return Meeting(InProcessStore() if address is None else open_store(address), name, first, (first,))
+    clocks = [str(clock) for clock in peers.gather(clock_name())]
+    server = None
+    if address is None and first == 0:
+        server, address = _jobs_own(clocks)
+    name, address = peers.gather((name, address))[0]
+    store, error = None, ""
+    try:
+        store = open_store(str(address))
+    except RuntimeFailure as failure:
+        error = str(failure)
+    refused = [f"rank {rank}: {text}" for rank, text in enumerate(peers.gather(error)) if text]
+    if refused or store is None:
+        raise RuntimeFailure(f"{refused[0]}; steering needs a store that every rank reaches")
+    return Meeting(store, name, first, range(peers.num_ranks), ahead_of_first(peers, clocks), server)
+
+
+def _jobs_own(clocks: Sequence[str]) -> tuple[Any, str]:
+    """The address of the job's TCPStore; or one started here, which must then be kept."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if host and port.isdecimal():
+        try:
+            TcpStore(host, int(port)).close()
+            return None, f"tcp://{host}:{port}"
+        except StoreLost:
+            pass
+    host = host or ("127.0.0.1" if len(set(clocks)) == 1 else socket.gethostname())
+    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return server, f"tcp://{host}:{server.port}"
