@@ -27,7 +27,10 @@ from typing import Any
 
 import pytest
 
+from penstock import lab
 from penstock.cli import main
+from penstock.lab.layout import Layout
+from penstock.lab.links import read_change, read_links
 from penstock.models import presets
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
@@ -107,6 +110,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.bench import runtime, split
     from penstock.bench import space as bench_space
     from penstock.bench import tune as bench_tune
+    from penstock.cli import lab as lab_command
     from penstock.tune import session
 
     def only_check(order: Order, port: int | None) -> int:
@@ -121,6 +125,28 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_command, "_carry_out", only_check)
     really_tune = session.tune
 
+    class NoLab:
+        """Takes what a lab takes, checks it, and makes nothing."""
+
+        name, hosts, layout = "0", range(3), Layout("0", 3)
+
+        def __init__(self, hosts: int = 3, nics: int = 2, links: Any = ()) -> None:
+            read_links(links, Layout("0", hosts, nics))
+
+        def __enter__(self) -> NoLab:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def link(self, source: int, target: int, condition: str, **_: Any) -> None:
+            read_change(condition)
+
+        def interface_down(self, host: int, nic: int) -> None:
+            self.layout.check(host, nic)
+
+        interface_up = interface_down
+
     def estimate_instead(asked: session.Asked, *hooks: Any) -> session.Outcome:
         if isinstance(asked.source, session.Measuring):
             source = session.Estimating(tflops=0.1)
@@ -133,6 +159,11 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         transfers = {num_ranks: session.Transfer.assumed()}
         return SimpleNamespace(profiles=profiles, transfers=transfers, num_measured=0, num_reused=0, notices=[])
 
+    monkeypatch.setattr(lab, "Lab", NoLab)
+    monkeypatch.setattr(lab.running, "find", lambda name: NoLab())
+    monkeypatch.setattr(lab.lab, "make", NoLab)
+    monkeypatch.setattr(lab.lab, "end", lambda name: None)
+    monkeypatch.setattr(lab_command, "_run", lambda *args: 0)
     monkeypatch.setattr(session, "tune", estimate_instead)
     monkeypatch.setattr(session, "measure", measure_nothing)
     for measured in ("speeds", "free", "tight"):

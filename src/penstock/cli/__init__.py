@@ -14,6 +14,7 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     check,
     convert,
     data,
+    lab,
     plan,
     profile,
     search,

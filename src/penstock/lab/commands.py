@@ -1,0 +1,98 @@
+"""The commands that make, change and remove a lab. Pure: `shell.py` runs them, `penstock lab plan` shows them.
+
+Each interface is a TUN device: what a host sends through it, the forwarder reads, and the other way round.
+
+TCP is set up so that a transfer is as slow as its link and not as TCP's own start (16 MB over 30 ms take 230 ms with
+the kernel's defaults, 80 with these): as much may be under way at once as the buffers hold, from a connection's first
+moment on and after it was idle; and one connection's bad luck is not remembered for the next.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.lab.layout import Layout
+
+MTU = 1500
+BUFFER_BYTES = 64 * 2**20
+"""Of each connection in each direction: 2 GB/s at 30 ms."""
+FIRST_SEGMENTS = BUFFER_BYTES // (MTU - 52)
+"""Segments that may be under way from a connection's first moment on."""
+TRANSMIT_QUEUE = 10_000
+"""Packets that an interface keeps for the forwarder."""
+
+_SETTINGS = {
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv4/tcp_no_metrics_save": "1",
+    "ipv4/tcp_rmem": f"4096 {BUFFER_BYTES // 4} {BUFFER_BYTES}",
+    "ipv4/tcp_wmem": f"4096 {BUFFER_BYTES // 4} {BUFFER_BYTES}",
+}
+
+
+class Command(NamedTuple):
+    """A program with its arguments, and what it reads."""
+
+    words: tuple[str, ...]
+    reads: str = ""
+
+    def __str__(self) -> str:
+        if not self.reads:
+            return shlex.join(self.words)
+        return f"{shlex.join(self.words)} <<END\n{self.reads}END"
+
+
+def make(layout: Layout, congestion: str = "cubic") -> list[Command]:
+    """Namespaces, their interfaces and their TCP. `congestion` is TCP's rule for how much may be under way."""
+    return [command for host in layout.hosts for command in _make_host(layout, host, congestion)]
+
+
+def remove(namespaces: Iterable[str]) -> list[Command]:
+    return [Command(("ip", "netns", "delete", name)) for name in namespaces]
+
+
+def interface_down(layout: Layout, host: int, nic: int) -> list[Command]:
+    """As if it had died: the kernel says so on the host itself; the others only hear nothing more from it."""
+    layout.check(host, nic)
+    return [Command(("ip", "-n", layout.namespace(host), "link", "set", layout.interface(nic), "down"))]
+
+
+def interface_up(layout: Layout, host: int, nic: int, congestion: str = "cubic") -> list[Command]:
+    """Up again, with the route that went when it came down."""
+    layout.check(host, nic)
+    lines = [f"link set {layout.interface(nic)} up", _route(layout, host, nic, congestion)]
+    return [_batch(layout.namespace(host), lines)]
+
+
+def _make_host(layout: Layout, host: int, congestion: str) -> list[Command]:
+    namespace = layout.namespace(host)
+    lines = ["link set lo up"]
+    for nic in layout.nics:
+        interface = layout.interface(nic)
+        lines += [
+            f"tuntap add dev {interface} mode tun vnet_hdr",
+            f"link set {interface} mtu {MTU} txqueuelen {TRANSMIT_QUEUE}",
+            f"addr add {layout.address(host, nic)}/24 dev {interface} noprefixroute",
+            f"link set {interface} up",
+            _route(layout, host, nic, congestion),
+        ]
+    settings = "; ".join(f"echo {value} >{name}" for name, value in _SETTINGS.items())
+    no_ipv6 = "if [ -d ipv6 ]; then echo 1 >ipv6/conf/all/disable_ipv6; fi"
+    script = f"set -e; cd /proc/sys/net; {settings}; {no_ipv6}"
+    return [
+        Command(("ip", "netns", "add", namespace)),
+        Command(("ip", "netns", "exec", namespace, "sh", "-c", script)),
+        _batch(namespace, lines),
+    ]
+
+
+def _route(layout: Layout, host: int, nic: int, congestion: str) -> str:
+    return (
+        f"route replace {layout.network(nic)} dev {layout.interface(nic)} src {layout.address(host, nic)} "
+        f"initcwnd {FIRST_SEGMENTS} initrwnd {FIRST_SEGMENTS} congctl {congestion}"
+    )
+
+
+def _batch(namespace: str, lines: Iterable[str]) -> Command:
+    return Command(("ip", "-n", namespace, "-batch", "-"), "".join(f"{line}\n" for line in lines))

@@ -1,0 +1,106 @@
+"""One command on every host of a lab, its lines told apart, its end the end of all."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.lab.events import Event
+from penstock.lab.process import HostProcess
+from penstock.lab.running import RunningLab
+
+TICK = 0.02
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended on one host.
+
+    Attributes:
+        exit_code: its own; 128 + the signal's number for a kill; None where it was stopped, because another host
+            had failed or time was up.
+        seconds: it ran.
+    """
+
+    host: int
+    exit_code: int | None
+    seconds: float
+
+
+def run_everywhere(
+    lab: RunningLab,
+    command: Sequence[str],
+    *,
+    hosts: Sequence[int] | None = None,
+    events: Sequence[Event] = (),
+    timeout: float | None = None,
+    grace: float = 10.0,
+    say: Callable[[str], None] = print,
+) -> list[Ended]:
+    """Runs `command` on every host, or on some, and returns when it has ended on all.
+
+    Args:
+        events: happen meanwhile.
+        timeout: seconds until all are stopped. grace: seconds that the others have after one has failed.
+        say: takes each line that a host writes, and each event; one at a time.
+    """
+    start = time.monotonic()
+    turn = threading.Lock()
+
+    def say_in_turn(line: str) -> None:
+        with turn:
+            say(line)
+
+    processes: list[HostProcess] = []
+    readers: list[threading.Thread] = []
+    try:
+        for host in lab.hosts if hosts is None else hosts:
+            process = lab.start(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            processes.append(process)
+            readers.append(threading.Thread(target=_relay, args=(process, say_in_turn), daemon=True))
+            readers[-1].start()
+        ended = _await(lab, processes, list(events), start, timeout, grace, say_in_turn)
+    finally:
+        for process in processes:
+            process.stop()
+        for reader in readers:
+            reader.join(1.0)  # a process that left its session may still hold the pipe
+    return [ended.get(process.host, Ended(process.host, None, time.monotonic() - start)) for process in processes]
+
+
+def _await(
+    lab: RunningLab,
+    processes: Sequence[HostProcess],
+    events: list[Event],
+    start: float,
+    timeout: float | None,
+    grace: float,
+    say: Callable[[str], None],
+) -> dict[int, Ended]:
+    """Those that ended by themselves."""
+    ended: dict[int, Ended] = {}
+    limit = float("inf") if timeout is None else start + timeout
+    while len(ended) < len(processes) and time.monotonic() < limit:
+        while events and time.monotonic() - start >= events[0].at:
+            event = events.pop(0)
+            event.apply(lab)
+            say(f"lab   | {event}")
+        for process in processes:
+            code = process.poll()
+            if code is None or process.host in ended:
+                continue
+            ended[process.host] = Ended(process.host, code if code >= 0 else 128 - code, time.monotonic() - start)
+            if code != 0:
+                limit = min(limit, time.monotonic() + grace)
+        time.sleep(TICK)
+    return ended
+
+
+def _relay(process: HostProcess, say: Callable[[str], None]) -> None:
+    assert process.popen.stdout is not None
+    with process.popen.stdout as lines:
+        for line in lines:
+            say(f"host{process.host} | {line.rstrip()}")

@@ -1,0 +1,106 @@
+"""What a lab leaves on disk while it is there: a folder with what it is, a lock that its keeper holds, a socket.
+
+    /run/penstock-lab/4711/     lab.json   lock   control   hosts
+
+4711 is the keeper's process number and the lab's name. The lock ends with the process however it ends, so a lab whose
+lock can be had is a leftover, whoever has that number now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.lab.errors import LabError
+from penstock.lab.kernel import NAMESPACES
+from penstock.lab.layout import Layout, lab_of
+
+ROOT = Path("/run/penstock-lab")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a lab is.
+
+    Attributes:
+        keeper: the process that carries its packets. owner: the process it lasts as long as; None for a lab that
+            lasts until it is removed.
+        since: seconds since 1970.
+    """
+
+    name: str
+    num_hosts: int
+    num_nics: int
+    keeper: int
+    owner: int | None
+    since: float
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.name, self.num_hosts, self.num_nics)
+
+
+class Folder:
+    """A lab's folder, by the lab's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, ROOT / name
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def hosts(self) -> Path:
+        return self.path / "hosts"
+
+    def make(self, record: Record) -> int:
+        """Writes it; returns the lock, which holds as long as it is open. Raises OSError."""
+        if self.path.exists():  # of a keeper that had this number and is gone
+            self.remove()
+        self.path.mkdir(parents=True, mode=0o700)
+        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.hosts.write_text(record.layout.hosts_file(), encoding="utf-8")
+        (self.path / "lab.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
+        return lock
+
+    def read(self) -> Record:
+        """Raises LabError where there is no such lab."""
+        try:
+            return Record(**json.loads((self.path / "lab.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise LabError(f"there is no lab {self.name}; `penstock lab list` shows those that are there") from None
+
+    def alive(self) -> bool:
+        """Whether its keeper holds the lock."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def names() -> list[str]:
+    """Every lab that left a folder or a namespace, alive or not."""
+    found = {path.name for path in ROOT.glob("*") if path.name.isdecimal()}
+    found |= {name for path in Path(NAMESPACES).glob("*") if (name := lab_of(path.name)) is not None}
+    return sorted(found, key=int)
+
+
+def namespaces_of(name: str) -> list[str]:
+    """The namespaces that are there of a lab."""
+    return sorted(path.name for path in Path(NAMESPACES).glob("*") if lab_of(path.name) == name)

@@ -1,0 +1,162 @@
+"""Carries packets between hosts: reads what they send, holds each packet until it is due, hands it over.
+
+    host 0's eth0 --read--> PacketQueue 0>1 --held until due--> write --> host 1's eth0
+
+One thread, no wait but one: for packets, for the moment when the next is due, for whatever else is registered.
+It is given descriptors, so that a test may use sockets for TUN devices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+
+from penstock.cost import LinkCondition
+from penstock.lab.kernel import HEADER_BYTES, Timer, whole_segments
+from penstock.lab.layout import Layout, Way
+from penstock.lab.links import Change
+from penstock.lab.packets import PacketQueue
+
+BURST = 32
+"""Packets read from one interface before others, and what is due, have their turn."""
+_MOST_BYTES = HEADER_BYTES + 65_536
+_TARGET = slice(HEADER_BYTES + 16, HEADER_BYTES + 20)
+"""Where a packet says whom it is for."""
+
+
+class Forwarder:
+    """The networks between a lab's hosts.
+
+    Args:
+        devices: of each host's interface on each network, (host, nic) -> descriptor.
+        conditions: of ways, from the start.
+        segment: tells a device whether it shall give single segments; lost packets are then as on a wire.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        devices: Mapping[tuple[int, int], int],
+        conditions: Mapping[Way, LinkCondition],
+        segment: Callable[[int, bool], None] = whole_segments,
+    ) -> None:
+        self.queues = {way: PacketQueue(way) for way in layout.ways()}
+        self._devices, self._segment = devices, segment
+        self._whole = dict.fromkeys(devices.values(), False)
+        places = layout.packed_addresses()
+        self._routes = {
+            device: {
+                address: self.queues[Way(host, target, nic)]
+                for address, (target, target_nic) in places.items()
+                if target_nic == nic and target != host
+            }
+            for (host, nic), device in devices.items()
+        }
+        self._out = {way: devices[way.target, way.nic] for way in self.queues}
+        self._due: list[tuple[float, Way]] = []
+        self._epoll, self._timer, self._armed = select.epoll(), Timer(), 0.0
+        self._others: dict[int, Callable[[], None]] = {}
+        self._ended = False
+        for device in devices.values():
+            self._epoll.register(device, select.EPOLLIN)
+        self._epoll.register(self._timer.descriptor, select.EPOLLIN)
+        for way, condition in conditions.items():
+            self.change(way, Change(condition))
+
+    def change(self, way: Way, change: Change) -> None:
+        """From now on, for what is sent from now on; a cut loses what is under way too."""
+        self.queues[way].change(change, _now())
+        device = self._devices[way.source, way.nic]
+        loses = any(queue.loses for queue in self._routes[device].values())
+        if loses != self._whole[device]:
+            self._whole[device] = loses
+            self._segment(device, loses)
+
+    def watch(self, descriptor: int, readable: Callable[[], None]) -> None:
+        """Calls `readable` whenever `descriptor` has something to read, or its other end is gone."""
+        self._others[descriptor] = readable
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def forget(self, descriptor: int) -> None:
+        del self._others[descriptor]
+        self._epoll.unregister(descriptor)
+
+    def end(self) -> None:
+        """`run` returns after this round."""
+        self._ended = True
+
+    def run(self) -> None:
+        """Carries packets until `end`."""
+        while not self._ended:
+            self._arm()
+            for descriptor, event in self._epoll.poll():
+                routes = self._routes.get(descriptor)
+                if routes is not None:
+                    if event & select.EPOLLERR:  # somebody took the whole device away
+                        self._epoll.unregister(descriptor)
+                        continue
+                    self._read(descriptor, routes)
+                elif descriptor == self._timer.descriptor:
+                    self._timer.clear()
+                    self._armed = 0.0
+                elif descriptor in self._others:  # one of this round may have forgotten another
+                    self._others[descriptor]()
+            self._deliver()
+
+    def close(self) -> None:
+        """Closes what it opened; the devices are not its own."""
+        self._epoll.close()
+        self._timer.close()
+
+    def _read(self, device: int, routes: Mapping[bytes, PacketQueue]) -> None:
+        now = _now()
+        for _ in range(BURST):
+            try:
+                packet = os.read(device, _MOST_BYTES)
+            except OSError:  # nothing more, or the interface is down
+                return
+            queue = routes.get(packet[_TARGET])
+            if queue is None:  # for no host of this network: nobody is there to take it
+                continue
+            due = queue.take(len(packet) - HEADER_BYTES, now)
+            if due is None:
+                continue
+            if due <= now and not queue.held:
+                self._write(queue, packet)
+                continue
+            if not queue.held:
+                heapq.heappush(self._due, (due, queue.way))
+            queue.held.append((due, packet))
+
+    def _deliver(self) -> None:
+        """Hands over what is due."""
+        now = _now()
+        while self._due and self._due[0][0] <= now:
+            _, way = self._due[0]
+            queue = self.queues[way]
+            while queue.held and queue.held[0][0] <= now:
+                self._write(queue, queue.held.popleft()[1])
+            if queue.held:
+                heapq.heapreplace(self._due, (queue.held[0][0], way))
+            else:
+                heapq.heappop(self._due)
+
+    def _write(self, queue: PacketQueue, packet: bytes) -> None:
+        try:
+            os.write(self._out[queue.way], packet)
+        except OSError:  # the interface there is down
+            queue.num_refused += 1
+
+    def _arm(self) -> None:
+        """Sets the timer to when the next packet is due."""
+        if self._due and self._due[0][0] != self._armed:
+            self._armed = self._due[0][0]
+            self._timer.set(int(self._armed * 1e6))
+
+
+def _now() -> float:
+    """Milliseconds of the monotonic clock."""
+    return time.monotonic_ns() * 1e-6

@@ -1,0 +1,118 @@
+"""What a user says of links: `0:1=latency:30ms`, `0:1@1=loss:1%`, in the language of `cost.conditions`.
+
+    0:1=latency:30ms      hosts 0 and 1, both directions, every network
+    0:1@1=loss:1%         on network 1 alone; before what is said of every network
+    0:1=10 1:0=40         each direction by itself
+
+A lab sees packets and not messages, and its TCP is real: a message's occupancy means nothing here, and how long
+sending again takes is TCP's affair.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from penstock.cost import CostError, LinkCondition, LinkConditions
+from penstock.cost.over_time import Trace
+from penstock.lab.errors import LabMisuse
+from penstock.lab.layout import Layout, Way
+
+_LINK = re.compile(r"(?P<pair>[0-9]{1,9}:[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?=(?P<rest>.+)", re.DOTALL)
+_PLACE = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?")
+
+
+class Change(NamedTuple):
+    """What becomes of a way: cut or joined again (None: as it is), and what it does to packets.
+
+    Attributes:
+        keep: the condition stays as it is.
+    """
+
+    condition: LinkCondition | None = None
+    cut: bool | None = False
+    keep: bool = False
+
+
+def read_change(text: str) -> Change:
+    """Reads `down`, `up`, or a condition, which also joins what was cut. Raises CostError."""
+    if text in ("down", "up"):
+        return Change(cut=text == "down", keep=True)
+    condition = LinkCondition.parse(text)
+    check_condition(condition, text)
+    return Change(condition)
+
+
+def read_place(text: str) -> tuple[int, int, int | None]:
+    """Reads `0:1` or `0:1@1`: two hosts, and a network or None for all."""
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise LabMisuse(f"link {text!r}: write HOST:HOST, or HOST:HOST@NETWORK, like 0:1@1")
+    return int(match["a"]), int(match["b"]), None if match["nic"] is None else int(match["nic"])
+
+
+def read_interface(text: str) -> tuple[int, int]:
+    """Reads `0:1`, host 0's interface 1."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if match is None:
+        raise LabMisuse(f"interface {text!r}: write HOST:NETWORK, like 0:1 for host 0's eth1")
+    return int(match[1]), int(match[2])
+
+
+def read_links(texts: Iterable[str], layout: Layout) -> dict[Way, LinkCondition]:
+    """What holds on each way from the start; ways without a condition are left out.
+
+    Raises:
+        CostError, LabMisuse: name the text and the rule it breaks.
+    """
+    by_network: dict[int | None, list[str]] = {}
+    for text in texts:
+        match = _LINK.fullmatch(text)
+        if match is None:
+            raise LabMisuse(f"link {text!r}: write HOST:HOST=CONDITION or HOST:HOST@NETWORK=CONDITION, like 0:1=20")
+        nic = None if match["nic"] is None else int(match["nic"])
+        layout.check(0, nic or 0)
+        by_network.setdefault(nic, []).append(f"{match['pair']}={match['rest']}")
+    found: dict[Way, LinkCondition] = {}
+    for nic, of_network in sorted(by_network.items(), key=lambda item: -1 if item[0] is None else item[0]):
+        conditions = LinkConditions.parse(of_network)
+        for (a, b), condition in conditions.conditions.items():
+            layout.check(a)
+            layout.check(b)
+            check_condition(condition, f"{a}:{b}={condition}")
+        for way in layout.ways():
+            held = conditions.named(way.source, way.target)[1]
+            if held is not None and nic in (None, way.nic):
+                found[way] = held
+    return found
+
+
+def ways_of(layout: Layout, source: int, target: int, nic: int | None, both: bool) -> list[Way]:
+    """The ways that a link's name means. Raises LabMisuse."""
+    layout.check(source, nic or 0)
+    layout.check(target)
+    if source == target:
+        raise LabMisuse(f"link {source}:{target} joins a host to itself; name two hosts")
+    pairs = [(source, target), (target, source)] if both else [(source, target)]
+    return [Way(a, b, n) for n in (layout.nics if nic is None else [nic]) for a, b in pairs]
+
+
+def check_condition(condition: LinkCondition, text: str) -> None:
+    """Raises CostError for what holds for messages and not for packets."""
+    if condition.occupancy != LinkCondition().occupancy:
+        raise CostError(f"{text}: a lab sees packets, and occupancy is of messages; give a bandwidth instead")
+    if condition.loss is not None and condition.loss.retry is not None:
+        raise CostError(f"{text}: in a lab TCP itself sends again, in its own time; give the share alone, loss:1%")
+
+
+def from_anywhere(condition: LinkCondition) -> LinkCondition:
+    """The same with its trace files named by full paths, for a process in another folder."""
+    traces: dict[str, Any] = {
+        field.name: replace(value, path=os.path.abspath(value.path))
+        for field in fields(condition)
+        if isinstance(value := getattr(condition, field.name), Trace) and value.path
+    }
+    return replace(condition, **traces)

@@ -1,0 +1,108 @@
+"""One way's packets: which get lost, when each arrives, and what was counted. It knows no clock and no device.
+
+    packet --> cut? lost? too many waiting? --> leaves when the packets before it have --> arrives latency later
+
+What passes when is `LinkCondition.delay_of`'s answer, with packets for messages; times are milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from penstock.cost import LinkCondition
+from penstock.cost.conditions import Queue
+from penstock.lab.commands import BUFFER_BYTES
+from penstock.lab.layout import Way
+from penstock.lab.links import Change
+
+
+class PacketQueue:
+    """What is under way from one host to another on one network.
+
+    Attributes:
+        way: whose packets these are.
+        held: (due, packet) in the order of arrival.
+        num_packets, num_bytes: that were let in; num_lost: by chance; num_refused: while it was cut, or because
+            more than 64 MiB waited for a limited bandwidth.
+    """
+
+    def __init__(self, way: Way, condition: LinkCondition | None = None) -> None:
+        self.way = way
+        self.held: deque[tuple[float, bytes]] = deque()
+        self.cut = False
+        self.num_packets = self.num_bytes = self.num_lost = self.num_refused = 0
+        self.condition: LinkCondition | None = None
+        self._since, self._queue = 0.0, Queue()
+        self._share, self._random = 0.0, Random()
+        self._passes: LinkCondition | None = None
+        self.change(Change(condition), 0.0)
+
+    @property
+    def loses(self) -> bool:
+        return self._share > 0
+
+    def change(self, change: Change, now: float) -> None:
+        """From now on. What is under way arrives as it was to, and first; a cut loses it."""
+        if change.cut is not None:
+            self.cut = change.cut
+        if self.cut:
+            self.num_refused += len(self.held)
+            self.held.clear()
+        if change.keep:
+            return
+        self.condition = change.condition
+        free_at, last_arrival, num_sent = self._queue
+        shift = self._since - now
+        self._since, self._queue = now, Queue(free_at + shift, last_arrival + shift, num_sent)
+        loss = None if change.condition is None else change.condition.loss
+        self._share = 0.0 if loss is None else loss.share
+        self._random = Random(f"{0 if loss is None else loss.seed} {self.way}")
+        # A condition that only loses lets what is left pass at once.
+        passes = None if change.condition is None else replace(change.condition, loss=None)
+        self._passes = None if passes == LinkCondition() else passes
+
+    def take(self, num_bytes: int, now: float) -> float | None:
+        """When a packet handed over at `now` is due; None where it is lost."""
+        if self.cut:
+            self.num_refused += 1
+            return None
+        if self._share and self._random.random() < self._share:
+            self.num_lost += 1
+            return None
+        if self._passes is None:
+            due = max(now, self._since + self._queue.last_arrival)
+        else:
+            passage = self._passes.delay_of(num_bytes, now - self._since, self._queue, str(self.way))
+            if self._passes.bandwidth is not None and self._waiting(now) > BUFFER_BYTES:
+                self.num_refused += 1
+                return None
+            self._queue = passage.queue
+            due = self._since + passage.arrived
+        self.num_packets += 1
+        self.num_bytes += num_bytes
+        return due
+
+    def _waiting(self, now: float) -> float:
+        """Bytes that wait for their turn at the bandwidth of this moment."""
+        assert self._passes is not None
+        assert self._passes.bandwidth is not None
+        since = now - self._since
+        return (
+            max(0.0, self._queue.free_at - since) * 1e-3 * self._passes.bandwidth.at(since, f"{self.way} bandwidth")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.way.source,
+            "target": self.way.target,
+            "nic": self.way.nic,
+            "condition": None if self.condition is None else str(self.condition),
+            "cut": self.cut,
+            "num_packets": self.num_packets,
+            "num_bytes": self.num_bytes,
+            "num_lost": self.num_lost,
+            "num_refused": self.num_refused,
+        }

@@ -1,0 +1,46 @@
+"""Runs commands, and says in words what went wrong. The edge to the system's own programs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.lab.commands import Command
+from penstock.lab.errors import LabError
+
+DEADLINE = 20.0
+"""Seconds that one command may take."""
+
+
+def run(commands: Iterable[Command]) -> None:
+    """Runs them one after the other; the first that fails ends it. Raises LabError with what it said."""
+    for command in commands:
+        try:
+            done = subprocess.run(
+                command.words, input=command.reads, capture_output=True, text=True, timeout=DEADLINE
+            )
+        except OSError as error:
+            raise LabError(f"{command.words[0]} cannot be run: {error.strerror}; install iproute2") from None
+        except subprocess.TimeoutExpired:
+            raise LabError(f"`{' '.join(command.words)}` did not end within {DEADLINE:g} s") from None
+        if done.returncode != 0:
+            said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+            raise LabError(f"`{' '.join(command.words)}` failed: {said}")
+
+
+def congestion_control() -> str:
+    """TCP's rule for how much may be under way: cubic where the kernel has it. BBR would pace by what it measures."""
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    return "cubic" if "cubic" in available else "reno"
+
+
+def processes_in(namespace: str) -> list[int]:
+    """Numbers of the processes in a namespace; none where it is not there."""
+    try:
+        done = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False, timeout=DEADLINE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [int(word) for word in done.stdout.split() if word.isdecimal()]
