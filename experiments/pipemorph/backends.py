@@ -1,0 +1,117 @@
+"""Where a case runs: in the simulator, or in real time on emulated devices; several cases side by side.
+
+    simulate     no clock: seconds for a whole figure
+    threads      emulated devices, a rank a thread; messages are handed over
+    processes    emulated devices, a rank a process; messages go through the real transports
+
+An emulated second is a real second, times `stretch`. Emulated ranks sleep through their ops, so `jobs` cases run
+at once, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from systems import Setting
+
+import penstock as ps
+from penstock.control import run_once
+from penstock.cost import LinkConditions
+from penstock.dispatch import Dispatch
+
+BACKENDS = ("simulate", "threads", "processes")
+
+Row = dict[str, Any]
+"""Of one case: its keys, `simulated_ms` and `measured_ms` by iteration (the last empty where nothing was measured),
+`peaks` and `caps`, and what ran."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that runs some iterations, and the keys by which it is found again."""
+
+    keys: dict[str, Any]
+    setting: Setting
+    conditions: LinkConditions
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where and how: one of `BACKENDS`, seconds of the clock to one of an op, iterations, cases at once."""
+
+    name: str = "simulate"
+    stretch: float = 3.0
+    steps: int = 2
+    jobs: int = 4
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Row]:
+        """The rows, in the order of the cases."""
+        yield from each(self, _row, cases)
+
+
+def each(backend: Backend, function: Any, cases: Iterable[Any]) -> Iterator[Any]:
+    """`function(backend, case)` for all cases, several at once where they mostly sleep."""
+    if backend.name == "simulate" or backend.jobs == 1:
+        for case in cases:
+            yield function(backend, case)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(backend.jobs, mp_context=context, initializer=_path, initargs=(sys.path,)) as pool:
+        running = [pool.submit(function, backend, case) for case in cases]
+        for future in running:
+            yield future.result()
+
+
+def _path(path: list[str]) -> None:
+    sys.path[:] = path
+
+
+def _row(backend: Backend, case: Case) -> Row:
+    setting, configuration = case.setting, case.setting.configuration
+    simulated = run_once(setting.job, configuration, case.conditions)
+    row: Row = {
+        **case.keys,
+        "simulated_ms": [simulated.makespan],
+        "measured_ms": [],
+        "bubble": simulated.bubble_ratio,
+        "peaks": simulated.peak_activations,
+        "caps": configuration.caps,
+        "schedule": configuration.schedule.name,
+        "dispatch": configuration.dispatch.value,
+        "delegated": [f"{a}:{b}" for a, b in configuration.delegated],
+        "decisions": setting.decisions,
+    }
+    if backend.name == "simulate":
+        return row
+    emulated = emulate(backend, setting, case.conditions)
+    peaks = zip(*(t.peak_activations for t in emulated.timelines), strict=True)
+    return row | {
+        "simulated_ms": [t.makespan for t in emulated.simulated],
+        "calibrated_ms": [t.makespan for t in emulated.calibrated],
+        "measured_ms": [t.makespan for t in emulated.timelines],
+        "measured_bubble": emulated.timelines[-1].bubble_ratio,
+        "peaks": [max(column) for column in peaks],
+        "own_latency_ms": emulated.own_latency,
+    }
+
+
+def emulate(backend: Backend, setting: Setting, conditions: LinkConditions) -> Any:
+    """Runs a setting on emulated devices."""
+    configuration = setting.configuration
+    options: dict[str, Any] = {
+        "links": conditions,
+        "dispatch": configuration.dispatch,
+        "max_held": configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
+        "num_steps": backend.steps,
+        "stretch": backend.stretch,
+    }
+    if backend.name == "processes":
+        from penstock.runtime.emulate_processes import emulate_processes
+
+        return emulate_processes(configuration.schedule, setting.job.costs, **options)
+    return ps.emulate(configuration.schedule, setting.job.costs, **options)

@@ -1,0 +1,69 @@
+"""Figure 14: one iteration of the 7B model with the link between the last two stages 30 ms late, op by op.
+
+    python experiments/pipemorph/figure14.py                        a second
+    python experiments/pipemorph/figure14.py --backend threads      20 seconds
+
+4 ranks, 12 microbatches, costs of `gpt2-7b` (stretched by 3 where measured). The paper: ZB 703 ms (57.4% bubbles),
+PipeMorph-CPU 579 ms (48.8%), PipeMorph 398 ms (25.3%), 30 ms above the run without delay, so 368.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from backends import Backend, Case, Row
+from results import best_known, command, find, pair, table
+from setups import MODELS, late
+from systems import SYSTEMS, setting
+
+from penstock.control import run_once
+from penstock.draw.svg import to_svg
+
+MODEL = MODELS["7B"]
+DELAY = 30.0
+PAPER = {"zb": (703, 0.574), "pipemorph-cpu": (579, 0.488), "pipemorph": (398, 0.253)}
+"""Milliseconds and bubble rate."""
+PAPER_WITHOUT = 368
+"""Milliseconds without delay."""
+
+
+def rows(backend: Backend) -> Iterator[Row]:
+    """The run without delay, and a row for each system with it."""
+    cases = [Case({"system": "zb", "delay_ms": 0.0}, setting("zb", MODEL, {}), late({}))]
+    for system in SYSTEMS:
+        runs = setting(system, MODEL, {MODEL.last: DELAY})
+        cases.append(Case({"system": system, "delay_ms": DELAY}, runs, late({MODEL.last: DELAY})))
+    yield from backend.run(cases)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    without = find(rows, system="zb", delay_ms=0.0)
+    yield f"without delay: {pair(without)} ms simulated/measured; paper {PAPER_WITHOUT}"
+    body = []
+    for row in rows:
+        if row is without:
+            continue
+        paper = PAPER.get(row["system"])
+        body.append(
+            [
+                row["system"],
+                pair(row),
+                pair(row, best_known(without), ".2f"),
+                f"{row.get('measured_bubble', row['bubble']):.1%}",
+                f"{paper[0]}, {paper[0] / PAPER_WITHOUT:.2f}, {paper[1]:.1%}" if paper else "-",
+            ]
+        )
+    yield from table(["", "ms", "slowdown", "bubbles", "paper"], body)
+
+
+def chart(rows: Sequence[Row]) -> str:
+    timelines, titles = [], []
+    for system in ("zb", "pipemorph", "ours"):
+        runs = setting(system, MODEL, {MODEL.last: DELAY})
+        timelines.append(run_once(runs.job, runs.configuration, late({MODEL.last: DELAY})))
+        titles.append(f"{system}: {pair(find(rows, system=system, delay_ms=DELAY))} ms")
+    return to_svg(timelines, titles=titles)
+
+
+if __name__ == "__main__":
+    command("figure14", __doc__, rows, lines, chart)

@@ -1,0 +1,110 @@
+"""Runs through a trace: iteration after iteration, with the controller in the loop or without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from backends import Backend, Row, each, emulate
+from setups import Model
+from systems import HOSTED, Setting, job_of
+
+import penstock as ps
+from penstock.control import Configuration, Controller, Job, rehearse, run_once
+from penstock.control.configuration import peaks
+from penstock.cost import LinkConditions
+
+SYSTEMS = ("1f1b", "zb", "pipemorph-cpu", "pipemorph", "dynamic", "ours", HOSTED)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A system on its way through a trace.
+
+    Attributes:
+        controlled: whether the controller decides; else the job's start stays.
+        until: ms of the trace.
+    """
+
+    keys: dict[str, Any]
+    job: Job
+    controlled: bool
+    conditions: LinkConditions
+    until: float
+
+
+def loop(system: str, model: Model, keys: dict[str, Any], conditions: LinkConditions, until: float) -> Loop:
+    """A system of `SYSTEMS`.
+
+    As in systems.py, but: what is not controlled and delegates, delegates all links; `pipemorph` is the controller
+    without dynamic dispatch and without a memory cap.
+    """
+    schedule = ps.build("1f1b", model.num_ranks, model.num_microbatches) if system == "1f1b" else model.zb
+    memory = float(model.num_microbatches)
+    own = peaks(schedule, model.costs)
+    if system in ("1f1b", "zb", "pipemorph-cpu"):
+        start = Configuration(schedule, "frozen", model.links if system == "pipemorph-cpu" else (), own)
+        return Loop(keys, job_of(model, start), False, conditions, until)
+    if system == "dynamic":
+        start = Configuration(schedule, "dynamic", model.links, model.caps)
+        return Loop(keys, job_of(model, start), False, conditions, until)
+    if system == "pipemorph":
+        frozen = job_of(model, Configuration(schedule, "frozen", (), model.caps), host_memory=memory)
+        return Loop(keys, replace(frozen, dispatches=("frozen",)), True, conditions, until)
+    job = job_of(model, host_memory=memory if system == HOSTED else 0.0)
+    return Loop(keys, job, True, conditions, until)
+
+
+def run(backend: Backend, loops: Sequence[Loop]) -> Iterator[Row]:
+    """A row for each: iterations, throughput by the clock of the trace, what the controller did."""
+    yield from each(backend, _row, loops)
+
+
+def _row(backend: Backend, loop: Loop) -> Row:
+    began = time.perf_counter()
+    row = _simulated(loop)
+    if backend.name != "simulate":
+        row |= _measured(backend, loop, len(row["simulated_ms"]))
+    ran = row["measured_ms"] or row["simulated_ms"]
+    return {**loop.keys, **row, "iterations_per_minute": 60e3 / fmean(ran), "seconds": time.perf_counter() - began}
+
+
+def _simulated(loop: Loop) -> Row:
+    job, now = loop.job, 0.0
+    if not loop.controlled:
+        times: list[float] = []
+        while now < loop.until:
+            times.append(run_once(job, job.start, loop.conditions, now).makespan)
+            now += times[-1]
+        return {"simulated_ms": times, "measured_ms": [], "decisions": 0}
+    controller = Controller(job)
+    run = rehearse(controller, loop.conditions, until=loop.until)
+    caps = job.caps([(rank, rank + 1) for rank in range(job.num_ranks - 1)])
+    counts = controller.counts
+    return {
+        "simulated_ms": [each.ms for each in run.iterations],
+        "measured_ms": [],
+        "starts": [each.start for each in run.iterations],
+        "decisions": counts.decisions,
+        "changes_verified": counts.verified,
+        "false_alarms": counts.false,
+        "peak_over_cap": max(
+            peak / cap for each in run.iterations for peak, cap in zip(each.peaks, caps, strict=True)
+        ),
+        "lost_ms": controller.lost,
+        "paid_ms": controller.paid,
+    }
+
+
+def _measured(backend: Backend, loop: Loop, num: int) -> Row:
+    if loop.controlled:
+        raise SystemExit("the closed loop on emulated devices is not there yet")
+    emulated = emulate(replace(backend, steps=num), Setting(loop.job, loop.job.start), loop.conditions)
+    return {
+        "simulated_ms": [t.makespan for t in emulated.simulated],
+        "measured_ms": [t.makespan for t in emulated.timelines],
+        "starts": list(emulated.starts),
+    }
