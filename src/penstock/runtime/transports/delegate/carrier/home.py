@@ -1,0 +1,108 @@
+"""A delegate's ties to its rank: what it was started with, the rings, the shared memory, the wake-ups."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from mmap import MAP_SHARED, mmap
+
+from .frame import Lane
+from .ring import RING_BYTES, Descriptor, Ring
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a delegate is started with.
+
+    Attributes:
+        outgoing: whether it sends; rank, kind, place: whose delegate, of which kind, the how-manieth.
+        key: of the run; connections of another run are refused.
+        interfaces: our addresses; peers: rank -> its addresses and ports for delegates of this kind and place.
+        parent: the rank's process; lifeline: whose end is the delegate's end.
+        rings: memory with the ring of commands, then that of notes; commands, notes: their wake-ups.
+        memory: where messages lie; span: how much of it is mapped; limit: what a receiver may use.
+        listeners: one an interface, for a receiver.
+        generation: how often this delegate was started before.
+        lanes: (source, target, last message delivered), for a receiver.
+        taken: (offset, capacity) of slots that the rank still holds, for a receiver.
+    """
+
+    outgoing: bool
+    rank: int
+    kind: int
+    place: int
+    key: int
+    interfaces: list[str]
+    peers: dict[int, list[tuple[str, int]]]
+    parent: int
+    lifeline: int
+    rings: int
+    commands: int
+    notes: int
+    memory: int
+    span: int
+    limit: int
+    listeners: list[int] = field(default_factory=list)
+    generation: int = 0
+    lanes: list[tuple[int, int, int]] = field(default_factory=list)
+    taken: list[tuple[int, int]] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Orders:
+        found = json.loads(text)
+        peers = {int(rank): [(host, port) for host, port in ends] for rank, ends in found.pop("peers").items()}
+        lanes = [(source, target, last) for source, target, last in found.pop("lanes")]
+        taken = [(offset, capacity) for offset, capacity in found.pop("taken")]
+        return cls(**found, peers=peers, lanes=lanes, taken=taken)
+
+    def lane(self, source: int, target: int) -> Lane:
+        return Lane(source, target, self.kind, self.place)
+
+
+class Home:
+    """The rings and the memory, from the delegate's side."""
+
+    def __init__(self, orders: Orders) -> None:
+        rings = mmap(orders.rings, 2 * RING_BYTES, flags=MAP_SHARED)
+        self._commands, self._notes = Ring(rings, 0), Ring(rings, RING_BYTES)
+        self.wake = orders.commands
+        self._told = orders.notes
+        self._backlog: deque[tuple[Descriptor, Callable[[], None] | None]] = deque()
+        self.memory = memoryview(mmap(orders.memory, orders.span, flags=MAP_SHARED))
+
+    @property
+    def behind(self) -> bool:
+        """Whether the rank has yet to be told something, for lack of room in the ring."""
+        return bool(self._backlog)
+
+    def commands(self) -> Iterator[Descriptor]:
+        """What the rank ordered since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+        if self._backlog:
+            self._empty_backlog()
+        while (descriptor := self._commands.take()) is not None:
+            yield descriptor
+
+    def tell(self, descriptor: Descriptor, told: Callable[[], None] | None = None) -> None:
+        """Tells the rank, now or when the ring has room again; `told` is called once the rank can read it."""
+        if self._backlog or not self._notes.put(descriptor):
+            self._backlog.append((descriptor, told))
+            return
+        os.eventfd_write(self._told, 1)
+        if told is not None:
+            told()
+
+    def _empty_backlog(self) -> None:
+        while self._backlog and self._notes.put(self._backlog[0][0]):
+            _, told = self._backlog.popleft()
+            if told is not None:
+                told()
+        os.eventfd_write(self._told, 1)

@@ -1,0 +1,70 @@
+"""What a delegate sleeps in: one epoll, woken by descriptors or at a moment, never spinning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable
+
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+MS = 1_000_000
+
+
+class Loop:
+    """Calls handlers of descriptors that are ready, and in between asks what is due."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+
+    def watch(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
+        self._epoll.register(descriptor, mask)
+        self._handlers[descriptor] = handler
+
+    def change(self, descriptor: int, mask: int) -> None:
+        self._epoll.modify(descriptor, mask)
+
+    def forget(self, descriptor: int) -> None:
+        """To be called before the descriptor is closed."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def run(self, turn: Callable[[int], int]) -> None:
+        """Runs for ever. `turn(now)` does what is due and returns when it wants to be called again at the latest.
+
+        Moments are nanoseconds of the monotonic clock.
+        """
+        while True:
+            for descriptor, mask in self._wait(turn(time.perf_counter_ns())):
+                handler = self._handlers.get(descriptor)
+                if handler is not None:
+                    handler(mask)
+
+    def _wait(self, until: int) -> list[tuple[int, int]]:
+        left = until - time.perf_counter_ns()
+        # epoll counts whole milliseconds, and rounds up: the last one is slept through.
+        ready = self._epoll.poll(max(0, left // MS) / 1000)
+        if ready or left >= MS:
+            return ready
+        if (left := until - time.perf_counter_ns()) > 0:
+            time.sleep(left / 1e9)
+        return self._epoll.poll(0)
+
+
+def watch_parent(loop: Loop, parent: int, lifeline: int) -> None:
+    """Ends this process when its rank ends, however that ends.
+
+    The rank's process descriptor says so even where something that it forked still holds the other end of the
+    lifeline; the lifeline says so on kernels without process descriptors, and when the rank lets go of a delegate.
+    """
+
+    def end(mask: int) -> None:
+        os._exit(0)
+
+    loop.watch(lifeline, READ, end)
+    with contextlib.suppress(OSError):
+        loop.watch(os.pidfd_open(parent), READ, end)
+    if os.getppid() != parent:
+        os._exit(0)

@@ -1,0 +1,24 @@
+"""The first thing a delegate process runs."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+
+from .home import Orders
+
+
+def main() -> None:
+    """Runs the delegate that the first argument orders, until its rank ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+    orders = Orders.from_json(sys.argv[1])
+    gc.freeze()
+    if orders.outgoing:
+        from .outgoing import Sender
+
+        Sender(orders).run()
+    else:
+        from .incoming import Receiver
+
+        Receiver(orders).run()

@@ -1,0 +1,116 @@
+"""Which way to connect: pairs of one of our interfaces and one of theirs, best first, with patience.
+
+our interface 0 -- theirs 0    preferred         a path that failed rests, longer each time;
+our interface 1 -- theirs 1    next              the best of those that rest least is tried;
+0 -- 1, 1 -- 0                 last              back to a better one only when it was well for a while
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+MS = 1_000_000
+FIRST_REST = 100 * MS
+LONGEST_REST = 2000 * MS
+FIRST_HOLD = 2000 * MS
+LONGEST_HOLD = 60_000 * MS
+
+
+class Path(NamedTuple):
+    """The numbers of an interface here and one there."""
+
+    ours: int
+    theirs: int
+
+
+class Trouble(NamedTuple):
+    """What a path went through: failures in a row, until when it rests, when it last failed, how often left."""
+
+    failures: int = 0
+    until: int = 0
+    since: int = 0
+    left: int = 0
+
+
+_NONE: Mapping[Path, Trouble] = MappingProxyType({})
+
+
+def by_preference(num_ours: int, num_theirs: int) -> tuple[Path, ...]:
+    """Like to like first, in order, then the crossed ones."""
+    pairs = [Path(i, j) for i in range(num_ours) for j in range(num_theirs)]
+    return tuple(sorted(pairs, key=lambda path: (path.ours != path.theirs, path)))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of a lane. Moments are nanoseconds.
+
+    Attributes:
+        order: best first; down: our interfaces that the kernel says are down; troubles: of those that failed.
+    """
+
+    order: tuple[Path, ...]
+    down: frozenset[int] = frozenset()
+    troubles: Mapping[Path, Trouble] = field(default_factory=lambda: _NONE)
+
+    def choose(self, now: int) -> tuple[Path | None, int]:
+        """The path to try now, or None and when to ask again."""
+        usable = [path for path in self.order if path.ours not in self.down]
+        if not usable:
+            return None, now + LONGEST_REST
+        for path in usable:
+            if self._trouble(path).until <= now:
+                return path, now
+        return None, min(self._trouble(path).until for path in usable)
+
+    def failed(self, path: Path, now: int) -> Paths:
+        """It could not connect, or the connection went: it rests."""
+        before = self._trouble(path)
+        rest = min(LONGEST_REST, FIRST_REST << min(before.failures, 8))
+        return self._with(path, before._replace(failures=before.failures + 1, until=now + rest, since=now))
+
+    def left(self, path: Path, now: int) -> Paths:
+        """A standing connection over it failed: it must be well for longer, each time, to be gone back to."""
+        before = self.failed(path, now)
+        trouble = before._trouble(path)
+        return before._with(path, trouble._replace(left=trouble.left + 1))
+
+    def stands(self, path: Path) -> Paths:
+        """A connection over it stands."""
+        if path not in self.troubles:
+            return self
+        return self._with(path, self._trouble(path)._replace(failures=0, until=0))
+
+    def interface(self, ours: int, up: bool, now: int) -> Paths:
+        """The kernel's word on one of our interfaces. One that came up need not rest, but holds from now."""
+        if not up:
+            return replace(self, down=self.down | {ours})
+        troubles = {
+            path: trouble._replace(until=0, since=now) if path.ours == ours else trouble
+            for path, trouble in self.troubles.items()
+        }
+        return replace(self, down=self.down - {ours}, troubles=MappingProxyType(troubles))
+
+    def better(self, current: Path, now: int) -> tuple[Path | None, int]:
+        """A path better than the current one that may be tried again, or None and when to ask again."""
+        soonest = now + LONGEST_HOLD
+        for path in self.order[: self.order.index(current)]:
+            if path.ours in self.down:
+                continue
+            trouble = self._trouble(path)
+            ready = max(
+                trouble.until, trouble.since + min(LONGEST_HOLD, FIRST_HOLD << min(8, max(0, trouble.left - 1)))
+            )
+            if ready <= now:
+                return path, now
+            soonest = min(soonest, ready)
+        return None, soonest
+
+    def _trouble(self, path: Path) -> Trouble:
+        return self.troubles.get(path, Trouble())
+
+    def _with(self, path: Path, trouble: Trouble) -> Paths:
+        return replace(self, troubles=MappingProxyType({**self.troubles, path: trouble}))

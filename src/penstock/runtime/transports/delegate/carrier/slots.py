@@ -1,0 +1,72 @@
+"""Which parts of a shared memory are taken: a list of what is free, best fit, neighbours joined again.
+
+    0        64K       192K            limit        span
+    |##taken##|  free   |##taken##| free |   (later)  |
+
+The memory itself is sparse: what was never used takes no pages. `limit` is what may be used, `span` what is mapped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+PAGE = 4096
+
+
+def rounded(num_bytes: int) -> int:
+    """The capacity of a slot for so many bytes: whole pages."""
+    return max(1, -(-num_bytes // PAGE)) * PAGE
+
+
+class Slots:
+    """Args:
+    limit: bytes that may be taken; grows by `grant`, up to `span`.
+    taken: (offset, capacity) of slots that are taken from the start.
+    """
+
+    def __init__(self, limit: int, span: int, taken: Iterable[tuple[int, int]] = ()) -> None:
+        self.limit, self.span = min(limit, span), span
+        self.used = 0
+        self._free: list[tuple[int, int]] = [(0, span)]
+        for offset, capacity in sorted(taken):
+            self._cut(next(place for place, (o, c) in enumerate(self._free) if o <= offset < o + c), offset, capacity)
+
+    def take(self, num_bytes: int) -> tuple[int, int] | None:
+        """Offset and capacity of a slot for so many bytes; None where none is free within the limit."""
+        capacity = rounded(num_bytes)
+        if self.used + capacity > self.limit:
+            return None
+        # The smallest hole that does; the last one, which was never used, is the last resort.
+        holes = [(size, place) for place, (_, size) in enumerate(self._free[:-1]) if size >= capacity]
+        if holes:
+            place = min(holes)[1]
+        elif self._free and self._free[-1][1] >= capacity:
+            place = len(self._free) - 1
+        else:
+            return None
+        offset = self._free[place][0]
+        self._cut(place, offset, capacity)
+        return offset, capacity
+
+    def free(self, offset: int, capacity: int) -> None:
+        """Gives a slot back."""
+        self.used -= capacity
+        place = bisect_left(self._free, (offset, 0))
+        if place < len(self._free) and self._free[place][0] == offset + capacity:
+            capacity += self._free.pop(place)[1]
+        if place > 0 and sum(self._free[place - 1]) == offset:
+            place -= 1
+            offset, before = self._free.pop(place)
+            capacity += before
+        self._free.insert(place, (offset, capacity))
+
+    def grant(self, num_bytes: int) -> None:
+        """Raises the limit."""
+        self.limit = min(self.span, self.limit + num_bytes)
+
+    def _cut(self, place: int, offset: int, capacity: int) -> None:
+        start, size = self._free[place]
+        parts = [(start, offset - start), (offset + capacity, start + size - offset - capacity)]
+        self._free[place : place + 1] = [part for part in parts if part[1]]
+        self.used += capacity

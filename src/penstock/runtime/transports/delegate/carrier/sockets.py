@@ -1,0 +1,80 @@
+"""TCP as delegates use it, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+from .ring import Why
+from .timing import UNACKNOWLEDGED_MS
+
+SEND_BUFFER = 4 << 20
+
+_MEANING = {
+    errno.ECONNREFUSED: Why.REFUSED,
+    errno.ETIMEDOUT: Why.TIMED_OUT,
+    errno.ECONNRESET: Why.RESET,
+    errno.EPIPE: Why.RESET,
+    errno.ECONNABORTED: Why.RESET,
+    errno.EADDRNOTAVAIL: Why.INTERFACE_DOWN,
+    errno.ENETDOWN: Why.INTERFACE_DOWN,
+}
+
+
+def meaning(number: int | None) -> Why:
+    """What an error of a socket says."""
+    return _MEANING.get(number or 0, Why.UNREACHABLE)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def tune(made: socket.socket) -> None:
+    """Small messages at once, and an end to connections that the network forgot."""
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+
+
+def begin_connect(ours: str, theirs: tuple[str, int]) -> tuple[socket.socket | None, int]:
+    """Starts to connect from one of our addresses; returns the socket, or None and the error."""
+    made = socket.socket(family_of(theirs[0]), socket.SOCK_STREAM)
+    try:
+        tune(made)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        made.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+        made.bind((ours, 0))
+        error = made.connect_ex(theirs)
+    except OSError as failed:
+        error = failed.errno or errno.EIO
+    if error not in (0, errno.EINPROGRESS):
+        made.close()
+        return None, error
+    return made, 0
+
+
+def close(made: socket.socket) -> None:
+    """Closes at once: nothing that was still to be sent is of use."""
+    with contextlib.suppress(OSError):
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+    made.close()
+
+
+def trust(made: socket.socket, stands_still: bool = False) -> None:
+    """Lets a connection that stands take as long for acknowledgements as its round trip asks for.
+
+    One that stands still, since the receiver said that it has no room, may do so for ever: to TCP that looks alike.
+    """
+    try:
+        info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        rtt_ms = int.from_bytes(info[68:72], "little") // 1000  # tcpi_rtt, microseconds
+        limit = 0 if stands_still else max(UNACKNOWLEDGED_MS, 4 * rtt_ms)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    except OSError:
+        pass  # it is gone: whoever reads from it next will see
+
+
+_BIND_ADDRESS_NO_PORT = 24
+_LINGER_NOT = b"\x01\x00\x00\x00\x00\x00\x00\x00"

@@ -1,0 +1,58 @@
+"""How payloads get into slots and out of them: at once from host memory, beside the computation from a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from penstock.runtime.message import Payload
+from penstock.runtime.transports.delegate.fleet import Fleet
+from penstock.runtime.wire_format import Packet
+
+
+class Copying(Protocol):
+    """Copies between payloads and packets in shared memory."""
+
+    def pack(self, packet: Packet, payload: Payload, packed: Callable[[], None]) -> None:
+        """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
+
+    def unpack(self, packet: Packet, unpacked: Callable[[], None]) -> Payload:
+        """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
+
+    def progress(self) -> None:
+        """Calls what has become due."""
+
+    def flush(self) -> None:
+        """Waits until all that is packed is there."""
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+
+
+class HostCopying:
+    """From and to host memory."""
+
+    def pack(self, packet: Packet, payload: Payload, packed: Callable[[], None]) -> None:
+        packet.pack(payload)
+        packed()
+
+    def unpack(self, packet: Packet, unpacked: Callable[[], None]) -> Payload:
+        payload = packet.unpack()
+        unpacked()
+        return payload
+
+    def progress(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def copying_for(device: torch.device, fleet: Fleet) -> Copying:
+    """The way of copying for payloads on a device."""
+    return HostCopying()

@@ -1,0 +1,220 @@
+"""All delegates of a rank: starts them when they are first needed, hears them, starts them again when they die.
+
+          forward            backward
+out    place 0, 1, ...    place 0, 1, ...      share one memory, whose slots the rank gives out
+in     place 0, 1, ...    place 0, 1, ...      each has a memory of its own, whose slots it gives out
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transports.delegate.carrier.home import Orders
+from penstock.runtime.transports.delegate.carrier.ring import Descriptor
+from penstock.runtime.transports.delegate.listeners import KINDS, Listeners
+from penstock.runtime.transports.delegate.memory import Memory
+from penstock.runtime.transports.delegate.process import DelegateProcess, cannot
+
+
+class Post(NamedTuple):
+    """Names a delegate of a rank: its direction, kind (0 forward, 1 backward) and place."""
+
+    outgoing: bool
+    kind: int
+    place: int
+
+
+class Resumed(NamedTuple):
+    """What a receiving delegate must know of the one before it; see `Orders`."""
+
+    lanes: list[tuple[int, int, int]]
+    taken: list[tuple[int, int]]
+
+
+class Fleet:
+    """Args:
+    gather: everyone's value, by rank.
+    num_places: most delegates of one kind and direction.
+    host_memory: bytes that messages on their way out may take, and those that came in.
+
+    Raises:
+        RuntimeFailure: see `Listeners`; ranks that differ in what they must share.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        gather: Callable[[Any], list[Any]],
+        interfaces: Sequence[str],
+        num_places: int,
+        host_memory: int,
+    ) -> None:
+        self.rank, self.host_memory = rank, host_memory
+        self._listeners = Listeners(interfaces, num_places)
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self._listeners.close)
+        self._delegates: dict[Post, DelegateProcess] = {}
+        self._posts: dict[int, Post] = {}  # by descriptor to wait for
+        self._memories: dict[Post, Memory] = {}
+        self._waiting: dict[int, Post] = {}  # listeners of receiving delegates that are not started
+        self.restarts = 0
+        try:
+            told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
+            self._meet(told, num_ranks, num_places)
+            self._epoll = select.epoll()
+            self._stack.callback(self._epoll.close)
+            self.out_memory = Memory(host_memory)
+            self._stack.callback(self.out_memory.close)
+        except OSError as error:
+            self._stack.close()
+            raise cannot(error) from None
+        except BaseException:
+            self._stack.close()
+            raise
+        for kind in range(KINDS):
+            for place in range(num_places):
+                for one in self._listeners.of(kind, place):
+                    self._waiting[one.fileno()] = Post(False, kind, place)
+                    self._epoll.register(one.fileno(), select.EPOLLIN)
+
+    def _meet(self, told: list[Any], num_ranks: int, num_places: int) -> None:
+        if len(told) != num_ranks or [one[0] for one in told] != list(range(num_ranks)):
+            raise RuntimeFailure(f"{len(told)} ranks told where their delegates are, of {num_ranks}, or out of order")
+        if any(one[1] != num_places for one in told):
+            counts = ", ".join(str(one[1]) for one in told)
+            raise RuntimeFailure(f"ranks with different most lanes ({counts}): give all the same")
+        self._key: int = told[0][2]
+        self._ends: dict[tuple[int, int], dict[int, list[tuple[str, int]]]] = {}
+        for rank, (_, _, _, ports) in enumerate(told):
+            for kind, place, ends in ports:
+                self._ends.setdefault((kind, place), {})[rank] = [(host, port) for host, port in ends]
+
+    def addresses(self, rank: int) -> list[str]:
+        """The interfaces of a rank."""
+        return [host for host, _ in self._ends[0, 0][rank]]
+
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when a delegate may have something to say."""
+        return self._epoll.fileno()
+
+    def get(self, post: Post) -> DelegateProcess:
+        """The delegate at a post; starts it where there is none."""
+        delegate = self._delegates.get(post)
+        if delegate is None:
+            delegate = self._delegates[post] = DelegateProcess(self._orders(post))
+            self._listen_to(post, delegate)
+        return delegate
+
+    def memory(self, post: Post) -> Memory:
+        """Where a delegate's messages lie."""
+        return self.out_memory if post.outgoing else self._memories[post]
+
+    def posts(self) -> list[Post]:
+        """Of the delegates that were started."""
+        return list(self._delegates)
+
+    def _orders(self, post: Post) -> Orders:
+        kind, place = post.kind, post.place
+        if post.outgoing:
+            memory, listeners = self.out_memory, []
+        else:
+            # All of it may be granted to one, where the others need none.
+            memory = self._memories[post] = Memory(2 * self.host_memory)
+            self._stack.callback(memory.close)
+            listeners = [one.fileno() for one in self._listeners.of(kind, place)]
+            for number in listeners:
+                del self._waiting[number]
+                self._epoll.unregister(number)
+        return Orders(
+            post.outgoing,
+            self.rank,
+            kind,
+            place,
+            self._key,
+            list(self._listeners.interfaces),
+            self._ends[kind, place],
+            parent=0,
+            lifeline=-1,
+            rings=-1,
+            commands=-1,
+            notes=-1,
+            memory=memory.descriptor,
+            span=memory.span,
+            limit=self.host_memory // KINDS,
+            listeners=listeners,
+        )
+
+    def _listen_to(self, post: Post, delegate: DelegateProcess) -> None:
+        for number in (delegate.told, delegate.end):
+            if number is not None:
+                self._epoll.register(number, select.EPOLLIN)
+                self._posts[number] = post
+
+    def _deaf_to(self, delegate: DelegateProcess) -> None:
+        for number in (delegate.told, delegate.end):
+            if number is not None:
+                self._epoll.unregister(number)
+                del self._posts[number]
+
+    def notes(self) -> Iterator[tuple[Post, Descriptor]]:
+        """What all delegates told since the last call."""
+        for post, delegate in list(self._delegates.items()):
+            for note in delegate.notes():
+                yield post, note
+
+    def wait(self, seconds: float) -> list[Post]:
+        """Waits until a delegate has something to say, at most so long. Returns those that died.
+
+        A receiving delegate is started when somebody wants to connect to it.
+        """
+        died: list[Post] = []
+        for number, _ in self._epoll.poll(max(0.0, seconds)):
+            if number in self._waiting:
+                self.get(self._waiting[number])
+                continue
+            post = self._posts.get(number)
+            if post is None:
+                continue
+            delegate = self._delegates[post]
+            if number == delegate.told:
+                delegate.hush()
+            elif post not in died:
+                died.append(post)
+        return died or [
+            post for post, delegate in self._delegates.items() if delegate.end is None and delegate.ended()
+        ]
+
+    def revive(self, post: Post, resumed: Resumed) -> DelegateProcess:
+        """Starts a dead delegate again. What it told must have been read."""
+        delegate = self._delegates[post]
+        if not delegate.ended():  # its process descriptor said so a moment before its status is there
+            os.waitid(os.P_PID, delegate.pid, os.WEXITED | os.WNOWAIT)
+            delegate.ended()
+        self._deaf_to(delegate)
+        orders = replace(
+            delegate.orders,
+            generation=delegate.orders.generation + 1,
+            lanes=resumed.lanes,
+            taken=resumed.taken,
+        )
+        self.restarts += 1
+        delegate.restart(orders)
+        self._listen_to(post, delegate)
+        return delegate
+
+    def close(self) -> None:
+        """Ends all delegates: none is left."""
+        for delegate in self._delegates.values():
+            delegate.release()
+        for delegate in self._delegates.values():
+            delegate.close()
+        self._delegates.clear()
+        self._stack.close()

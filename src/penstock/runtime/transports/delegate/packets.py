@@ -1,0 +1,57 @@
+"""Payloads laid out in a slot of shared memory: the bytes of the spec, then the flat buffer of the wire format."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.message import Payload
+from penstock.runtime.transports.channel import ChannelKey
+from penstock.runtime.wire_format import Packet, Spec
+
+
+class SlotPacket(Packet):
+    """A packet whose buffer lies in memory that others share."""
+
+    def __init__(self, spec: Spec, buffer: Tensor) -> None:
+        self.spec = spec
+        self.buffer = buffer
+        self._lay_out()
+
+
+class Specs:
+    """Specs and their bytes, made once for each that is met."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[ChannelKey, str], tuple[Spec, bytes]] = {}
+        self._read: dict[bytes, Spec] = {}
+
+    def of(self, payload: Payload, key: ChannelKey, signature: str) -> tuple[Spec, bytes]:
+        """The spec of a payload, most likely that of the last one of its channel and signature."""
+        known = self._sent.get((key, signature))
+        if known is None or not known[0].fits(payload):
+            spec = Spec.of(payload)
+            known = self._sent[key, signature] = spec, spec.to_json().encode()
+        return known
+
+    def read(self, data: bytes, payload_bytes: int) -> Spec:
+        """The spec that these bytes tell, of a payload of so many bytes.
+
+        Raises:
+            RuntimeFailure: they tell none, or one of another size.
+        """
+        spec = self._read.get(data)
+        if spec is None:
+            try:
+                spec = Spec.from_json(data.decode())
+            except (ValueError, KeyError, TypeError) as error:
+                raise RuntimeFailure(
+                    f"the shapes of a message can't be read ({error}); the ranks run different versions"
+                ) from None
+            self._read[data] = spec
+        if spec.num_bytes != payload_bytes:
+            raise RuntimeFailure(
+                f"a message of {payload_bytes} bytes whose shapes say {spec.num_bytes}; the ranks run different "
+                "versions"
+            )
+        return spec
