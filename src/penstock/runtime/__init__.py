@@ -2,14 +2,17 @@
 
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.emulate import Emulation, emulate
+from penstock.runtime.emulated_pipeline import EmulatedPipeline
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.registered import OpCall
 from penstock.runtime.stage import Stage
+from penstock.runtime.steering import Steering
 from penstock.runtime.step_result import StepResult
 
 __all__ = [
     "DeadlineExceeded",
+    "EmulatedPipeline",
     "Emulation",
     "OpCall",
     "PartitionError",
@@ -17,6 +20,7 @@ __all__ = [
     "Pipeline",
     "RuntimeFailure",
     "Stage",
+    "Steering",
     "StepResult",
     "emulate",
     "partition",
