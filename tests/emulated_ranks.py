@@ -76,7 +76,7 @@ def run_threads(
     conditions = Conditions(LinkConditions.parse(links))
     boxes = [Mailbox() for _ in ranks]
     transports = [MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in ranks]
-    found: list[list[tuple[Worker, list[Crossing]]]] = [[] for _ in ranks]
+    found: list[list[Rank]] = [[] for _ in ranks]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -88,7 +88,7 @@ def run_threads(
                 transport.begin()
                 run_to_the_end(worker, transport)
                 transport.end()
-                found[rank].append((worker, transport.crossings()))
+                found[rank].append((worker.recorder.times, worker.peak_held, transport.crossings()))
         except BaseException as error:
             errors.append(error)
             for box in boxes:
@@ -100,10 +100,14 @@ def run_threads(
     return [ran(wiring, [rows[step] for rows in found], dispatch) for step in range(len(delegated))]
 
 
-def ran(wiring: Wiring, found: Sequence[tuple[Worker, list[Crossing]]], dispatch: str) -> Ran:
-    times = [worker.recorder.times for worker, _ in found]
-    timeline = measured_timeline(wiring, times, [worker.peak_held for worker, _ in found], dispatch)
-    return Ran(times, [crossings for _, crossings in found], timeline)
+Rank = tuple[list[tuple[Op, int, int]], float, list[Crossing]]
+"""Of one rank: start and end of its ops, the most it held, what came to it."""
+
+
+def ran(wiring: Wiring, found: Sequence[Rank], dispatch: str) -> Ran:
+    times = [rank[0] for rank in found]
+    timeline = measured_timeline(wiring, times, [rank[1] for rank in found], dispatch)
+    return Ran(times, [rank[2] for rank in found], timeline)
 
 
 def in_threads(functions: Sequence[Callable[[], object]]) -> None:

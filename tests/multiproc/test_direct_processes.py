@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from emulated_ranks import Ran, blocked_starts, run_to_the_end, start_worker
+from emulated_processes import step, tags_of, world
+from emulated_ranks import blocked_starts
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.channel import Tags, expected_by_channel
 from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.transports.direct import ConditionedDirect, require_depth
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.wiring import Wiring, num_indices, wire
+from penstock.runtime.wiring import wire
 from penstock.schedule import Op, Schedule
 from plain_loop import gradients
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
-
-DIGEST = zlib.crc32(b"test")
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def tags_of(schedule: Schedule) -> Tags:
-    return Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, num_indices(schedule))
-
-
-def step(transport: GroupTransport, wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, threaded: bool) -> Ran:
-    """One emulated step, the same on every rank; all ranks get what all of them saw."""
-    schedule = wiring.schedule
-    edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
-    signatures = ["emulated"] * num_indices(schedule)
-    transport.begin(expected_by_channel(edges, tags_of(schedule)), signatures, DIGEST, threaded, {})
-    worker = start_worker(wiring, rank, costs, dispatch, transport)
-    run_to_the_end(worker, transport)
-    transport.end()
-    mine = worker.recorder.times, worker.peak_held, transport.crossings()
-    everyone = GroupPeers(world(), 30.0).gather(mine)
-    return Ran([times for times, _, _ in everyone], [crossings for _, _, crossings in everyone], None)  # type: ignore[arg-type]
 
 
 # Bounded channels.

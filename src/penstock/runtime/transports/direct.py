@@ -162,7 +162,7 @@ class DirectTransport(GroupTransport):
         if edge.slot <= 0:
             link = self._links.get(target)
             if link is None:
-                link = Link(self._acknowledgements, self._rank, target, self._timeout, self._inbox)
+                link = Link(self._acknowledgements, self._rank, target, self.timeout, self.inbox)
                 self._links[target] = link
             if not link.enter(self._depth):
                 return False
@@ -192,7 +192,7 @@ class DirectTransport(GroupTransport):
         try:
             return self._acknowledgements.send([token], peer, ACKNOWLEDGEMENT)
         except RuntimeError as error:
-            raise explain(error, self._rank, peer, "an acknowledgement to leave", self._timeout) from None
+            raise explain(error, self._rank, peer, "an acknowledgement to leave", self.timeout) from None
 
 
 class ConditionedDirect(ConditionedTransport, DirectTransport):

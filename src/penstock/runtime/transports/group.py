@@ -2,9 +2,10 @@
 
 Sends are asynchronous, from a flat copy, so that a slow link never holds up compute and the stage's own
 tensors are free at once. Receives are posted ahead, a few in each channel, more where messages are sent before
-theirs is posted: such a message would cross the link only after word of its receive has crossed it. The copy of a sent message is
-let go when the channel of its answers says that it was taken (each preamble carries that count), or at
-the latest when the step ends.
+theirs is posted: such a message would cross the link only after word of its receive has crossed it.
+
+The copy of a sent message is let go when the channel of its answers says that it was taken (each preamble carries
+that count), or at the latest when the step ends.
 
 How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the messages its next op
 needs. A dynamic one must know which have come: one thread a channel waits and reports. So must one that measures
@@ -63,12 +64,15 @@ class GroupTransport:
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
         inbox: where its threads report, shared with other transports of the rank; its own by default.
+
+    Attributes:
+        rank: whose end this is.
     """
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float, *, inbox: Inbox | None = None) -> None:
-        self._group, self._tags, self._timeout = group, tags, timeout
+        self._group, self._tags, self.timeout = group, tags, timeout
         self._limit = timedelta(seconds=timeout)
-        self._rank = dist.get_rank(group)
+        self.rank = self._rank = dist.get_rank(group)
         self._threaded = False
         self._window: Mapping[int, int] = {}
         self._step = 0
@@ -78,7 +82,7 @@ class GroupTransport:
         self._outgoing: dict[ChannelKey, Outgoing] = {}
         self._routes: dict[Edge, tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
-        self._inbox = Inbox() if inbox is None else inbox
+        self.inbox = Inbox() if inbox is None else inbox
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
         self._ahead = AHEAD
@@ -205,7 +209,7 @@ class GroupTransport:
         try:
             return self._group.send([buffer], target, tag + self._tag_shift)
         except RuntimeError as error:
-            raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
+            raise explain(error, self._rank, target, "a message to leave", self.timeout) from None
 
     def _release(self, channel: Outgoing, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
@@ -219,7 +223,7 @@ class GroupTransport:
     # Receiving.
 
     def arrivals(self) -> list[Edge]:
-        return self._inbox.arrivals() if self._threaded else []
+        return self.inbox.arrivals() if self._threaded else []
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
@@ -229,9 +233,9 @@ class GroupTransport:
         """
         if self._threaded:
             try:
-                return self._inbox.wait(self._timeout)
+                return self.inbox.wait(self.timeout)
             except Empty:
-                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
+                raise DeadlineExceeded(f"nothing came in for {self.timeout:g} s: {who()}") from None
         for edge in awaited:
             if edge in self._ready:
                 continue
@@ -331,26 +335,26 @@ class GroupTransport:
         try:
             return self._group.recv([buffer], source, tag + self._tag_shift)
         except RuntimeError as error:
-            raise explain(error, self._rank, source, "a message", self._timeout) from None
+            raise explain(error, self._rank, source, "a message", self.timeout) from None
 
     def _wait(self, work: Any, peer: int | None, what: Edge | str) -> None:
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise explain(error, self._rank, peer, str(what), self._timeout) from None
+            raise explain(error, self._rank, peer, str(what), self.timeout) from None
 
     def _receive_all(self, channel: Incoming, count: int) -> None:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
-                if channel.room is not None and not channel.room.acquire(timeout=self._timeout):
+                if channel.room is not None and not channel.room.acquire(timeout=self.timeout):
                     raise DeadlineExceeded(
-                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self._timeout:g} s"
+                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self.timeout:g} s"
                     )
                 self._came_in(channel, self._next(channel))
         except BaseException as error:
-            self._inbox.fail(error)
+            self.inbox.fail(error)
 
     def _came_in(self, channel: Incoming, posted: Posted) -> None:
         """Reports a message, in the thread that waited for it."""
-        self._inbox.put(lambda: self._accept(channel, posted))
+        self.inbox.put(lambda: self._accept(channel, posted))

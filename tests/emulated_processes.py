@@ -1,0 +1,49 @@
+"""Emulated ranks, a process each, over a transport that the test makes: what it does to a run."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch.distributed as dist
+
+import penstock as ps
+from emulated_ranks import Ran, ran, run_to_the_end, start_worker
+from penstock.runtime.peers import GroupPeers
+from penstock.runtime.transports.channel import Tags, expected_by_channel
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.routed import RoutedTransport
+from penstock.runtime.wiring import Wiring, num_indices
+from penstock.schedule import Schedule
+
+DIGEST = zlib.crc32(b"test")
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def tags_of(schedule: Schedule) -> Tags:
+    return Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, num_indices(schedule))
+
+
+def step(
+    transport: GroupTransport | RoutedTransport,
+    wiring: Wiring,
+    rank: int,
+    costs: ps.Costs,
+    dispatch: str,
+    threaded: bool,
+) -> Ran:
+    """One emulated step, the same on every rank; all ranks get what all of them saw."""
+    schedule = wiring.schedule
+    edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
+    signatures = ["emulated"] * num_indices(schedule)
+    transport.begin(expected_by_channel(edges, tags_of(schedule)), signatures, DIGEST, threaded, {})
+    worker = start_worker(wiring, rank, costs, dispatch, transport)
+    run_to_the_end(worker, transport)
+    transport.end()
+    mine = worker.recorder.times, worker.peak_held, transport.crossings()
+    everyone = GroupPeers(world(), 30.0).gather(mine)
+    return ran(wiring, everyone, dispatch)

@@ -1,0 +1,111 @@
+"""Links by two transports at once, between processes. No test asserts a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock as ps
+from emulated_processes import step, tags_of, world
+from emulated_ranks import Ran, blocked_starts
+from penstock.cost import LinkConditions
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.transports.channel import Tags
+from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transports.direct import ConditionedDirect
+from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.transports.routed import RoutedTransport
+from penstock.runtime.wiring import wire
+from plain_loop import gradients
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def routed(tags: Tags, links: str, depth: int) -> RoutedTransport:
+    """Bounded channels as the base; in the place of delegates, a transport without bound over a second group."""
+    conditions, inbox = Conditions(LinkConditions.parse(links)), Inbox()
+    second = dist.new_group()
+    base = ConditionedDirect(world(), tags, 20.0, depth, conditions=conditions, inbox=inbox)
+    return RoutedTransport(base, ConditionedTransport(second, tags, 20.0, conditions=conditions, inbox=inbox))
+
+
+def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
+    schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
+    transport = routed(tags_of(schedule), "0:1=latency:20ms 1:2=latency:45ms", 1)
+    wiring, costs = wire(schedule), ps.Costs.uniform(3, 1, 1, 1)
+    found = []
+    for delegated in [(), [(0, 1), (1, 2)], (), [(1, 0)], [(1, 2)], [(1, 2), (0, 1)]]:
+        transport.route(delegated)
+        seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
+        held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
+        found.append((held[0], held[1]))
+    assert transport.link_events() == []
+    assert transport.counters == {}
+    transport.close()
+    return found
+
+
+def delay_count(seen: Ran, link: tuple[int, int]) -> int:
+    """How often a full channel held up an op on this link; -1 where more was under way than it takes."""
+    try:
+        return blocked_starts(seen, 1, lambda a, b: {a, b} == set(link))
+    except AssertionError:
+        return -1
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_each_link_goes_its_own_way_and_both_ends_switch(dispatch: str) -> None:
+    outcomes = run_ranks(3, emulated, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    for found in (o.value for o in outcomes):
+        assert [(a > 0, b > 0) for a, b in found[2:]] == [(True, True), (False, True), (True, False), (False, False)]
+        assert [min(pair) for pair in found[3:]] == [-1, -1, -1], "without bound, more is under way"
+
+
+def train(rank: int, dispatch: str) -> list[bool]:
+    """Steps of changing shapes, and evaluation, by one transport and by two between which links change."""
+    found: list[list[torch.Tensor]] = []
+    ways = [(), [(0, 1)], [(0, 1), (1, 2)], [(2, 1)], ()]
+    for both in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
+        schedule = ps.build("zb-v", 3, 6)
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
+        way = routed(pipe._tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
+        if way is not None:
+            pipe._transport = way  # type: ignore[assignment]
+        numbers = []
+        for size, delegated in zip((12, 7, 18, 12, 7), ways, strict=True):
+            if way is not None:
+                way.route(delegated)
+            x = torch.randn(size, 4)
+            y = x.sum(1, keepdim=True).expand(-1, 4)
+            numbers += [pipe.step(x, y, update=False).loss, pipe.evaluate(x, y).loss]
+        mine = {n: p.grad for n, p in pipe.named_parameters()}
+        found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
+        pipe.zero_grad()
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_training_has_the_same_numbers_whatever_way_links_go(dispatch: str) -> None:
+    outcomes = run_ranks(3, train, dispatch)
+    assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
+    assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
+
+
+def two_inboxes(rank: int) -> str:
+    tags = Tags(2, 0, 2)
+    one, other = GroupTransport(world(), tags, 5.0), GroupTransport(world(), tags, 5.0)
+    with pytest.raises(RuntimeFailure) as caught:
+        RoutedTransport(one, other)
+    return str(caught.value)
+
+
+def test_two_inboxes_are_refused() -> None:
+    texts = [o.value for o in run_ranks(2, two_inboxes)]
+    assert texts == ["the transports of one rank must report to one inbox; make both with the same inbox="] * 2
