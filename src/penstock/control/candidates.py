@@ -16,15 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from penstock.control.compute import Factors
-from penstock.control.configuration import Configuration, Job, fits
+from penstock.control.configuration import EPSILON, Configuration, Job, fits
 from penstock.control.events import Link
-from penstock.cost import CostError, LinkConditions, Links
+from penstock.control.runners import order_of, runner_of
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.dispatch import Dispatch
 from penstock.plan import initial_warmups, slow_link_schedule
 from penstock.plan.slow_links import Rule
 from penstock.schedule import Schedule, ScheduleError, one_to_one
-from penstock.simulate import simulate
+from penstock.simulate.transport import Decoupled
 
 
 class Action(StrEnum):
@@ -90,7 +93,7 @@ def candidates(
         offered: schedules found elsewhere.
         may_return: whether links may stop being delegated.
     """
-    found: dict[str, Candidate] = {}
+    found: dict[Configuration, Candidate] = {}
     for delegated in _link_sets(job, now, measured, may_return):
         if not measured.down <= set(delegated):
             continue
@@ -98,8 +101,8 @@ def candidates(
         for schedule in _schedules(job, now, measured, caps, offered):
             for dispatch in dict.fromkeys((now.dispatch, *job.dispatches)):
                 configuration = Configuration(schedule, dispatch, delegated, caps)
-                if configuration.digest not in found and fits(configuration, job.costs):
-                    found[configuration.digest] = _candidate(job, now, configuration)
+                if configuration not in found and fits(configuration, job.costs):
+                    found[configuration] = _candidate(job, now, configuration)
     return tuple(sorted(found.values(), key=lambda each: each.action is not Action.KEEP))
 
 
@@ -140,22 +143,60 @@ def _schedules(
     typical, harshest = measured.typical, measured.harshest
     ways = [typical] if typical == harshest else [typical, harshest]
     for links in ways:
-        try:
-            yield simulate(now.schedule, job.costs, links=links, dispatch="dynamic", max_held=caps).executed()
-        except ScheduleError:
+        found = _taken(now.schedule, job.costs, _key(links), tuple(caps))
+        if found is None:
             break  # what runs now does not fit in these caps
+        yield found
     num = job.num_ranks
     if job.start.schedule.placement != one_to_one(num):
         return  # Eq. 1 and its algorithms speak of one stage a rank
     num_microbatches = job.start.schedule.num_microbatches
     for links in ways:
         for rule in Rule:
-            yield slow_link_schedule(job.costs, num_microbatches, links, memory_limit=caps, rule=rule)
+            made = _made(job.costs, num_microbatches, _key(links), tuple(caps), rule, initial=False)
+            if made is not None:
+                yield made
+    made = _made(job.costs, num_microbatches, _key(typical), tuple(caps), Rule.PRIORITY, initial=True)
+    if made is not None:
+        yield made
+
+
+Delays = tuple[tuple[Link, float], ...]
+
+
+def _key(links: Links) -> Delays:
+    return tuple(sorted((link, float(ms)) for link, ms in links.delays.items()))
+
+
+@lru_cache(maxsize=64)
+def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, ...]) -> Schedule | None:
+    """The order that a dynamic run takes, over links of any depth; None where the schedule does not fit."""
+    order = order_of(schedule, costs)
+    if any(peak > cap * (1 + EPSILON) for peak, cap in zip(order.peaks, caps, strict=True)):
+        return None
+    ran = runner_of(costs).run(
+        order, Links(dict(delays)), dispatch=Dispatch.DYNAMIC, transport=Decoupled(), caps=caps
+    )
+    return ran.executed()
+
+
+@lru_cache(maxsize=64)
+def _made(
+    costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: Rule, initial: bool
+) -> Schedule | None:
+    """The schedule of Algorithm 2, or of Algorithm 1 where `initial`; None where there is no room for it."""
+    links = Links(dict(delays))
+    counts = None
     try:
-        counts = initial_warmups(num, num_microbatches, caps, job.costs.activation)
-        yield slow_link_schedule(job.costs, num_microbatches, typical, warmup=counts, memory_limit=caps)
+        if initial:
+            counts = initial_warmups(costs.num_stages, num_microbatches, caps, costs.activation)
+        return slow_link_schedule(
+            costs, num_microbatches, links, warmup=counts, memory_limit=caps, rule=rule, prove=False
+        )
     except (CostError, ScheduleError):
-        pass  # no room for Algorithm 1's counts
+        if initial:
+            return None
+        raise
 
 
 def late_links(delays: dict[Link, float], least: float) -> frozenset[Link]:

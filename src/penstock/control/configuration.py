@@ -16,13 +16,15 @@ from typing import Any
 
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, undirected
+from penstock.control.runners import order_of
 from penstock.cost import Costs
-from penstock.dispatch import Dispatch, lower
+from penstock.dispatch import Dispatch
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
-from penstock.simulate.simulate import Blocking, frozen_peaks, memory_changes
+from penstock.simulate.transport import Blocking, Decoupled
 
-_EPSILON = 1e-9
+EPSILON = 1e-9
+"""Slack on memory caps, as a share of the cap, for sums of floats."""
 
 
 @dataclass(frozen=True)
@@ -180,20 +182,24 @@ class Job:
         """
         return tuple(cap + (self.host_memory if delegated else 0.0) for cap in self.start.caps)
 
-    def transport(self, delegated: Sequence[Link]) -> Blocking | str:
-        return Blocking(self.depth, frozenset(delegated)) if self.depth else "decoupled"
+    def transport(self, delegated: Sequence[Link]) -> Blocking | Decoupled:
+        return transport_of(self.depth, delegated)
+
+
+def transport_of(depth: int, delegated: Sequence[Link]) -> Blocking | Decoupled:
+    """Links that hold `depth` messages under way (0: any number), but for those that are delegated."""
+    return Blocking(depth, frozenset(delegated)) if depth else Decoupled()
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[float]:
     """Most activations each rank holds in the schedule's own order, in the units of the costs."""
-    graph = lower(schedule)
-    return frozen_peaks(graph, memory_changes(graph, costs))
+    return order_of(schedule, costs).peaks
 
 
 def fits(configuration: Configuration, costs: Costs) -> bool:
     """Whether the schedule's own order stays within the caps. A dynamic rank then never exceeds them either."""
     own = peaks(configuration.schedule, costs)
-    return all(peak <= cap * (1 + _EPSILON) for peak, cap in zip(own, configuration.caps, strict=True))
+    return all(peak <= cap * (1 + EPSILON) for peak, cap in zip(own, configuration.caps, strict=True))
 
 
 def job_to_json(job: Job) -> dict[str, Any]:

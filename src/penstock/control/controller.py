@@ -228,6 +228,7 @@ class Controller:
         chosen, _ = choose(self._scored, self.lost - self.paid, self.job.least_gain, returning=self._may_return())
         if chosen.candidate.action is Action.KEEP:
             return None
+        check(chosen.candidate.configuration.schedule)
         now = self._scored[0] if self._scored[0].candidate.action is Action.KEEP else None
         recent = list(news) or [change for _, change in self.changes[-1:]]
         self._number += 1

@@ -14,12 +14,13 @@ from functools import lru_cache
 from statistics import fmean
 
 from penstock.control.candidates import Action, Candidate, Measured
-from penstock.control.configuration import Configuration, Job
+from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.events import undirected
-from penstock.cost import LinkCondition, LinkConditions, Links
+from penstock.control.runners import order_of, runner_of
+from penstock.cost import Costs, LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.dispatch import Dispatch
-from penstock.simulate import simulate
+from penstock.simulate.runner import Ran
 
 _SAME = 1e-9
 """Relative difference up to which two simulated times are the same."""
@@ -46,7 +47,9 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
     """Mean simulated iteration time (ms) of a configuration over scenarios of links' own paths."""
-    return fmean(_one(job, configuration, LinkConditions.of(links)) for links in scenarios)
+    return fmean(
+        _one(job.costs, job.depth, job.delegate_ms, configuration, LinkConditions.of(links)) for links in scenarios
+    )
 
 
 def choose(
@@ -93,19 +96,26 @@ def _rank(scored: Scored) -> tuple[float, int, bool]:
 
 
 @lru_cache(maxsize=4096)
-def _one(job: Job, configuration: Configuration, conditions: LinkConditions) -> float:
+def _one(
+    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
+) -> float:
     """One simulation. The conditions are those of the links' own paths; delegates add their time."""
-    if job.delegate_ms and configuration.delegated:
-        conditions = _through_delegates(conditions, configuration, job.delegate_ms)
+    if delegate_ms and configuration.delegated:
+        conditions = _through_delegates(conditions, configuration, delegate_ms)
     links = _as_links(conditions)
-    return simulate(
-        configuration.schedule,
-        job.costs,
-        links=conditions if links is None else links,
+    return trial(costs, depth, configuration, conditions if links is None else links).makespan
+
+
+def trial(costs: Costs, depth: int, configuration: Configuration, links: Links | LinkConditions) -> Ran:
+    """Simulates one iteration of a configuration. See `Job` for `depth`."""
+    runner = runner_of(costs)
+    return runner.run(
+        order_of(configuration.schedule, costs),
+        links,
         dispatch=configuration.dispatch,
-        transport=job.transport(configuration.delegated),
-        max_held=configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
-    ).makespan
+        transport=transport_of(depth, configuration.delegated),
+        caps=configuration.caps,
+    )
 
 
 def _through_delegates(conditions: LinkConditions, configuration: Configuration, added: float) -> LinkConditions:

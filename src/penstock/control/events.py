@@ -2,8 +2,8 @@
 
 Events are values, and each is one line of JSON, so that a run's log replays:
 
-    {"transfers": {"link": [0, 1], "num_bytes": 16777216.0, "ms": "~UlPBFLZEK", "busy": 0.0}}
-    {"ops": {"rank": 3, "stage": 3, "ms": {"F": [10.1, 10.2], "I": [10.0, 10.1], "W": [9.9, 9.9]}}}
+    {"transfers": {"0:1": [16777216.0, "~U_RRIRRIRR", 0.0]}}     bytes, packed times, busy for
+    {"ops": {"3:3": {"F": "~SMP", "I": "~SLP", "W": "~SBO"}}}   of rank 3, stage 3: packed times of two halves
     {"iteration": {"number": 7, "ms": 412.0}}
 
 What a rank reports of an iteration is small: `Transfers` for each direction that it received on, `OpTimes` for each
@@ -236,10 +236,9 @@ def event_to_json(event: Event) -> dict[str, Any]:
         return {name: {"schedule": to_json(event.schedule)}}
     if isinstance(event, Transfers):
         sizes: object = list(event.num_bytes) if len(set(event.num_bytes)) > 1 else event.num_bytes[0]
-        return {name: {"link": list(event.link), "num_bytes": sizes, "ms": pack(event.ms), "busy": event.busy}}
+        return {name: {show_link(event.link): [sizes, pack(event.ms), event.busy]}}
     if isinstance(event, OpTimes):
-        by_kind = {kind: list(halves) for kind, halves in event.ms}
-        return {name: {"rank": event.rank, "stage": event.stage, "ms": by_kind}}
+        return {name: {f"{event.rank}:{event.stage}": {kind: pack(halves) for kind, halves in event.ms}}}
     return {name: asdict(event)}
 
 
@@ -261,16 +260,24 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         fields["schedule"] = from_json(fields["schedule"])
     try:
         if name == "transfers":
-            fields["ms"] = unpack(fields["ms"])
-            sizes = fields["num_bytes"]
-            fields["num_bytes"] = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(fields["ms"])
+            ((link, (sizes, text, busy)),) = fields.items()
+            ms = unpack(text)
+            each = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(ms)
+            return Transfers(_two(link), each, ms, busy)
         if name == "ops":
-            fields["ms"] = tuple((kind, (first, second)) for kind, (first, second) in fields["ms"].items())
+            ((link, kinds),) = fields.items()
+            halves = [(kind, unpack(text)) for kind, text in kinds.items()]
+            return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in halves))
         return _NAMES[name](**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ControlError):
             raise
         raise ControlError(f"event {name!r} with fields {', '.join(fields) or 'none'}: others are needed") from None
+
+
+def _two(text: str) -> tuple[int, int]:
+    first, second = text.split(":")
+    return int(first), int(second)
 
 
 def undirected(link: Link) -> Link:

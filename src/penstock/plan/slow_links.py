@@ -15,6 +15,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.plan.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
+from penstock.simulate.lister import Lister
 
 
 class Rule(StrEnum):
@@ -32,6 +33,7 @@ def slow_link_schedule(
     warmup: Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     rule: Rule | str = Rule.PRIORITY,
+    prove: bool = True,
 ) -> Schedule:
     """Warm-up counts x_i, then I, F and W by a rule, with the delays known. Stage i is on rank i.
 
@@ -58,6 +60,7 @@ def slow_link_schedule(
         warmup: x_i, one a stage, never rising; by default `adapted_warmups` for these links, within the limit.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
             None for no limit, as in the paper, which moves activations to host memory.
+        prove: False where many are compared, and only the one that is chosen is to be proved.
 
     Raises:
         ScheduleError: counts that rise or do not fit in the limit, or an unknown rule.
@@ -71,7 +74,7 @@ def slow_link_schedule(
         rules = Rules("backward-first", warmup=counts, memory_limit=memory_limit)
     else:
         rules = Rules("interleaved", strict=True, warmup=counts, memory_limit=memory_limit)
-    return Program(
+    program = Program(
         one_to_one(costs.num_stages),
         num_microbatches,
         rules,
@@ -79,7 +82,12 @@ def slow_link_schedule(
         costs=costs,
         links=links,
         name="slow-links" if chosen is Rule.PRIORITY else "slow-links-alternate",
-    ).build()
+    )
+    if prove:
+        return program.build()
+    graph = program.queues()
+    listed = Lister(graph).list_by_rules(program.tables(graph))
+    return listed.schedule(program.name) if listed.complete else program.build()
 
 
 def _rule(value: Rule | str) -> Rule:

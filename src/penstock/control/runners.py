@@ -1,0 +1,42 @@
+"""Runners kept from one choice to the next, since the same few schedules are simulated again and again."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from penstock.cost import Costs, LinkCondition, LinkConditions, Links
+from penstock.cost.over_time import Constant
+from penstock.dispatch import Dispatch
+from penstock.plan import slow_link_schedule
+from penstock.schedule import Schedule
+from penstock.schedule.messages import remove_communication
+from penstock.simulate.order import Order
+from penstock.simulate.runner import Runner
+from penstock.simulate.transport import Blocking, Decoupled
+
+
+@lru_cache(maxsize=16)
+def runner_of(costs: Costs) -> Runner:
+    """The runner for these costs; compiled where numba is loaded already, see `load`."""
+    return Runner(costs)
+
+
+def order_of(schedule: Schedule, costs: Costs) -> Order:
+    """A schedule as arrays. Raises CostError and ScheduleError, as `Runner.order`."""
+    return runner_of(costs).order(remove_communication(schedule))
+
+
+def load() -> None:
+    """Loads compiled code, once a process: from then on trials run compiled, several times as fast.
+
+    It takes about a second; the first time on a machine it compiles, for some 20 seconds. Nothing needs it: the same
+    code runs uncompiled. A job may call it in a thread of its own while it starts.
+    """
+    costs = Costs.uniform(2)
+    schedule = slow_link_schedule(costs, 2)
+    runner = Runner(costs, compile=True)
+    order = runner.order(schedule)
+    for links in (Links({(0, 1): 1.0}), LinkConditions({(0, 1): LinkCondition(Constant(1.0), Constant(1.0))})):
+        for transport in (Blocking(1), Decoupled()):
+            runner.run(order, links, dispatch=Dispatch.DYNAMIC, transport=transport, caps=order.peaks)
+    slow_link_schedule(costs, 2, prove=False)
