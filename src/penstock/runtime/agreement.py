@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.schedule import Schedule
 
 
 def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
@@ -17,3 +19,9 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
         for subject, value in mine.items():
             if value != told[0].get(subject):
                 raise RuntimeFailure(f"rank {rank} was given another {subject} than rank 0; {rule}")
+
+
+def schedule_digest(schedule: Schedule) -> str:
+    """Tells schedules apart by what runs, whatever they are called."""
+    text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph))
+    return hashlib.sha256(text.encode()).hexdigest()

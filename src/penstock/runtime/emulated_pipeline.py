@@ -16,14 +16,14 @@ from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.agreement import require_same
-from penstock.runtime.emulated_plan import plan_of, require_same_placement
+from penstock.runtime.emulated_plan import plan_of
 from penstock.runtime.emulated_ranks import Emulated, Processes, Ranks, Threads
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.peers import GroupPeers
+from penstock.runtime.running import choice_of, require_switchable
 from penstock.runtime.setup import dispatch_of, peers_of
 from penstock.runtime.steering import Steering, steer
-from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.messages import remove_communication
@@ -102,8 +102,7 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
-        can_delegate = steering is not None and steering.may_delegate and transport == "direct"
-        self._choice = TransportChoice(transport, depth, can_delegate)
+        self._choice = choice_of(transport, depth, steering)
         graph = lower(schedule)
         held = steering.max_held if steering is not None and max_held is None else max_held
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
@@ -203,8 +202,7 @@ class EmulatedPipeline:
         self._ranks.close()
 
     def _ready(self, configuration: Configuration) -> Any:
-        check(configuration.schedule)
-        require_same_placement(configuration.schedule, self.configuration.schedule)
+        require_switchable(configuration.schedule, self.configuration.schedule)
         return plan_of(configuration, self._costs)
 
 

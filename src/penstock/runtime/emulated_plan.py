@@ -9,7 +9,6 @@ from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.devices.emulated import EmulatedDevice
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.wiring import Wiring, wire
 from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Schedule
@@ -54,14 +53,3 @@ def plan_of(configuration: Configuration, costs: Costs, number: int = 0) -> Emul
     change = memory_changes(wiring.graph, costs)
     frozen_caps(wiring.graph, change, configuration.caps)
     return EmulatedPlan(configuration, wiring, change, number)
-
-
-def require_same_placement(then: Schedule, now: Schedule) -> None:
-    """Raises RuntimeFailure where a running pipeline cannot switch to another schedule."""
-    for name in ("placement", "num_microbatches", "graph"):
-        if getattr(then, name) != getattr(now, name):
-            what = {"graph": "stage graph", "num_microbatches": "number of microbatches"}.get(name, name)
-            raise RuntimeFailure(
-                f"{then.name} has another {what} than {now.name}, which runs; a running pipeline keeps these: build "
-                f"the schedule for the same, or start a new pipeline"
-            )

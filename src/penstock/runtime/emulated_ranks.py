@@ -214,9 +214,7 @@ class Processes:
         expected = expected_by_channel(edges, self._tags)
         signatures = ["emulated"] * self._indices
         threaded = plan.dispatch is Dispatch.DYNAMIC
-        route = getattr(transport, "route", None)
-        if route is not None:
-            route(frozenset(plan.configuration.delegated))
+        self._run.choice.route(transport, plan.configuration.delegated)
         transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
         start = self._moment() + LEAD
         found = _run_rank(worker, device, transport, start)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
-from penstock.runtime.agreement import require_same
+from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.devices.registered import RegisteredDevice
 from penstock.runtime.devices.torch_device import TorchDevice
@@ -27,28 +27,29 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
+from penstock.runtime.parameters import all_dtypes, owned_parameters, tied_gradients, ties_of
 from penstock.runtime.peers import GroupPeers
-from penstock.runtime.plan import StepPlan, pairs_with, plan_step
+from penstock.runtime.plan import StepPlan
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
-from penstock.runtime.setup import device_of, optimizer_of, peers_of, require_runnable
+from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
+from penstock.runtime.setup import device_of, dispatch_of, optimizer_of, peers_of, require_runnable
 from penstock.runtime.split import prepare, unprepare
-from penstock.runtime.stage import Stage, StageSource
+from penstock.runtime.stage import StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.runtime.stages import build_stage, stages_of
+from penstock.runtime.steering import Helm, Measured, Offer, Steering, steer
 from penstock.runtime.step_result import StepResult
-from penstock.runtime.tied import Tie, TiedGradients, find_ties
-from penstock.runtime.transport_choice import TransportChoice
+from penstock.runtime.tied import Tie
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
-from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.tree import on_host
 from penstock.runtime.wiring import Wiring, num_indices
 from penstock.runtime.worker import Device, Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
-from penstock.simulate.simulate import as_dispatch
 
 
 class Pipeline:
@@ -70,7 +71,7 @@ class Pipeline:
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
             it; or an optimizer over the model's parameters, of which each process keeps its own.
         mesh: a process group or one-dimensional device mesh to run over; by default all of torch.distributed.
-        dispatch: "frozen" or "dynamic".
+        dispatch: "frozen", "dynamic" or "auto" (dynamic where it is no slower by simulation without delays).
         device: where stages run; by default where the model's parameters lie.
         autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
         clip_norm: most the norm of the whole model's gradient may be at an update.
@@ -79,15 +80,20 @@ class Pipeline:
         seed: for dropout, the same whatever the schedule and the number of ranks.
         timeout: seconds that any wait may last.
         transport: between processes: "host" (gloo; messages of a GPU pass through host memory, so that several
-            ranks may share one), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
+            ranks may share one), "direct" (a bounded channel a link), "delegate" (by processes of their own), or
+            "nccl" (from GPU to GPU, one a rank, frozen dispatch).
+        depth: messages that a channel of "direct" holds; 2 where not given.
         ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
             called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
         links: conditions to inject: messages are held back as these say, and the numbers stay the same.
+        steering: measure links while training, and switch to what is faster; None: not at all.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
         PartitionError: more stages than layers, or a list of another length than the schedule's stages.
-        RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule.
+        RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
+            reached.
+        ControlError: steering with numbers that make no sense.
     """
 
     def __init__(
@@ -107,11 +113,12 @@ class Pipeline:
         seed: int = 0,
         timeout: float = 60.0,
         transport: str = "host",
+        depth: int | None = None,
         ops: Mapping[str, OpFunction] | None = None,
         links: LinkConditions | None = None,
+        steering: Steering | None = None,
     ) -> None:
-        self.schedule = schedule = remove_communication(schedule)  # the transport places messages
-        self.dispatch = as_dispatch(dispatch)
+        schedule = remove_communication(schedule)  # the transport places messages
         self.clip_norm = clip_norm
         self.num_updates = 0
         self._num_steps = 0
@@ -122,134 +129,101 @@ class Pipeline:
         if links is not None:
             links.check_ranks(schedule.num_ranks)
         self._conditions = None if links is None else Conditions(links)
+        self._choice = choice = choice_of(transport, depth, steering)
         ops = ops or {}
-        require_same(self._peers.gather(self._facts(tied, ops)), "every rank must make the same ps.Pipeline(...)")
-        self._check()
+        facts = {
+            "schedule": schedule_digest(schedule),
+            "dispatch": str(dispatch),
+            "seed": seed,
+            "clip_norm": clip_norm,
+            "tied": [list(group) for group in tied],
+            "ops": sorted(ops),
+            "transport": repr(choice),
+            "steering": steering is not None,
+        }
+        require_same(self._peers.gather(facts), "every rank must make the same ps.Pipeline(...)")
+        self._check(schedule)
+        self._costs = known = steering.costs if steering is not None else None
+        start = start_of(schedule, dispatch_of(dispatch, schedule, known), known, steering)
         functions = functions_of(schedule, ops)
         sources = stages_of(model, schedule.num_stages, costs)
         here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
-        stages = {index: build_stage(sources[index], index) for index in sorted(here)}
+        self._stages = stages = {index: build_stage(sources[index], index) for index in sorted(here)}
         self._device = device_of(stages, device)
         for stage in stages.values():
             stage.to(self._device)
-        self.notices: list[str] = []
-        self._split = pairs_with(schedule, "I")
-        self._recomputed = pairs_with(schedule, "R")
-        self._ties = self._find_ties(sources, stages, tied)
-        local_ties = {
-            (slot, stage): dict(stages[stage].named_parameters())[name]
-            for slot, tie in enumerate(self._ties, start=1)
-            for stage, name in tie.names.items()
-            if stage in stages
-        }
-        self._tied = TiedGradients(self._ties, local_ties)
-        self._runners = {
-            index: StageRunner(
-                stage, index, schedule.num_stages, self._device, loss_fn, autocast, self._prepare(stage, index)
-            )
-            for index, stage in stages.items()
-        }
-        self._stages = stages
-        self._calls = calls_of(schedule, functions, stages)
-        self._plans: dict[tuple[bool, int], StepPlan] = {}
-        self._transport: GroupTransport | None = None
+        self._notices: list[str] = []
+        self._ties = ties = ties_of(sources, stages, tied, self._peers)
+        self._tied = tied_gradients(ties, stages)
         self._num_indices = num_indices(schedule)
         self._tags = Tags(
-            schedule.num_stages,
-            len(self._ties),
-            schedule.num_microbatches,
-            schedule.graph.needs,
-            self._num_indices,
+            schedule.num_stages, len(ties), schedule.num_microbatches, schedule.graph.needs, self._num_indices
         )
+        self._running = self._worked_out(start)
+        self._runners = {
+            index: StageRunner(stage, index, schedule.num_stages, self._device, loss_fn, autocast, False)
+            for index, stage in stages.items()
+        }
+        self._split_stages()
+        self._calls = calls_of(schedule, functions, stages)
+        self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
-            wiring = self._plan(training=True, num_microbatches=schedule.num_microbatches).wiring
-            self._transport = TransportChoice(transport).make(
+            self._transport = choice.make(
                 self._peers.group,
                 self._tags,
                 timeout,
-                wiring,
-                self.dispatch,
+                self._running.plan.wiring,
+                start.dispatch,
                 self._device,
                 self._conditions,
             )
         self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
-        self._own = self._owned_parameters()
-        self._dtypes = self._all_dtypes()
+        self._own = owned_parameters(stages, ties)
+        self._dtypes = all_dtypes(stages, self._own, self._peers)
         self._share_tied_values()
         self.optimizer = optimizer_of(optimizer, self.parameters())
         self._last: tuple[Wiring, list[Worker]] | None = None
+        self._helm: Helm | None = None
+        if steering is not None:
+            self._helm = steer(steering, self._peers, start, known, choice, self._ready)
 
     # Setting up.
 
-    def _facts(self, tied: Sequence[Sequence[str]], ops: Mapping[str, OpFunction]) -> dict[str, object]:
-        """What all ranks must have in common."""
-        schedule = self.schedule
-        text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph))
-        return {
-            "schedule": hashlib.sha256(text.encode()).hexdigest(),
-            "dispatch": self.dispatch.value,
-            "seed": self._seed,
-            "clip_norm": self.clip_norm,
-            "tied": [list(group) for group in tied],
-            "ops": sorted(ops),
-        }
-
-    def _check(self) -> None:
+    def _check(self, schedule: Schedule) -> None:
         """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
         try:
-            check(self.schedule)
+            check(schedule)
         except ScheduleError:
             if 0 in self._peers.here:
                 raise
             raise SystemExit(1) from None
 
-    def _prepare(self, stage: Stage, index: int) -> bool:
-        """Readies a stage for split backward where the schedule asks for it; returns whether it can split."""
-        if not any(s == index for s, _ in self._split):
-            return False
-        report = prepare(stage)
-        if not report.can_split:
-            self.notices.append(f"stage {index}: {report.reason}")
-        return report.can_split
+    def _ready(self, configuration: Configuration) -> Running:
+        """Works out what a configuration needs to run; any thread may do that."""
+        require_switchable(configuration.schedule, self.schedule)
+        self._choice.require_dispatch(configuration.dispatch)
+        return self._worked_out(configuration)
 
-    def _find_ties(
-        self, sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]]
-    ) -> list[Tie]:
-        whole = [
-            dict(s.named_parameters()) if isinstance(s, Stage) else
-            {f"{i}.{n}": p for n, p in s.named_parameters()} if isinstance(s, nn.Module) else {}
-            for i, s in enumerate(sources)
-        ]  # fmt: skip
-        ties = find_ties(whole)
-        if tied:
-            own = [
-                (index, [n for n, _ in stage.named_parameters(remove_duplicate=False)])
-                for index, stage in stages.items()
-            ]
-            by_name = {n: s for part in self._peers.gather(own) for s, names in part for n in names}
-            for group in tied:
-                if missing := [name for name in group if name not in by_name]:
-                    raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
-                names = dict(sorted((by_name[name], name) for name in group))
-                if len(names) > 1 and all(t.names != names for t in ties):
-                    ties.append(Tie(names))
-        return ties
+    def _worked_out(self, configuration: Configuration) -> Running:
+        return running(configuration, [tie.stages for tie in self._ties], self.rank, self._tags, self._costs)
 
-    def _owned_parameters(self) -> dict[str, Parameter]:
-        """Name -> parameter, for those this process answers for: a tied one is its lowest stage's."""
-        twins = {name for tie in self._ties for stage, name in tie.names.items() if stage != tie.owner}
-        own: dict[str, Parameter] = {}
-        for stage in self._stages.values():
-            own.update((n, p) for n, p in stage.named_parameters() if n not in twins)
-        return own
+    def _switch(self, then: Running) -> None:
+        """Runs something else from the next step on."""
+        self._running = then
+        self._split_stages()
 
-    def _all_dtypes(self) -> dict[str, torch.dtype]:
-        """Name -> type of every parameter of the model, in its order."""
-        by_stage: dict[int, dict[str, torch.dtype]] = {}
-        mine = {i: {n: p.dtype for n, p in s.named_parameters() if n in self._own} for i, s in self._stages.items()}
-        for part in self._peers.gather(mine):
-            by_stage.update(part)
-        return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}
+    def _split_stages(self) -> None:
+        """Readies stages for split backward where the schedule asks for it, and puts the others back."""
+        for index, runner in self._runners.items():
+            if not self._running.splits(index):
+                unprepare(runner.stage)
+                runner.may_split(False)
+                continue
+            report = prepare(runner.stage)
+            runner.may_split(report.can_split)
+            notice = f"stage {index}: {report.reason}"
+            if not report.can_split and notice not in self._notices:
+                self._notices.append(notice)
 
     def _share_tied_values(self) -> None:
         """Starts all copies of a tied parameter from its owner's value."""
@@ -264,6 +238,48 @@ class Pipeline:
         """What the owner of a tied parameter has, for all ranks that hold it."""
         ranks = [self.schedule.rank_of(stage, 0) for stage in tie.stages]
         return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step runs."""
+        return self._running.schedule
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """How ranks pick ops in the next step."""
+        return self._running.dispatch
+
+    @property
+    def configuration(self) -> Configuration:
+        """What the next step runs, with its caps and delegated links."""
+        return self._running.configuration
+
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know: stages that cannot split, how steering fares."""
+        return [*self._notices, *(self._helm.notices if self._helm is not None else ())]
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """What steering has decided so far, as its log has it; on rank 0's process."""
+        return self._helm.decisions if self._helm is not None else []
+
+    def reconfigure(self, configuration: Configuration) -> None:
+        """Runs another schedule, dispatch or set of delegated links from the next step on.
+
+        Every rank must make the same call. Losses and gradients stay the same, to the bit.
+
+        Raises:
+            ScheduleError: the schedule is not valid.
+            RuntimeFailure: it has another placement, stage graph or number of microbatches; the transport cannot
+                run it, or the run is steered.
+        """
+        if self._helm is not None:
+            raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+        then = self._ready(configuration)
+        told = [{"configuration": digest} for digest in self._peers.gather(configuration.digest)]
+        require_same(told, "every rank must switch to the same")
+        self._switch(then)
 
     @property
     def rank(self) -> int:
@@ -302,10 +318,16 @@ class Pipeline:
         self._tied.begin()
         try:
             with restored(self._device):
-                seed = mix(self._seed, self._num_steps)
-                self._run(StepSettings(batch, Purpose.TRAIN, seed, self._split, self._recomputed))
+                self._crossings()  # those of an evaluation
+                seed, now = mix(self._seed, self._num_steps), self._running
+                begin = perf_counter_ns()
+                workers = self._run(StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed), now.plan)
+                end = perf_counter_ns()
             self._share_tied()
-            result = self._result(batch)
+            if self._helm is not None:
+                crossings = self._crossings()
+                self._helm.ended([Measured(w.rank, begin, end, w.recorder.times, crossings) for w in workers])
+            result = self._result(batch, self._helm)
         except BaseException:
             self.zero_grad()
             raise
@@ -353,7 +375,7 @@ class Pipeline:
         num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
         with self._evaluating(), restored(self._device):
-            self._run(StepSettings(batch, purpose))
+            self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch
 
     @contextmanager
@@ -367,18 +389,7 @@ class Pipeline:
             for module, training in modes:
                 module.training = training
 
-    def _plan(self, training: bool, num_microbatches: int) -> StepPlan:
-        key = training, num_microbatches
-        if key not in self._plans:
-            schedule = self.schedule
-            if not training:  # a chain of forwards, without registered ops and what they wait for
-                schedule = replace(schedule.forward_only(num_microbatches), stage_graph=None)
-            ties = [tie.stages for tie in self._ties]
-            self._plans[key] = plan_step(schedule, ties, training, self.rank, self._tags)
-        return self._plans[key]
-
-    def _run(self, settings: StepSettings) -> None:
-        plan = self._plan(settings.training, len(settings.microbatches))
+    def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
         dispatch = self.dispatch if settings.training else Dispatch.FROZEN
         local_transport, pause = local_transports(self.schedule.num_ranks, self._conditions)
@@ -400,6 +411,7 @@ class Pipeline:
                 signatures = self._signatures(settings)
                 threaded = dispatch is Dispatch.DYNAMIC
                 digest = zlib.crc32(" ".join(signatures).encode())
+                self._choice.route(self._transport, self.configuration.delegated)
                 self._transport.begin(plan.expected, signatures, digest, threaded, plan.window)
                 run_rank(workers[0], self._transport)
                 self._transport.end()
@@ -407,6 +419,11 @@ class Pipeline:
             for runner in self._runners.values():
                 runner.end()
         self._last = plan.wiring, workers
+        return workers
+
+    def _crossings(self) -> list[Crossing]:
+        """Messages that came in since the last call, where they are told."""
+        return self._transport.crossings() if self._transport is not None else []
 
     def _signatures(self, settings: StepSettings) -> list[str]:
         shapes = settings.microbatches.signatures
@@ -420,20 +437,32 @@ class Pipeline:
         for slot, tie in enumerate(self._ties, start=1):
             self._tied.put(slot, self._share(tie, sums.get(slot), self._tied.parameter(slot)))
 
-    def _result(self, batch: Microbatches) -> StepResult:
-        """The losses, from whichever process ran them. Doubles carry any loss type without rounding."""
-        num_microbatches, ranks = len(batch), self._peers.here
-        shared = torch.zeros(num_microbatches + 1 + self._peers.num_ranks, dtype=torch.float64)
+    def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
+        """The losses, from whichever process ran them. Doubles carry any loss type without rounding.
+
+        What a helm offers rides along; where all offer the same, that runs from the next step on.
+        """
+        num_microbatches, num_ranks = len(batch), self._peers.num_ranks
+        digests, offers = num_microbatches + 1, num_microbatches + 1 + num_ranks
+        shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
         runner = self._runners.get(self.schedule.num_stages - 1)
         if runner is not None:
             for m, loss in runner.losses.items():
                 shared[m] = loss
                 shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
-        for rank in ranks:
-            shared[num_microbatches + 1 + rank] = batch.digest
+        for rank in self._peers.here:
+            shared[digests + rank] = batch.digest
+        if helm is not None:
+            told = shared[offers:].view(num_ranks, -1)
+            told[list(self._peers.here)] = torch.tensor(helm.offer(), dtype=torch.float64)
         shared = self._peers.sum(shared)
-        digests = shared[num_microbatches + 1 :].tolist()
-        require_same([{"batch": d} for d in digests], "every rank must give the same inputs and targets")
+        given = shared[digests:offers].tolist()
+        require_same([{"batch": d} for d in given], "every rank must give the same inputs and targets")
+        if helm is not None:
+            rows = shared[offers:].view(num_ranks, -1).tolist()
+            following = helm.settle([Offer(*map(int, row)) for row in rows])
+            if following is not None:
+                self._switch(following.made)
         losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
         first, *others = losses.unbind()
         total = first.clone()
@@ -494,7 +523,11 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Leaves the model as it was found: no hooks, no patched layers."""
+        """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers."""
+        if self._helm is not None:
+            self._helm.close()
+        if self._transport is not None:
+            self._transport.close()
         self._tied.close()
         for stage in self._stages.values():
             unprepare(stage)

@@ -20,7 +20,7 @@ EVALUATION_WINDOW = 4
 class StepPlan:
     """Attributes:
     wiring: of the schedule, or of its forwards alone.
-    memory_change: per op; caps: per rank, what the frozen order holds at most.
+    memory_change: per op; caps: most activations each rank may hold.
     expected: messages from other processes, for the rank here.
     window: slot -> most messages of a channel under way, for channels that bring no answers.
     """
@@ -33,12 +33,23 @@ class StepPlan:
 
 
 def plan_step(
-    schedule: Schedule, tied_stages: Sequence[Sequence[int]], training: bool, rank: int, tags: Tags
+    schedule: Schedule,
+    tied_stages: Sequence[Sequence[int]],
+    training: bool,
+    rank: int,
+    tags: Tags,
+    costs: Costs | None = None,
+    caps: Sequence[float] | None = None,
 ) -> StepPlan:
-    """Plans a step as `rank` sees it. `schedule` holds forwards alone where it is not for training."""
+    """Plans a step as `rank` sees it. `schedule` holds forwards alone where it is not for training.
+
+    Args:
+        costs: whose activations are counted; 1 a stage where not given.
+        caps: most activations each rank may hold; its frozen order's own where not given.
+    """
     wiring = wire(schedule, tied_stages)
-    change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
-    caps = frozen_peaks(wiring.graph, change)
+    change = memory_changes(wiring.graph, costs or Costs.uniform(schedule.num_stages))
+    caps = frozen_peaks(wiring.graph, change) if caps is None else caps
     expected = expected_by_channel(((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank)), tags)
     if training:
         # A tied stage is at most as far ahead of the next one up as that is ahead of its backwards.

@@ -104,6 +104,10 @@ class StageRunner:
         self._defers = False
         self._settings: StepSettings | None = None
 
+    def may_split(self, can_split: bool) -> None:
+        """Says, between two steps, whether I and W can run apart from now on."""
+        self._can_split = can_split
+
     @property
     def settings(self) -> StepSettings:
         if self._settings is None:

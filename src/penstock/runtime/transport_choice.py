@@ -19,6 +19,8 @@ from penstock.runtime.wiring import Wiring
 from penstock.simulate import Blocking
 
 NAMES = ("host", "direct", "delegate", "nccl")
+BASES = ("host", "direct")
+"""Transports of which single links may be delegated."""
 DEPTH = 2
 """Messages that a direct channel holds where nothing else is said."""
 
@@ -51,6 +53,16 @@ class TransportChoice:
         elif self.depth is not None:
             raise RuntimeFailure(f"depth={self.depth} is for transport='direct'; {self.name!r} has no bound")
 
+    def require_dispatch(self, dispatch: Dispatch) -> None:
+        """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
+        if self.name == "nccl" and dispatch is not Dispatch.FROZEN:
+            raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
+
+    def route(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
+        """Says, between two steps, which links go by delegates."""
+        if self.has_delegates and hasattr(transport, "route"):
+            transport.route(frozenset(delegated))
+
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
         """What the simulator calls it, with these links delegated."""
         return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
@@ -71,7 +83,8 @@ class TransportChoice:
             RuntimeFailure: "nccl" without a GPU or with dynamic dispatch.
         """
         if self.name == "nccl":
-            return _nccl(group, tags, timeout, wiring, dispatch, device, conditions)
+            self.require_dispatch(dispatch)
+            return _nccl(group, tags, timeout, wiring, device, conditions)
         if self.name != "host":
             raise RuntimeFailure(f"transport {self.name!r} runs between threads only, so far; use 'host'")
         if conditions is not None:
@@ -84,14 +97,11 @@ def _nccl(
     tags: Tags,
     timeout: float,
     wiring: Wiring,
-    dispatch: Dispatch,
     device: torch.device,
     conditions: Conditions | None,
 ) -> LineTransport:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
-    if dispatch is not Dispatch.FROZEN:
-        raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
     lines = lines_of(wiring)
     if conditions is not None:
         return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)

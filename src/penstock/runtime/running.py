@@ -1,0 +1,103 @@
+"""What a pipeline runs from one boundary to the next: a configuration, with all that running it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.control import Configuration
+from penstock.cost import Costs
+from penstock.dispatch import Dispatch, lower
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.plan import StepPlan, pairs_with, plan_step
+from penstock.runtime.steering import Steering
+from penstock.runtime.transport_choice import BASES, TransportChoice
+from penstock.runtime.transports.channel import Tags
+from penstock.schedule import Schedule, check
+from penstock.simulate.simulate import frozen_caps, memory_changes
+
+
+@dataclass(frozen=True)
+class Running:
+    """Attributes:
+    configuration: see there. plan: of a training step.
+    split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
+    """
+
+    configuration: Configuration
+    plan: StepPlan
+    split: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]]
+    rank: int
+    tags: Tags
+    _forwards: dict[int, StepPlan] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.configuration.schedule
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.configuration.dispatch
+
+    def splits(self, stage: int) -> bool:
+        """Whether any backward of the stage is split."""
+        return any(s == stage for s, _ in self.split)
+
+    def forward(self, num_microbatches: int) -> StepPlan:
+        """The plan of forwards alone, without registered ops and what they wait for."""
+        if num_microbatches not in self._forwards:
+            schedule = replace(self.schedule.forward_only(num_microbatches), stage_graph=None)
+            self._forwards[num_microbatches] = plan_step(schedule, (), False, self.rank, self.tags)
+        return self._forwards[num_microbatches]
+
+
+def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steering: Steering | None) -> Configuration:
+    """What a pipeline runs first. By default each rank may hold what its own order holds.
+
+    Raises:
+        ScheduleError: a cap below what the schedule's own order needs.
+    """
+    graph = lower(schedule)
+    change = memory_changes(graph, costs or Costs.uniform(schedule.num_stages))
+    caps = frozen_caps(graph, change, None if steering is None else steering.max_held)
+    return Configuration(schedule, dispatch, (), tuple(caps))
+
+
+def choice_of(transport: str, depth: int | None, steering: Steering | None) -> TransportChoice:
+    """The transport that a user named; steering may delegate single links of it."""
+    can = steering is not None and steering.may_delegate and transport in BASES
+    return TransportChoice(transport, depth, can)
+
+
+def running(
+    configuration: Configuration, tied_stages: Sequence[Sequence[int]], rank: int, tags: Tags, costs: Costs | None
+) -> Running:
+    """Works a configuration out, as `rank` runs it.
+
+    Args:
+        costs: whose activations the caps count; 1 a stage where not given.
+    """
+    schedule = configuration.schedule
+    plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
+    return Running(configuration, plan, pairs_with(schedule, "I"), pairs_with(schedule, "R"), rank, tags)
+
+
+def require_switchable(then: Schedule, now: Schedule) -> None:
+    """Proves a schedule that a running pipeline is to switch to.
+
+    Raises:
+        ScheduleError: it is not valid.
+        RuntimeFailure: it has another placement, stage graph or number of microbatches than what runs.
+    """
+    check(then)
+    for name, what in (
+        ("num_microbatches", "number of microbatches"),
+        ("placement", "placement"),
+        ("graph", "stage graph"),
+    ):
+        if getattr(then, name) != getattr(now, name):
+            raise RuntimeFailure(
+                f"{then.name} has another {what} than {now.name}, which runs; a running pipeline keeps it: build the "
+                f"schedule for the same, or start a new pipeline"
+            )
