@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import select
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transports.delegate.carrier.home import Orders
 from penstock.runtime.transports.delegate.carrier.ring import Descriptor
-from penstock.runtime.transports.delegate.listeners import KINDS, Listeners
+from penstock.runtime.transports.delegate.listeners import KINDS, PRESENCE, Listeners
 from penstock.runtime.transports.delegate.memory import Memory
 from penstock.runtime.transports.delegate.process import DelegateProcess, cannot
 
@@ -58,37 +59,46 @@ class Fleet:
         host_memory: int,
     ) -> None:
         self.rank, self.host_memory = rank, host_memory
-        self._listeners = Listeners(interfaces, num_places)
         self._stack = contextlib.ExitStack()
-        self._stack.callback(self._listeners.close)
         self._delegates: dict[Post, DelegateProcess] = {}
-        self._posts: dict[int, Post] = {}  # by descriptor to wait for
         self._memories: dict[Post, Memory] = {}
-        self._waiting: dict[int, Post] = {}  # listeners of receiving delegates that are not started
+        self._deaths: dict[int, Post] = {}  # by process descriptor
+        self._waiting: dict[int, Post] = {}  # by descriptor: listeners of receiving delegates that are not started
+        self._presence: dict[int, socket.socket] = {}
         self.restarts = 0
+        self.blind = not _tells_deaths()
         try:
+            self._listeners = Listeners(interfaces, num_places)
+            self._stack.callback(self._listeners.close)
             told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
-            self._meet(told, num_ranks, num_places)
-            self._epoll = select.epoll()
-            self._stack.callback(self._epoll.close)
+            self._meet(told, num_ranks)
+            self._voices, self._watched = select.epoll(), select.epoll()
+            self._stack.callback(self._voices.close)
+            self._stack.callback(self._watched.close)
             self.out_memory = Memory(host_memory)
             self._stack.callback(self.out_memory.close)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            self._stack.callback(os.close, self._stop)
+            self._watched.register(self._stop, select.EPOLLIN)
         except OSError as error:
             self._stack.close()
             raise cannot(error) from None
         except BaseException:
             self._stack.close()
             raise
+        for one in self._listeners.of(*PRESENCE):
+            self._presence[one.fileno()] = one
+            self._watched.register(one.fileno(), select.EPOLLIN)
         for kind in range(KINDS):
             for place in range(num_places):
                 for one in self._listeners.of(kind, place):
                     self._waiting[one.fileno()] = Post(False, kind, place)
-                    self._epoll.register(one.fileno(), select.EPOLLIN)
+                    self._watched.register(one.fileno(), select.EPOLLIN)
 
-    def _meet(self, told: list[Any], num_ranks: int, num_places: int) -> None:
+    def _meet(self, told: list[Any], num_ranks: int) -> None:
         if len(told) != num_ranks or [one[0] for one in told] != list(range(num_ranks)):
             raise RuntimeFailure(f"{len(told)} ranks told where their delegates are, of {num_ranks}, or out of order")
-        if any(one[1] != num_places for one in told):
+        if len({one[1] for one in told}) > 1:
             counts = ", ".join(str(one[1]) for one in told)
             raise RuntimeFailure(f"ranks with different most lanes ({counts}): give all the same")
         self._key: int = told[0][2]
@@ -99,18 +109,14 @@ class Fleet:
 
     def addresses(self, rank: int) -> list[str]:
         """The interfaces of a rank."""
-        return [host for host, _ in self._ends[0, 0][rank]]
-
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when a delegate may have something to say."""
-        return self._epoll.fileno()
+        return [host for host, _ in self._ends[PRESENCE][rank]]
 
     def get(self, post: Post) -> DelegateProcess:
         """The delegate at a post; starts it where there is none."""
         delegate = self._delegates.get(post)
         if delegate is None:
             delegate = self._delegates[post] = DelegateProcess(self._orders(post))
-            self._listen_to(post, delegate)
+            self._attend(post, delegate)
         return delegate
 
     def memory(self, post: Post) -> Memory:
@@ -132,7 +138,7 @@ class Fleet:
             listeners = [one.fileno() for one in self._listeners.of(kind, place)]
             for number in listeners:
                 del self._waiting[number]
-                self._epoll.unregister(number)
+                self._watched.unregister(number)
         return Orders(
             post.outgoing,
             self.rank,
@@ -141,6 +147,7 @@ class Fleet:
             self._key,
             list(self._listeners.interfaces),
             self._ends[kind, place],
+            self._ends[PRESENCE],
             parent=0,
             lifeline=-1,
             rings=-1,
@@ -152,17 +159,11 @@ class Fleet:
             listeners=listeners,
         )
 
-    def _listen_to(self, post: Post, delegate: DelegateProcess) -> None:
-        for number in (delegate.told, delegate.end):
-            if number is not None:
-                self._epoll.register(number, select.EPOLLIN)
-                self._posts[number] = post
+    # What delegates say.
 
-    def _deaf_to(self, delegate: DelegateProcess) -> None:
-        for number in (delegate.told, delegate.end):
-            if number is not None:
-                self._epoll.unregister(number)
-                del self._posts[number]
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when a delegate may have something to say."""
+        return self._voices.fileno()
 
     def notes(self) -> Iterator[tuple[Post, Descriptor]]:
         """What all delegates told since the last call."""
@@ -170,45 +171,65 @@ class Fleet:
             for note in delegate.notes():
                 yield post, note
 
-    def wait(self, seconds: float) -> list[Post]:
-        """Waits until a delegate has something to say, at most so long. Returns those that died.
+    def wait(self, seconds: float) -> None:
+        """Waits until a delegate says something, at most so long. Needs no lock."""
+        self._voices.poll(max(0.0, seconds))
 
-        A receiving delegate is started when somebody wants to connect to it.
+    def hush(self) -> None:
+        """Resets the wake-ups, before what was told is read."""
+        for delegate in self._delegates.values():
+            delegate.hush()
+
+    # Life and death.
+
+    def watch(self, seconds: float) -> list[Post] | None:
+        """Waits, at most so long, until delegates are to be started or started again; returns which.
+
+        None: `close` was called. Needs no lock.
         """
-        died: list[Post] = []
-        for number, _ in self._epoll.poll(max(0.0, seconds)):
-            if number in self._waiting:
-                self.get(self._waiting[number])
-                continue
-            post = self._posts.get(number)
-            if post is None:
-                continue
-            delegate = self._delegates[post]
-            if number == delegate.told:
-                delegate.hush()
-            elif post not in died:
-                died.append(post)
-        return died or [
-            post for post, delegate in self._delegates.items() if delegate.end is None and delegate.ended()
-        ]
+        found: list[Post] = []
+        for number, _ in self._watched.poll(seconds):
+            if number == self._stop:
+                return None
+            if number in self._presence:
+                with contextlib.suppress(OSError):
+                    self._presence[number].accept()[0].close()
+            post = self._waiting.get(number) or self._deaths.get(number)
+            if post is not None and post not in found:
+                found.append(post)
+        return found or [post for post, one in list(self._delegates.items()) if one.end is None and one.ended()]
+
+    def dead(self, post: Post) -> bool:
+        """Whether the delegate of a post was started and is dead."""
+        delegate = self._delegates.get(post)
+        return delegate is not None and delegate.ended()
 
     def revive(self, post: Post, resumed: Resumed) -> DelegateProcess:
         """Starts a dead delegate again. What it told must have been read."""
         delegate = self._delegates[post]
-        if not delegate.ended():  # its process descriptor said so a moment before its status is there
-            os.waitid(os.P_PID, delegate.pid, os.WEXITED | os.WNOWAIT)
-            delegate.ended()
-        self._deaf_to(delegate)
-        orders = replace(
-            delegate.orders,
-            generation=delegate.orders.generation + 1,
-            lanes=resumed.lanes,
-            taken=resumed.taken,
-        )
+        self._leave(delegate)
+        generation = delegate.orders.generation + 1
+        orders = replace(delegate.orders, generation=generation, lanes=resumed.lanes, taken=resumed.taken)
         self.restarts += 1
         delegate.restart(orders)
-        self._listen_to(post, delegate)
+        self._attend(post, delegate)
         return delegate
+
+    def _attend(self, post: Post, delegate: DelegateProcess) -> None:
+        self._voices.register(delegate.told, select.EPOLLIN)
+        if delegate.end is not None:
+            self._watched.register(delegate.end, select.EPOLLIN)
+            self._deaths[delegate.end] = post
+
+    def _leave(self, delegate: DelegateProcess) -> None:
+        self._voices.unregister(delegate.told)
+        if delegate.end is not None:
+            self._watched.unregister(delegate.end)
+            del self._deaths[delegate.end]
+
+    def stop_watching(self) -> None:
+        """Has `watch` return None."""
+        os.eventfd_write(self._stop, 1)
 
     def close(self) -> None:
         """Ends all delegates: none is left."""
@@ -218,3 +239,12 @@ class Fleet:
             delegate.close()
         self._delegates.clear()
         self._stack.close()
+
+
+def _tells_deaths() -> bool:
+    """Whether the kernel gives descriptors of processes; where not, one must look."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True

@@ -12,10 +12,12 @@ from penstock.runtime.transports.delegate.process import cannot
 
 BACKLOG = 128
 KINDS = 2
+PRESENCE = (KINDS, 0)
+"""Where, in place of a kind and place, the sockets are that show that the process is there."""
 
 
 class Listeners:
-    """For each kind and place one socket an interface.
+    """For each kind and place one socket an interface; and one that only shows that the process is there.
 
     Raises:
         RuntimeFailure: an address that is not of this host, too few descriptors.
@@ -27,11 +29,10 @@ class Listeners:
         if not interfaces:
             raise RuntimeFailure("delegates without an interface: give at least one local address")
         try:
-            for kind in range(KINDS):
-                for place in range(num_places):
-                    made = self._sockets[kind, place] = []
-                    for address in interfaces:
-                        made.append(self._listen(address))
+            for post in [PRESENCE, *((kind, place) for kind in range(KINDS) for place in range(num_places))]:
+                made = self._sockets[post] = []
+                for address in interfaces:
+                    made.append(self._listen(address))
         except BaseException:
             self.close()
             raise

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from mmap import MAP_SHARED, mmap
 from pathlib import Path
@@ -37,7 +36,6 @@ class DelegateProcess:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.deaths = 0
-        self._lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
@@ -85,7 +83,6 @@ class DelegateProcess:
                 process_group=0,
             )
         stack.callback(self._reap)
-        self.watched = self.told
         self.end: int | None = None
         with contextlib.suppress(OSError, AttributeError):
             self.end = os.pidfd_open(self._process.pid)
@@ -97,11 +94,10 @@ class DelegateProcess:
 
     def order(self, descriptor: Descriptor) -> bool:
         """Gives it a command; False where the ring is full."""
-        with self._lock:
-            if not self._commands.put(descriptor):
-                return False
-            os.eventfd_write(self._wake, 1)
-            return True
+        if not self._commands.put(descriptor):
+            return False
+        os.eventfd_write(self._wake, 1)
+        return True
 
     def notes(self) -> Iterator[Descriptor]:
         """What it told since the last call."""

@@ -10,6 +10,7 @@ and delegates, in the middle of a message too.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter_ns
@@ -31,6 +32,7 @@ from penstock.runtime.transports.delegate.health import Counters, Health
 from penstock.runtime.transports.delegate.inbox import Inbox
 from penstock.runtime.transports.delegate.outbox import Outbox
 from penstock.runtime.transports.delegate.packets import SlotPacket, Specs
+from penstock.runtime.transports.delegate.supervisor import Supervisor
 
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""
@@ -97,19 +99,23 @@ class DelegateTransport:
         self._signatures: Sequence[str] = ()
         self._arrived: list[Edge] = []
         self._starving: dict[Post, int] = {}
-        self._full = self._room = self._closed = False
+        self._full = self._room = self._failed = self._closed = False
+        # One thread of the rank's uses this; the other one is the supervisor.
+        self._lock = threading.RLock()
+        self._supervisor = Supervisor(self._fleet, self._lock, self._revive)
 
     # Steps.
 
     def prepare(self, links: Iterable[tuple[int, int]]) -> None:
         """Starts and connects the delegates of links (pairs of ranks, from and to) before they are needed."""
-        for source, target in links:
-            for kind in (0, 1):
-                if source == self._rank:
-                    self._outbox.connect(target, kind)
-                if target == self._rank:
-                    for place in range(self._num_lanes):
-                        self._inbox.expect(Lane(source, target, kind, place))
+        with self._lock:
+            for source, target in links:
+                for kind in (0, 1):
+                    if source == self._rank:
+                        self._outbox.connect(target, kind)
+                    if target == self._rank:
+                        for place in range(self._num_lanes):
+                            self._inbox.expect(Lane(source, target, kind, place))
 
     def begin(
         self,
@@ -127,27 +133,34 @@ class DelegateTransport:
         """
         self._step += 1
         self._digest, self._signatures = digest & 0xFFFFFFFF, signatures
-        self._outbox.grow()
-        self._arrived = self._inbox.begin(self._step, self._digest, expected, self._num_lanes)
+        with self._lock:
+            self._listen()
+            self._outbox.grow()
+            self._arrived = self._inbox.begin(self._step, self._digest, expected, self._num_lanes)
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
-        self._listen()
+        with self._lock:
+            self._listen()
 
     def close(self) -> None:
-        """Waits until what was sent is there, then ends the delegates."""
+        """Waits until what was sent is there, unless a wait failed before, then ends the delegates."""
         if self._closed:
             return
         self._closed = True
-        end = time.monotonic() + min(FLUSH, self._timeout)
+        end = time.monotonic() + (0.0 if self._failed else min(FLUSH, self._timeout))
         try:
             self._copying.flush()
-            while self._outbox.targets() - self._health.gone() and time.monotonic() < end:
+            while time.monotonic() < end:
+                with self._lock:
+                    self._listen()
+                    if not self._outbox.targets() - self._health.gone():
+                        break
                 self._pause(min(LOOK, end - time.monotonic()))
-                self._listen()
         except RuntimeFailure:
             pass  # nothing more can be done for what is on its way
         finally:
+            self._supervisor.stop()
             self._copying.close()
             self._fleet.close()
 
@@ -159,7 +172,10 @@ class DelegateTransport:
         Raises:
             RuntimeFailure: a message larger than all host memory for delegates, or one that can't travel.
         """
-        sent = perf_counter_ns()
+        with self._lock:
+            return self._send(edge, target, payload, perf_counter_ns())
+
+    def _send(self, edge: Edge, target: int, payload: Payload, sent: int) -> bool:
         key = ChannelKey.of(edge)
         spec, spec_bytes = self._specs.of(payload, key, self._signatures[edge.consumer.microbatch])
         size = body_bytes(len(spec_bytes), spec.num_bytes)
@@ -203,9 +219,10 @@ class DelegateTransport:
         Raises:
             RuntimeFailure: one came that is not expected.
         """
-        self._listen()
-        edges, self._arrived = self._arrived, []
-        return edges
+        with self._lock:
+            self._listen()
+            edges, self._arrived = self._arrived, []
+            return edges
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
         """Waits until a message has come in, or until there is room again after a `send` that found none.
@@ -221,19 +238,18 @@ class DelegateTransport:
                 self._full = False
                 return edges
             now = time.monotonic()
-            lost = self._health.gone() & (self._inbox.owed() | self._outbox.targets())
-            if not lost:
-                lost_since = None
-            elif lost_since is None:
-                lost_since = now
-            elif now - lost_since >= GRACE:
-                raise PeerLost(f"rank {min(lost)} is gone, its process has ended: {who()}")
-            if now >= end:
-                words = self._health.words()
-                raise DeadlineExceeded(
-                    f"nothing came in for {self._timeout:g} s: {who()}{f' ({words})' if words else ''}"
-                )
-            self._feed()
+            with self._lock:
+                lost = self._health.gone() & (self._inbox.owed() | self._outbox.targets())
+                lost_since = (lost_since or now) if lost else None
+                if lost_since is not None and now - lost_since >= GRACE:
+                    self._failed = True
+                    raise PeerLost(f"rank {min(lost)} is gone, its process has ended: {who()}")
+                if now >= end:
+                    self._failed = True
+                    words = self._health.words()
+                    why = f" ({words})" if words else ""
+                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
+                self._feed()
             self._pause(min(LOOK, end - now))
 
     def take(self, edge: Edge) -> Payload:
@@ -242,28 +258,32 @@ class DelegateTransport:
         Raises:
             RuntimeFailure: its shapes can't be read.
         """
-        held = self._inbox.take(edge)
-        note = held.note
-        memory = self._fleet.memory(held.post)
-        spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
-        packet = SlotPacket(spec, memory.part(note.offset + spec_room(note.spec_bytes), note.payload_bytes))
-        return self._copying.unpack(packet, lambda: self._inbox.free(held))
+        with self._lock:
+            held = self._inbox.take(edge)
+            note = held.note
+            memory = self._fleet.memory(held.post)
+            spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
+            packet = SlotPacket(spec, memory.part(note.offset + spec_room(note.spec_bytes), note.payload_bytes))
+            return self._copying.unpack(packet, lambda: self._inbox.free(held))
 
     # What was seen.
 
     def crossings(self) -> list[Crossing]:
         """The messages that came in since the last call, timed in the delegates."""
-        found, self._inbox.crossings = self._inbox.crossings, []
-        return found
+        with self._lock:
+            self._listen()
+            found, self._inbox.crossings = self._inbox.crossings, []
+            return found
 
     def link_events(self) -> list[LinkDown | LinkUp]:
         """Links from this rank whose own interfaces died or came back since the last call.
 
         A link that is down in this sense goes on over another interface where there is one.
         """
-        self._listen()
-        found, self._health.events = self._health.events, []
-        return found
+        with self._lock:
+            self._listen()
+            found, self._health.events = self._health.events, []
+            return found
 
     def fileno(self) -> int:
         """A descriptor that is ready to be read when something may have come, for use in a poll."""
@@ -272,8 +292,9 @@ class DelegateTransport:
     @property
     def pids(self) -> dict[str, int]:
         """The delegates' processes, by name."""
-        found = (self._fleet.get(post) for post in self._fleet.posts())
-        return {delegate.name: delegate.pid for delegate in found}
+        with self._lock:
+            found = [self._fleet.get(post) for post in self._fleet.posts()]
+            return {delegate.name: delegate.pid for delegate in found}
 
     def lanes_to(self, target: int) -> tuple[int, int]:
         """How many delegates send to a rank, forward and backward."""
@@ -282,14 +303,21 @@ class DelegateTransport:
     # Delegates.
 
     def _pause(self, seconds: float) -> None:
-        """Sleeps until a delegate says something; starts those again that died."""
-        for post in self._fleet.wait(seconds):
-            self._listen()
-            (self._outbox if post.outgoing else self._inbox).revive(post)
-            self._starving.pop(post, None)
+        """Sleeps until a delegate says something."""
+        self._fleet.wait(seconds)
+        with self._lock:
+            self._fleet.hush()
+
+    def _revive(self, post: Post) -> None:
+        """Starts a dead delegate again, after all that it still told was taken in."""
+        self._listen()
+        (self._outbox if post.outgoing else self._inbox).revive(post)
+        self._starving.pop(post, None)
 
     def _listen(self) -> None:
         """Takes in all that the delegates told."""
+        if self._supervisor.error is not None:
+            raise self._supervisor.error
         self._copying.progress()
         for post, note in self._fleet.notes():
             if note.note is Note.MESSAGE:

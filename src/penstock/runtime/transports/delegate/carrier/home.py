@@ -21,7 +21,8 @@ class Orders:
     Attributes:
         outgoing: whether it sends; rank, kind, place: whose delegate, of which kind, the how-manieth.
         key: of the run; connections of another run are refused.
-        interfaces: our addresses; peers: rank -> its addresses and ports for delegates of this kind and place.
+        interfaces: our addresses; peers: rank -> its addresses and ports for delegates of this kind and place;
+            presence: rank -> addresses and ports that its process itself listens on.
         parent: the rank's process; lifeline: whose end is the delegate's end.
         rings: memory with the ring of commands, then that of notes; commands, notes: their wake-ups.
         memory: where messages lie; span: how much of it is mapped; limit: what a receiver may use.
@@ -38,6 +39,7 @@ class Orders:
     key: int
     interfaces: list[str]
     peers: dict[int, list[tuple[str, int]]]
+    presence: dict[int, list[tuple[str, int]]]
     parent: int
     lifeline: int
     rings: int
@@ -57,10 +59,13 @@ class Orders:
     @classmethod
     def from_json(cls, text: str) -> Orders:
         found = json.loads(text)
-        peers = {int(rank): [(host, port) for host, port in ends] for rank, ends in found.pop("peers").items()}
+        peers, presence = (
+            {int(rank): [(host, port) for host, port in ends] for rank, ends in found.pop(name).items()}
+            for name in ("peers", "presence")
+        )
         lanes = [(source, target, last) for source, target, last in found.pop("lanes")]
         taken = [(offset, capacity) for offset, capacity in found.pop("taken")]
-        return cls(**found, peers=peers, lanes=lanes, taken=taken)
+        return cls(**found, peers=peers, presence=presence, lanes=lanes, taken=taken)
 
     def lane(self, source: int, target: int) -> Lane:
         return Lane(source, target, self.kind, self.place)

@@ -18,6 +18,7 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
+        self._forgotten: set[int] = set()
 
     def watch(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
         self._epoll.register(descriptor, mask)
@@ -29,6 +30,7 @@ class Loop:
     def forget(self, descriptor: int) -> None:
         """To be called before the descriptor is closed."""
         if self._handlers.pop(descriptor, None) is not None:
+            self._forgotten.add(descriptor)
             self._epoll.unregister(descriptor)
 
     def run(self, turn: Callable[[int], int]) -> None:
@@ -37,9 +39,12 @@ class Loop:
         Moments are nanoseconds of the monotonic clock.
         """
         while True:
-            for descriptor, mask in self._wait(turn(time.perf_counter_ns())):
+            ready = self._wait(turn(time.perf_counter_ns()))
+            self._forgotten.clear()
+            for descriptor, mask in ready:
                 handler = self._handlers.get(descriptor)
-                if handler is not None:
+                # One that was forgotten meanwhile may have a new owner, to whom this is no news.
+                if handler is not None and descriptor not in self._forgotten:
                     handler(mask)
 
     def _wait(self, until: int) -> list[tuple[int, int]]:

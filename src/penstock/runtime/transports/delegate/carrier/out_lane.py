@@ -80,7 +80,12 @@ class OutLane:
                 self._cut(Why.NO_WELCOME, now)
                 return now
             return self._deadline
-        return min(self._look_for_better(now), self._send_due(now), self._keep_alive(now))
+        when = now + timing.LONGEST
+        for step in (self._look_for_better, self._send_due, self._keep_alive):
+            when = min(when, step(now))
+            if not self._state.live:  # a step that failed, or moved on to another connection
+                return now
+        return when
 
     # Connecting.
 
@@ -88,6 +93,9 @@ class OutLane:
         if self._trial is None:
             path, when = self._paths.choose(now)
             if path is None:
+                if not self._lost and self._paths.hopeless:
+                    self._lost = True
+                    self._tell(Note.NO_WAY, self._paths.order[0], Why.INTERFACE_DOWN)
                 return when
             self._trial = self._try(path, now)
             if self._trial is None:
@@ -133,7 +141,7 @@ class OutLane:
         if why is Why.REFUSED and not self._refused:
             self._refused = True
             self._tell(Note.REFUSED, path, why)
-        elif not self._lost and len(self._paths.troubles) == len(self._paths.order):
+        elif not self._lost and self._paths.hopeless:
             self._lost = True
             self._tell(Note.NO_WAY, path, why)
 
@@ -175,7 +183,8 @@ class OutLane:
         if not lived:
             self._missed(path, why, now)
             return
-        self._paths = self._paths.left(path, now)
+        if why not in (Why.CLOSED, Why.RESET):  # that was the other end, not the way there
+            self._paths = self._paths.left(path, now)
         self._tell(Note.CUT, path, why)
         self._be_heard()
 

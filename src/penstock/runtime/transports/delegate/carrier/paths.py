@@ -66,6 +66,11 @@ class Paths:
                 return path, now
         return None, min(self._trouble(path).until for path in usable)
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether every path failed the last time, or is down."""
+        return all(path.ours in self.down or self._trouble(path).failures for path in self.order)
+
     def failed(self, path: Path, now: int) -> Paths:
         """It could not connect, or the connection went: it rests."""
         before = self._trouble(path)

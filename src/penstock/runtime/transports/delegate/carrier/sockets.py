@@ -32,10 +32,9 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def tune(made: socket.socket) -> None:
-    """Small messages at once, and an end to connections that the network forgot."""
+    """Small messages go at once, and nothing blocks."""
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
 def begin_connect(ours: str, theirs: tuple[str, int]) -> tuple[socket.socket | None, int]:
@@ -63,7 +62,7 @@ def close(made: socket.socket) -> None:
 
 
 def trust(made: socket.socket, stands_still: bool = False) -> None:
-    """Lets a connection that stands take as long for acknowledgements as its round trip asks for.
+    """Ends a connection that stands when the network acknowledges nothing for longer than its round trip asks for.
 
     One that stands still, since the receiver said that it has no room, may do so for ever: to TCP that looks alike.
     """

@@ -45,7 +45,7 @@ class Watch:
         self._end()
         self._due = now + timing.PROBE
         orders = self._receiver.orders
-        theirs = orders.peers[self._lane.source]
+        theirs = orders.presence[self._lane.source]
         path = self._number % len(orders.interfaces), self._number % len(theirs)
         self._number += 1
         made, error = sockets.begin_connect(orders.interfaces[path[0]], theirs[path[1]])

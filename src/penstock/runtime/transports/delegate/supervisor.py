@@ -1,0 +1,46 @@
+"""The thread that starts delegates again when they die, while its rank computes or waits for something else.
+
+It sleeps until the kernel says that a delegate is dead, or that somebody wants to connect to one not started yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transports.delegate.fleet import Fleet, Post
+
+LOOK = 0.5
+"""Seconds between two looks on kernels that tell no deaths."""
+
+
+class Supervisor:
+    """Args:
+    lock: held while a delegate is started.
+    revive: starts a dead delegate again; called with the lock held.
+    """
+
+    def __init__(self, fleet: Fleet, lock: threading.RLock, revive: Callable[[Post], None]) -> None:
+        self._fleet, self._lock, self._revive = fleet, lock, revive
+        self.error: RuntimeFailure | None = None
+        self._thread = threading.Thread(target=self._work, name="penstock-delegates", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (posts := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
+            with self._lock:
+                for post in posts:
+                    try:
+                        if self._fleet.dead(post):
+                            self._revive(post)
+                        else:
+                            self._fleet.get(post)
+                    except RuntimeFailure as error:
+                        self.error = error
+                        return
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._fleet.stop_watching()
+        self._thread.join()
