@@ -34,8 +34,8 @@ from penstock.lab.links import read_change, read_links
 from penstock.models import presets
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
-from penstock.train.handover import Order
 from penstock.train.model import model_config, stage_builders
+from penstock.train.order import Order
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -50,7 +50,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "options not an object": ("--optimizer-options 3", ["--optimizer-options", "object"]),
     "precision": ("--precision float16", ["no precision 'float16'", "float32 or bfloat16"]),
     "device": ("--device gpu", ["no device 'gpu'", "cpu or cuda"]),
-    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen or dynamic"]),
+    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, dynamic or auto"]),
     "learning rate": ("--lr 0", ["lr is 0", "above 0"]),
     "learning rate not a number": ("--lr nan", ["lr is nan", "finite"]),
     "timeout": ("--timeout -1", ["timeout is -1", "above 0"]),
@@ -246,7 +246,7 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
     before = _files(copy / "checkpoints")
     from penstock.runtime.checkpoint import CheckpointError
     from penstock.train.carry_out import carry_out
-    from penstock.train.command import order_of
+    from penstock.train.orders import order_of
 
     with pytest.raises(
         CheckpointError, match=r"checksum differs.*to go on from the one before, move .*step-00000002"

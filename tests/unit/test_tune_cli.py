@@ -15,8 +15,8 @@ import tune_models
 from penstock.cli import main
 from penstock.cli.tune import number_of_bytes
 from penstock.train import command as train_command
-from penstock.train.handover import Order
 from penstock.train.inputs import gather_inputs
+from penstock.train.order import Order
 from penstock.tune import meter, session, verify
 from penstock.tune.search import search
 

@@ -14,6 +14,10 @@ def main(argv: list[str]) -> int:
         from penstock.train.carry_out import run_ordered
 
         run_ordered(Path(argv[1]))
+    if argv[:1] == ["--emulated"]:
+        from penstock.train.emulated.carry_out import run_ordered as run_emulated
+
+        run_emulated(Path(argv[1]))
     from penstock.train.command import run_command
 
     return run_command(argv)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -16,32 +14,17 @@ import torch
 import torch.distributed as dist
 
 from penstock.data import Corpus
-from penstock.runtime import RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
-from penstock.runtime.launch import init_process, launch, watch
-from penstock.runtime.launch.port import listen
+from penstock.runtime.launch import init_process, watch
 from penstock.train.folder import RunFolder, check_place
 from penstock.train.going_on import check_resume
-from penstock.train.handover import Order, hand_over, take_over
+from penstock.train.handover import hand_over, take_over
 from penstock.train.inputs import Inputs, check_tokens, gather_inputs
+from penstock.train.order import Order
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.settings import SettingsError
 from penstock.train.settle import settle_memory
-
-INTERRUPTED = 130
-PATIENCE = 30.0
-"""Seconds that SIGTERM leaves for a step and a checkpoint; what sends one often kills after that time."""
-
-
-class RunFailed(Exception):
-    """Ranks that ended without a report; the message names the one that failed first."""
-
-    rule = "run"
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
 
 
 def carry_out(order: Order, port: int | None) -> int:
@@ -51,7 +34,7 @@ def carry_out(order: Order, port: int | None) -> int:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
         RunFailed: a rank failed.
     """
-    _check_port(port)
+    check_port(port)
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
     goes_on = check_resume(inputs, folder) if order.resume else None
@@ -111,14 +94,8 @@ def _check(order: Order) -> Inputs:
         check_place(Path(order.export), "--export")
     inputs = gather_inputs(order.settings)
     check_tokens(inputs.corpus)
+    check_store(order.settings.store)
     return inputs
-
-
-def _check_port(port: int | None) -> None:
-    try:
-        listen(port).close()
-    except RuntimeFailure as error:
-        raise SettingsError(str(error)) from None
 
 
 def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
@@ -132,14 +109,10 @@ def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
 def _launch(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
     """One process a rank; the exit code, and what the launcher said of a failure."""
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
-    said = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, corpus)
-        command = [sys.executable, "-m", "penstock.train", "--order", handover]
         env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
-        with contextlib.redirect_stderr(said):
-            code = launch(command, order.settings.ranks, port=port, env=env, patience=PATIENCE)
-    return code, said.getvalue().strip().removeprefix("penstock: ")
+        return start_ranks(["--order", handover], order.settings.ranks, port, env)
 
 
 def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str:

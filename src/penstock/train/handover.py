@@ -9,32 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.data import Corpus
+from penstock.train.order import Order
 from penstock.train.settings import Settings
 
 ROWS = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class Order:
-    """A run as it was ordered.
-
-    Attributes:
-        folder: the run's folder. resume: go on from its newest checkpoint.
-        export: a file for the model at the end, or None. as_json: print the report as JSON and nothing else.
-    """
-
-    settings: Settings
-    folder: str
-    resume: bool = False
-    export: str | None = None
-    as_json: bool = False
 
 
 def hand_over(folder: Path, order: Order, corpus: Corpus) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINES = 20
-"""Lines over the whole run where there is no terminal."""
+LINES, ITERATIONS = 20, 200
+"""Lines over the whole run where there is no terminal: of steps, and of emulated iterations."""
 
 
 class ProgressView:
@@ -25,6 +26,7 @@ class ProgressView:
         if self._bar is not None:
             self._task = self._bar.add_task("training", total=total, completed=first, shown="")
         self._began = time.monotonic()
+        self._num_decisions = 0
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -39,6 +41,22 @@ class ProgressView:
             self._bar.update(self._task, completed=step, shown=shown)
         elif step % self._every == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {shown}  {time.monotonic() - self._began:.0f} s")
+
+    def iteration(self, number: int, measured: float, simulated: float, plan: int) -> None:
+        """Shows that an emulated iteration (from 1) is done."""
+        shown = f"{measured:.1f} ms  simulated {simulated:.1f}  plan {plan}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, shown=shown)
+        elif number % max(1, self._total // ITERATIONS) == 0 or number == self._total:
+            self.say(f"iteration {number}/{self._total}  {shown}")
+
+    def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
+        """Shows the decisions that were not shown yet, of all so far."""
+        for each in made[self._num_decisions :]:
+            self.say(
+                f"decided {each['number']} after iteration {each['iteration']}: {each['action']}: {each['reason']}"
+            )
+        self._num_decisions = len(made)
 
     def __enter__(self) -> ProgressView:
         if self._bar is not None:

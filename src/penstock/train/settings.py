@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import CostError, LinkConditions
-from penstock.formats import load as load_schedule
-from penstock.library import SCHEDULES, build
-from penstock.schedule import Schedule, ScheduleError, check
-
-
-class SettingsError(ValueError):
-    """Settings that contradict one another or name what is not there."""
+from penstock.cost import Costs, LinkConditions
+from penstock.schedule import Schedule
+from penstock.train.checks import (
+    SettingsError,
+    check_choices,
+    check_known,
+    check_numbers,
+    read_links,
+    read_schedule,
+)
+from penstock.train.travel import Travel, host_memory_of
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ class Settings:
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
-        dispatch: "frozen" or "dynamic". device: "cpu" or "cuda". timeout: seconds any wait may last.
+        dispatch: "frozen", "dynamic", or "auto": dynamic where it is never slower. device: "cpu" or "cuda".
+        timeout: seconds any wait may last.
         threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits
             of a sum can depend on them.
         sample: tokens of text written at the end.
         in_process: all ranks in one process, in turn.
         link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
+        transport, link_depth, delegates, adapt, store, host_memory: see `Travel`.
     """
 
     schedule: str = "1f1b"
@@ -85,28 +87,32 @@ class Settings:
     sample: int = 160
     in_process: bool = False
     link: str | None = None
+    transport: str = "host"
+    link_depth: int | None = None
+    delegates: int | None = None
+    adapt: bool = False
+    store: str | None = None
+    host_memory: str | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in typing.get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), kind)
-        for name in ("ranks", "microbatches", "steps", "batch", "keep", "threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}; give at least 1")
-        for name in ("lr_warmup", "evaluate_every", "save_every", "sample", "clip"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}; give at least 0")
-        for name in ("lr", "timeout"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name} is {getattr(self, name):g}; give a number above 0")
-        for name, choices in (
-            ("lr_decay", ("cosine", "constant")),
-            ("precision", ("float32", "bfloat16")),
-            ("dispatch", ("frozen", "dynamic")),
-            ("device", ("cpu", "cuda")),
-        ):
-            if getattr(self, name) not in choices:
-                raise SettingsError(f"no {name} {getattr(self, name)!r}; choose {' or '.join(choices)}")
+        counts = ("ranks", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates")
+        amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip")
+        least = dict.fromkeys(counts, 1) | dict.fromkeys(amounts, 0)
+        check_numbers(self, least=least, above_zero=("lr", "timeout"))
+        check_choices(
+            self,
+            {
+                "lr_decay": ("cosine", "constant"),
+                "precision": ("float32", "bfloat16"),
+                "dispatch": ("frozen", "dynamic", "auto"),
+                "device": ("cpu", "cuda"),
+                "transport": ("host", "direct", "delegate", "nccl"),
+            },
+        )
         self.link_conditions()
+        _ = self.travel, self.host_units
+        if self.in_process and self.transport != "host":
+            raise SettingsError(f"in one process nothing is sent; leave out --transport {self.transport}")
         if self.batch < self.microbatches:
             raise SettingsError(
                 f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches; "
@@ -124,28 +130,21 @@ class Settings:
 
     def link_conditions(self) -> LinkConditions | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
-        if self.link is None:
-            return None
-        try:
-            conditions = LinkConditions.parse(self.link)
-            conditions.check_ranks(self.ranks)
-        except (CostError, ValueError) as error:
-            raise SettingsError(f"--link: {error}") from None
-        return conditions
+        return read_links(self.link, self.ranks)
+
+    @property
+    def travel(self) -> Travel:
+        """How messages travel. Raises SettingsError for options that do not go together."""
+        return Travel(self.transport, self.link_depth, self.delegates, self.adapt, self.store, self.host_memory)
+
+    @property
+    def host_units(self) -> float:
+        """Host memory in activations. Raises SettingsError for bytes, as a model's activations are not measured."""
+        return host_memory_of(self.host_memory, Costs.uniform(1))
 
     def build_schedule(self) -> Schedule:
         """The schedule, checked. Raises ScheduleError."""
-        if not is_schedule_file(self.schedule):
-            return build(self.schedule, self.ranks, self.microbatches, num_stages=self.stages, warmup=self.warmup)
-        schedule = load_schedule(self.schedule)
-        if (schedule.num_ranks, schedule.num_microbatches) != (self.ranks, self.microbatches):
-            raise ScheduleError(
-                f"{self.schedule} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches, "
-                f"the run has {self.ranks} and {self.microbatches}; leave out --ranks and --microbatches",
-                rule="options",
-            )
-        check(schedule)
-        return schedule
+        return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -153,22 +152,11 @@ class Settings:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Settings:
         """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
-        values = dict(values)
-        for name in ("warmup", "cut"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
+        values = check_known(cls, values, where)
         try:
             return cls(**values)
         except SettingsError as error:
             raise SettingsError(f"{where}{error}") from None
-
-
-def is_schedule_file(schedule: str) -> bool:
-    """Whether it means a file: it looks like a path, or is one and no library schedule has that name."""
-    return schedule not in SCHEDULES and ("/" in schedule or bool(Path(schedule).suffix) or Path(schedule).exists())
 
 
 def num_cores() -> int:
@@ -189,26 +177,3 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"{path} is damaged: it is no JSON object; copy it from a run with the same settings, or start anew"
         )
     return values
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Raises SettingsError unless `value` is of the field's type; a float field takes whole numbers too."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    plain = [typing.get_origin(k) or k for k in kinds]
-    if isinstance(value, bool):
-        fits = bool in plain
-    elif isinstance(value, int):
-        fits = int in plain or float in plain
-    elif isinstance(value, tuple):
-        fits = tuple in plain and all(type(v) is int for v in value)
-    else:
-        fits = any(isinstance(value, k) for k in plain)
-    if not fits:
-        words = [_WORDS[k] for k in plain if k in _WORDS]
-        rest = "whole numbers" if tuple in plain else "an object"
-        raise SettingsError(f"{name} is {value!r}; give {words[0] if words else rest}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{name} is {value}; give a finite number")

@@ -1,0 +1,106 @@
+"""What settings of any kind of run are checked for: types, ranges, choices, links, the schedule."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.cost import CostError, LinkConditions
+from penstock.formats import load as load_schedule
+from penstock.library import SCHEDULES, build
+from penstock.schedule import Schedule, ScheduleError, check
+
+
+class SettingsError(ValueError):
+    """Settings that contradict one another or name what is not there."""
+
+
+def check_numbers(settings: Any, *, least: Mapping[str, float], above_zero: Sequence[str]) -> None:
+    """Types of all fields; `least` says the smallest value of some, where they are given. Raises SettingsError."""
+    for name, kind in typing.get_type_hints(type(settings)).items():
+        _check_type(name, getattr(settings, name), kind)
+    for name, smallest in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < smallest:
+            raise SettingsError(f"{name} is {value}; give at least {smallest:g}")
+    for name in above_zero:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise SettingsError(f"{name} is {value:g}; give a number above 0")
+
+
+def check_choices(settings: Any, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises SettingsError for a word that is not among those a field takes."""
+    for name, words in choices.items():
+        value = getattr(settings, name)
+        if value not in words:
+            head = ", ".join(words[:-1])
+            raise SettingsError(f"no {name} {value!r}; choose {head} or {words[-1]}")
+
+
+def read_links(text: str | None, ranks: int) -> LinkConditions | None:
+    """The conditions to inject. Raises SettingsError for those that make no sense."""
+    if text is None:
+        return None
+    try:
+        conditions = LinkConditions.parse(text)
+        conditions.check_ranks(ranks)
+    except (CostError, ValueError) as error:
+        raise SettingsError(f"--link: {error}") from None
+    return conditions
+
+
+def read_schedule(
+    schedule: str, ranks: int, microbatches: int, stages: int | None, warmup: Sequence[int] | None
+) -> Schedule:
+    """The schedule by name or from a file, checked. Raises ScheduleError."""
+    if not is_schedule_file(schedule):
+        return build(schedule, ranks, microbatches, num_stages=stages, warmup=warmup)
+    found = load_schedule(schedule)
+    if (found.num_ranks, found.num_microbatches) != (ranks, microbatches):
+        raise ScheduleError(
+            f"{schedule} is for {found.num_ranks} ranks and {found.num_microbatches} microbatches, "
+            f"the run has {ranks} and {microbatches}; leave out --ranks and --microbatches",
+            rule="options",
+        )
+    check(found)
+    return found
+
+
+def is_schedule_file(schedule: str) -> bool:
+    """Whether it means a file: it looks like a path, or is one and no library schedule has that name."""
+    return schedule not in SCHEDULES and ("/" in schedule or bool(Path(schedule).suffix) or Path(schedule).exists())
+
+
+def check_known(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values for a settings class, lists as tuples. Raises SettingsError for a name that it does not have."""
+    if unknown := sorted(set(values) - set(typing.get_type_hints(kind))):
+        raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raises SettingsError unless `value` is of the field's type; a float field takes whole numbers too."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    plain = [typing.get_origin(k) or k for k in kinds]
+    if isinstance(value, bool):
+        fits = bool in plain
+    elif isinstance(value, int):
+        fits = int in plain or float in plain
+    elif isinstance(value, tuple):
+        fits = tuple in plain and all(type(v) is int for v in value)
+    else:
+        fits = any(isinstance(value, k) for k in plain)
+    if not fits:
+        words = [_WORDS[k] for k in plain if k in _WORDS]
+        rest = "whole numbers" if tuple in plain else "an object"
+        raise SettingsError(f"{name} is {value!r}; give {words[0] if words else rest}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name} is {value}; give a finite number")

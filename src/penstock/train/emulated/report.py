@@ -1,0 +1,114 @@
+"""The end report of a run on emulated devices: simulated beside measured, what links were like, what was decided."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.simulate import Timeline
+from penstock.train.report import WIDTH
+from penstock.train.steered import Steered
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration: measured and simulated ms, idle shares of both, and which plan ran it (0 is the start)."""
+
+    measured: float
+    simulated: float
+    bubble: float
+    simulated_bubble: float
+    number: int
+
+    @classmethod
+    def of(cls, measured: Timeline, simulated: Timeline, number: int) -> Iteration:
+        return cls(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio, number)
+
+    @property
+    def error(self) -> float:
+        """How far the measured time is from the simulated one, as a share of that."""
+        return abs(self.measured / self.simulated - 1) if self.simulated else 0.0
+
+
+@dataclass(frozen=True)
+class EmulatedReport:
+    """What a run came to. Times are ms as if the stretch were 1; medians over iterations.
+
+    Attributes:
+        measured, simulated: iteration time. median_error: see `Iteration.error`.
+        late: how long after its due moment an op ended (median, worst).
+        seconds: of all iterations, by the clock. steered: None where nothing was recorded.
+    """
+
+    schedule: str
+    dispatch: str
+    costs: str
+    transport: str
+    adapted: bool
+    num_ranks: int
+    num_microbatches: int
+    stretch: float
+    steps: int
+    interrupted: bool
+    seconds: float
+    measured: float
+    simulated: float
+    median_error: float
+    measured_bubble_ratio: float
+    simulated_bubble_ratio: float
+    late: tuple[float, float]
+    steered: Steered | None
+    notices: list[str]
+    files: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+
+    @classmethod
+    def read(cls, path: Path) -> EmulatedReport | None:
+        """The report in a run's folder, None where there is none."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        steered = value["steered"]
+        value |= {"late": tuple(value["late"]), "steered": None if steered is None else Steered.from_json(steered)}
+        return cls(**value)
+
+    def to_text(self) -> str:
+        ended = "interrupted after " if self.interrupted else ""
+        stretch = "" if self.stretch == 1 else f" (slowed down {self.stretch:g} times; all times as if not)"
+        rows = [
+            ("run", f"{ended}{self.steps} iterations of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
+            (
+                "devices",
+                f"emulated, with the costs of {self.costs}{stretch}; nothing is learned, so there is no loss",
+            ),
+            ("iteration", f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated (medians)"),
+            ("error", f"{self.median_error:.1%} from simulated, median over iterations"),
+            ("bubbles", f"{self.measured_bubble_ratio:.1%} measured, {self.simulated_bubble_ratio:.1%} simulated"),
+            ("sleeping", f"ops ended {self.late[0]:.2f} ms late (median), {self.late[1]:.2f} at most"),
+        ]
+        if self.steered is not None:
+            rows += self.steered.rows(self.adapted)
+        for notice in self.notices:
+            rows += [("note" if place == 0 else "", line) for place, line in enumerate(textwrap.wrap(notice, WIDTH))]
+        rows += self.files.items()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def medians(iterations: Sequence[Iteration]) -> dict[str, float]:
+    """What the report says of all iterations together."""
+    return {
+        "measured": median(each.measured for each in iterations),
+        "simulated": median(each.simulated for each in iterations),
+        "median_error": median(each.error for each in iterations),
+        "measured_bubble_ratio": median(each.bubble for each in iterations),
+        "simulated_bubble_ratio": median(each.simulated_bubble for each in iterations),
+    }

@@ -1,0 +1,173 @@
+"""A run on emulated devices as one process sees it. All make the same calls; rank 0 writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+from penstock.cost import Costs
+from penstock.draw import save_picture
+from penstock.formats import save as save_schedule
+from penstock.runtime.emulated_pipeline import EmulatedPipeline
+from penstock.runtime.setup import peers_of
+from penstock.runtime.steering import Steering
+from penstock.schedule import Schedule
+from penstock.simulate import Timeline
+from penstock.train.emulated.report import EmulatedReport, Iteration, medians
+from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.folder import RunFolder, write_whole
+from penstock.train.metrics import Metrics
+from penstock.train.progress import ProgressView
+from penstock.train.steered import read_steered
+from penstock.train.stop import StopRequest
+
+
+class EmulatedRun:
+    """A run as one process sees it.
+
+    Attributes:
+        interrupted: a signal ended it early. report: what it came to, on rank 0's process.
+    """
+
+    def __init__(
+        self, settings: EmulatedSettings, schedule: Schedule, costs: Costs, folder: RunFolder, quiet: bool
+    ) -> None:
+        self.settings, self.schedule, self.costs, self.quiet = settings, schedule, costs, quiet
+        self._peers = peers_of(None, schedule.num_ranks, settings.timeout)
+        self.first = 0 in self._peers.here
+        # Ranks under torchrun each chose a free folder; the first one's it is.
+        self.folder = RunFolder(Path(self._peers.gather(str(folder.path))[0]))
+        self.stop = StopRequest()
+        self.interrupted = False
+        self.report: EmulatedReport | None = None
+
+    def run(self) -> None:
+        """Runs all iterations, or until a signal; rank 0 has the report afterwards.
+
+        Raises:
+            CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
+        """
+        settings = self.settings
+        iterations: list[Iteration] = []
+        late: list[float] = []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.stop)
+            pipe = stack.enter_context(self._pipeline())
+            dispatch = pipe.configuration.dispatch.value
+            metrics = None
+            if self.first:
+                self._write_plan(pipe.configuration.schedule)
+                metrics = stack.enter_context(Metrics(self.folder.metrics, 0))
+            view = stack.enter_context(ProgressView(0, settings.steps, self.quiet or not self.first))
+            pictures: list[tuple[float, list[Timeline]]] = []
+            began = time.perf_counter()
+            for number in range(settings.steps):
+                step = pipe.step()
+                late += step.late
+                if self.first:
+                    simulated = pipe.simulated([step])[0]
+                    iteration = Iteration.of(step.timeline, simulated, step.number)
+                    iterations.append(iteration)
+                    pictures = [*pictures[-4:], (iteration.measured, [simulated, step.timeline])]
+                    assert metrics is not None, "rank 0 writes metrics"
+                    metrics.write(
+                        number,
+                        {
+                            "ms": iteration.measured,
+                            "simulated_ms": iteration.simulated,
+                            "bubble": iteration.bubble,
+                            "number": step.number,
+                        },
+                    )
+                    view.decisions(pipe.decisions)
+                    view.iteration(number + 1, iteration.measured, iteration.simulated, step.number)
+                if any(self._peers.gather(self.stop.asked)):
+                    self.interrupted = number + 1 < settings.steps
+                    if self.interrupted:
+                        view.say(f"stopping after iteration {number + 1}")
+                        break
+            seconds = time.perf_counter() - began
+            notices = pipe.notices
+        if self.first:
+            middle = sorted(pictures, key=lambda each: each[0])[len(pictures) // 2][1]
+            self.report = self._report(iterations, late, seconds, notices, dispatch, middle)
+
+    def _pipeline(self) -> EmulatedPipeline:
+        settings = self.settings
+        return EmulatedPipeline(
+            self.schedule,
+            self.costs,
+            links=settings.link_conditions(),
+            dispatch=settings.dispatch,
+            stretch=settings.stretch,
+            timeout=settings.timeout,
+            transport=settings.transport,
+            depth=settings.link_depth,
+            steering=self._steering(),
+        )
+
+    def _steering(self) -> Steering:
+        """Measures links always; answers them where the run adapts."""
+        settings = self.settings
+        folder = self.folder.path
+        if settings.adapt:
+            return Steering(folder, settings.store, host_memory=settings.host_units(self.costs))
+        return Steering(folder, may_replan=False, may_delegate=False, dispatches=())
+
+    def _write_plan(self, schedule: Schedule) -> None:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder.settings, self.settings.to_json() + "\n")
+        save_schedule(schedule, self.folder.file("schedule.txt"))
+        save_picture(schedule, self.folder.file("schedule.svg"))
+
+    def _report(
+        self,
+        iterations: list[Iteration],
+        late: list[float],
+        seconds: float,
+        notices: list[str],
+        dispatch: str,
+        pictures: list[Timeline],
+    ) -> EmulatedReport:
+        settings, folder = self.settings, self.folder
+        save_picture(pictures, folder.file("timeline.html"))
+        save_picture(pictures, folder.file("timeline.json"))
+        report = EmulatedReport(
+            schedule=self.schedule.name,
+            dispatch=dispatch,
+            costs=settings.costs,
+            transport=settings.transport,
+            adapted=settings.adapt,
+            num_ranks=self.schedule.num_ranks,
+            num_microbatches=self.schedule.num_microbatches,
+            stretch=settings.stretch,
+            steps=len(iterations),
+            interrupted=self.interrupted,
+            seconds=seconds,
+            late=(median(late), max(late)) if late else (0.0, 0.0),
+            steered=read_steered(folder.path),
+            notices=[*_injected(settings), *_cut(settings), *notices],
+            files={
+                "schedule": str(folder.file("schedule.svg")),
+                "timeline": str(folder.file("timeline.html")),
+                "metrics": str(folder.metrics),
+                "page": f"penstock report {folder.path} writes it",
+            },
+            **medians(iterations),
+        )
+        write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        return report
+
+
+def _injected(settings: EmulatedSettings) -> list[str]:
+    conditions = settings.link_conditions()
+    return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
+
+
+def _cut(settings: EmulatedSettings) -> list[str]:
+    if settings.message_cap is None:
+        return []
+    return [f"messages of more than {settings.message_cap} were sent, and simulated, as so many"]

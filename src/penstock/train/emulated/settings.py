@@ -1,0 +1,121 @@
+"""What a run on emulated devices is asked to do. One flat value, written into the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cost import CostError, Costs, LinkConditions
+from penstock.formats.costs import read_costs
+from penstock.schedule import Schedule
+from penstock.train.checks import (
+    SettingsError,
+    check_choices,
+    check_known,
+    check_numbers,
+    read_links,
+    read_schedule,
+)
+from penstock.train.travel import Travel, host_memory_of, read_size
+
+
+@dataclass(frozen=True)
+class EmulatedSettings:
+    """Settings of a run on emulated devices; every field has a value that works.
+
+    Attributes:
+        schedule, ranks, microbatches, stages, warmup, dispatch, link, timeout: as of a training run.
+        costs: a preset's name, or a file of costs or of a profile.
+        steps: iterations.
+        stretch: slows ops and links down alike, so that the machine's own noise weighs less.
+        message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
+        in_process: ranks are threads of this process and hand messages over; else processes that send them.
+        transport, link_depth, delegates, adapt, store, host_memory: see `Travel`.
+        device: always "emulated".
+
+    Raises:
+        SettingsError: numbers that make no sense, or options that do not go together.
+    """
+
+    schedule: str = "zb"
+    ranks: int = 4
+    microbatches: int = 12
+    stages: int | None = None
+    warmup: tuple[int, ...] | None = None
+    dispatch: str = "frozen"
+    costs: str = "gpt2-7b"
+    steps: int = 20
+    stretch: float = 1.0
+    message_cap: str | None = None
+    link: str | None = None
+    transport: str = "host"
+    link_depth: int | None = None
+    delegates: int | None = None
+    adapt: bool = False
+    store: str | None = None
+    host_memory: str | None = None
+    timeout: float = 60.0
+    in_process: bool = False
+    device: str = "emulated"
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("ranks", "microbatches", "steps", "link_depth", "delegates"), 1)
+        check_numbers(self, least=least, above_zero=("stretch", "timeout"))
+        check_choices(
+            self,
+            {
+                "dispatch": ("frozen", "dynamic", "auto"),
+                "transport": ("host", "direct", "delegate"),
+            },
+        )
+        self.link_conditions()
+        _ = self.travel, self.most_bytes
+        if self.in_process and self.transport == "delegate":
+            raise SettingsError("delegates are processes beside a rank's; leave out --in-process")
+
+    @property
+    def travel(self) -> Travel:
+        """How messages travel. Raises SettingsError for options that do not go together."""
+        return Travel(self.transport, self.link_depth, self.delegates, self.adapt, self.store, self.host_memory)
+
+    @property
+    def most_bytes(self) -> float | None:
+        """`message_cap` as a number. Raises SettingsError."""
+        return None if self.message_cap is None else read_size("message_cap", self.message_cap)
+
+    def link_conditions(self) -> LinkConditions | None:
+        """The conditions to inject. Raises SettingsError for those that make no sense."""
+        return read_links(self.link, self.ranks)
+
+    def build_schedule(self) -> Schedule:
+        """The schedule, checked. Raises ScheduleError."""
+        return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
+
+    def read_costs(self, schedule: Schedule) -> Costs:
+        """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError."""
+        try:
+            costs = read_costs(self.costs, schedule.num_stages)
+        except CostError as error:
+            raise SettingsError(f"--costs: {error}") from None
+        if self.most_bytes is None:
+            return costs
+        return dataclasses.replace(costs, message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes])
+
+    def host_units(self, costs: Costs) -> float:
+        """Host memory in the units of the costs. Raises SettingsError."""
+        return host_memory_of(self.host_memory, costs)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> EmulatedSettings:
+        """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
+        values = check_known(cls, values, where)
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise SettingsError(f"{where}{error}") from None

@@ -1,0 +1,23 @@
+"""A training run as it was ordered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run as it was ordered.
+
+    Attributes:
+        folder: the run's folder. resume: go on from its newest checkpoint.
+        export: a file for the model at the end, or None. as_json: print the report as JSON and nothing else.
+    """
+
+    settings: Settings
+    folder: str
+    resume: bool = False
+    export: str | None = None
+    as_json: bool = False

@@ -1,0 +1,123 @@
+"""From the options of `penstock train` to an order: settings, the run's folder, and what to do with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.cost.presets import is_preset
+from penstock.formats import load
+from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.emulated.order import EmulatedOrder
+from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.folder import RunFolder, free_folder
+from penstock.train.order import Order
+from penstock.train.settings import Settings, read_settings
+
+
+def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as settings of either kind have them.
+
+    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
+    """
+    given = dict(given)
+    for name in ("warmup", "cut"):
+        if name in given:
+            given[name] = _counts(name, given[name])
+    if links := given.pop("link", None):
+        given["link"] = shlex.join(links)
+    if "schedule" in given:
+        given |= _schedule_file(given)
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "").isdigit():
+        given.setdefault("ranks", int(os.environ["WORLD_SIZE"]))
+    return given
+
+
+def emulated_order_of(
+    given: Mapping[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool
+) -> EmulatedOrder:
+    """The order for the options given, of a run on emulated devices. Raises SettingsError."""
+    of_training = {**given, **{name: value for name, value in (("resume", resume), ("export", export)) if value}}
+    known = {field.name for field in dataclasses.fields(EmulatedSettings)}
+    if extra := sorted(set(of_training) - known):
+        name = extra[0].replace("_", "-")
+        raise SettingsError(f"--{name} is for training; emulated devices learn nothing, so leave it out")
+    settings = EmulatedSettings.from_mapping(given)
+    if not is_preset(settings.costs) and os.path.exists(settings.costs):
+        settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
+    folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
+    if folder.metrics.exists():
+        raise SettingsError(f"{folder.path} holds a run; give another --out")
+    return EmulatedOrder(settings, str(folder.path), as_json)
+
+
+def _new_folder(out: str | None, name: str) -> RunFolder:
+    """The folder of a new run. Raises SettingsError for one that holds a run."""
+    folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
+    if folder.checkpoints.exists():
+        raise SettingsError(f"{folder.path} holds a run; go on with --resume {folder.path}, or give another --out")
+    return folder
+
+
+def order_of(given: dict[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool) -> Order:
+    """The order for the options given; a resumed run's own settings stand behind them.
+
+    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
+    """
+    given = dict(given)
+    for name in ("costs", "stretch", "message_cap"):
+        if name in given:
+            raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
+    if "optimizer_options" in given:
+        given["optimizer_options"] = _object(given["optimizer_options"])
+    for name in ("data", "tokenizer"):  # a run may be resumed from another folder
+        if name in given:
+            given[name] = os.path.abspath(given[name])
+    if resume is None:
+        settings = Settings.from_mapping(given)
+        folder = _new_folder(out, f"{settings.preset}-{Path(settings.schedule).stem}-{settings.ranks}")
+    else:
+        if out is not None and os.path.abspath(out) != os.path.abspath(resume):
+            raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
+        folder = RunFolder(Path(resume))
+        saved = Settings.from_mapping(read_settings(folder.settings), f"{folder.settings}: ")
+        settings = Settings.from_mapping({**dataclasses.asdict(saved), **_cleared(given), **given})
+    settings = dataclasses.replace(settings, threads=settings.num_threads)
+    return Order(settings, str(folder.path), resume is not None, export, as_json)
+
+
+def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
+    """A schedule file says itself for how many ranks and microbatches it is; nothing for a name."""
+    if not is_schedule_file(given["schedule"]):
+        return {}
+    path = os.path.abspath(given["schedule"])
+    schedule = load(path)
+    counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    return {"schedule": path} | {name: count for name, count in counts.items() if name not in given}
+
+
+def _cleared(given: dict[str, Any]) -> dict[str, Any]:
+    """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
+    return {"stages": None, "warmup": None, "cut": None} if "schedule" in given or "ranks" in given else {}
+
+
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SettingsError(f"--{name} {text}: whole numbers are needed, like 7,5,3,1") from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"--optimizer-options {text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingsError(f"--optimizer-options {text!r}: give a JSON object, like '{{\"momentum\": 0.9}}'")
+    return value

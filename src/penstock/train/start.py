@@ -1,0 +1,58 @@
+"""Starting a run's ranks, on whatever device, and what is looked at before: the port, the store."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.launch import launch
+from penstock.runtime.launch.port import listen
+from penstock.runtime.stores import StoreLost, open_store
+from penstock.train.checks import SettingsError
+
+INTERRUPTED = 130
+PATIENCE = 30.0
+"""Seconds that SIGTERM leaves for a step and a checkpoint; what sends one often kills after that time."""
+
+
+class RunFailed(Exception):
+    """Ranks that ended without a report; the message names the one that failed first."""
+
+    rule = "run"
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def check_port(port: int | None) -> None:
+    """Raises SettingsError for a port that is in use."""
+    try:
+        listen(port).close()
+    except RuntimeFailure as error:
+        raise SettingsError(str(error)) from None
+
+
+def check_store(address: str | None) -> None:
+    """Raises SettingsError for a store that this host does not reach, or that refuses."""
+    if address is None:
+        return
+    try:
+        open_store(address).close()
+    except (RuntimeFailure, StoreLost) as error:
+        raise SettingsError(f"--store: {error}") from None
+
+
+def start_ranks(
+    arguments: Sequence[str], num_ranks: int, port: int | None, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """`python -m penstock.train` with these arguments, one process a rank; the exit code, and what was said of a
+    failure."""
+    said = io.StringIO()
+    command = [sys.executable, "-m", "penstock.train", *arguments]
+    with contextlib.redirect_stderr(said):
+        code = launch(command, num_ranks, port=port, env=dict(env or {}), patience=PATIENCE)
+    return code, said.getvalue().strip().removeprefix("penstock: ")

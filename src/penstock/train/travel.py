@@ -1,0 +1,96 @@
+"""The part of a run's settings that says how messages travel and how the run is steered, on any device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.cost import CostError, Costs
+from penstock.cost.over_time import read_quantity
+from penstock.train.checks import SettingsError
+
+BASE, ROUTES = ("host", "direct"), ("host", "direct", "delegate", "nccl")
+STORES = re.compile(r"(rediss?|tcp)://\S+")
+SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))} | {
+    f"{prefix}iB": size for prefix, size in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30), ("T", 2.0**40))
+}
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How messages travel, and whether links are watched and answered.
+
+    Attributes:
+        transport: see `ROUTES`. link_depth: messages that a direct link holds under way; None: the transport's own.
+        delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
+        adapt: change schedule, dispatch and delegated links where measured links make that faster.
+        store: redis://HOST:PORT or tcp://HOST:PORT for the ranks' reports; None: the job's own.
+        host_memory: what may wait in each host's memory while a link is delegated, in words: activations, or bytes.
+
+    Raises:
+        SettingsError: options that do not go together.
+    """
+
+    transport: str = "host"
+    link_depth: int | None = None
+    delegates: int | None = None
+    adapt: bool = False
+    store: str | None = None
+    host_memory: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.link_depth is not None and self.transport != "direct":
+            raise SettingsError(
+                f"link_depth {self.link_depth} is for --transport direct, not {self.transport}; leave it out"
+            )
+        if self.delegates is not None and not self.may_delegate:
+            raise SettingsError(
+                f"delegates {self.delegates} are for --transport delegate, or direct with --adapt, not for "
+                f"{self.transport}; leave them out"
+            )
+        for name in ("store", "host_memory"):
+            if getattr(self, name) is not None and not self.adapt:
+                raise SettingsError(f"{name} {getattr(self, name)} is for a run that adapts; add --adapt")
+        if self.adapt and self.transport not in BASE:
+            raise SettingsError(
+                f"--adapt delegates single links of --transport {' or '.join(BASE)}, not of {self.transport}"
+            )
+        if self.store is not None and STORES.fullmatch(self.store) is None:
+            raise SettingsError(f"store {self.store!r}: write redis://HOST:PORT or tcp://HOST:PORT")
+        host_memory_of(self.host_memory, None)
+
+    @property
+    def may_delegate(self) -> bool:
+        """Whether links may go by delegates: all do, or single ones where that is faster."""
+        return self.transport == "delegate" or (self.adapt and self.transport == "direct")
+
+
+def host_memory_of(text: str | None, costs: Costs | None) -> float:
+    """Host memory in the units of the costs: `4` is activations of the largest stage, `8GB` is bytes.
+
+    Without costs a stage's activation counts as 1.
+
+    Raises:
+        SettingsError: no number of at least 0, or bytes where the activations' bytes are not known.
+    """
+    if text is None:
+        return 0.0
+    largest = 1.0 if costs is None else max(costs.activation)
+    try:
+        return read_quantity(text, {"": 1.0}) * largest
+    except CostError:
+        pass
+    size = read_size("host_memory", text, "activations, like 4, or ")
+    if costs is not None and largest <= 1024:
+        raise SettingsError(
+            f"host_memory {text}: how many bytes an activation has is not known here; give activations, like 4"
+        )
+    return size
+
+
+def read_size(name: str, text: str, or_else: str = "") -> float:
+    """Reads `8GB`, `8GiB` or `1000B`. Raises SettingsError."""
+    try:
+        return read_quantity(text, SIZES)
+    except CostError:
+        raise SettingsError(f"{name} {text!r}: give {or_else}bytes, like 8GB or 8GiB") from None

@@ -1,0 +1,200 @@
+"""`penstock train --device emulated`, ranks as threads: what it prints, keeps and refuses. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.cli import main
+from penstock.train.emulated.report import EmulatedReport
+from penstock.train.emulated.settings import EmulatedSettings
+from penstock.train.steered import read_steered
+
+pytestmark = pytest.mark.unit
+
+Run = Callable[..., dict[str, Any]]
+QUICK = "--in-process --ranks 2 --microbatches 3 --schedule zb-h1 --costs quick.json"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    costs = {"f": 2, "i": 2, "w": 2, "message_bytes": 5000}
+    (tmp_path / "quick.json").write_text(json.dumps(costs))
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path, capfd: Any) -> Run:
+    """Runs into place/run; returns the one JSON object it prints."""
+
+    def call(options: str) -> dict[str, Any]:
+        assert main(f"train --device emulated {QUICK} --out run {options} --json".split()) == 0
+        out, err = capfd.readouterr()
+        assert err == ""
+        value: dict[str, Any] = json.loads(out)
+        return value
+
+    return call
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_run_leaves(run: Run, place: Path) -> None:
+    report = run("--steps 4 --link 0:1=latency:5ms")
+    names = {path.name for path in (place / "run").iterdir()}
+    assert {"settings.json", "schedule.txt", "schedule.svg", "metrics.jsonl", "report.json"} <= names
+    assert {"timeline.html", "timeline.json", "control.jsonl", "iterations.jsonl"} <= names
+    assert not names & {"checkpoints", "sample.txt"}
+    rows = lines(place / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    schedule = ps.build("zb-h1", 2, 3)
+    costs = ps.Costs.uniform(2, 2, 2, 2)
+    expected = ps.simulate(schedule, costs, links=ps.Links({(0, 1): 5.0})).makespan
+    for row in rows:
+        assert row["simulated_ms"] == pytest.approx(expected)
+        assert row["ms"] >= max(ps.simulate(schedule, costs).busy)
+        assert 0 <= row["bubble"] < 1
+        assert row["number"] == 0
+    assert ps.load(place / "run" / "schedule.txt") == schedule
+    assert json.loads((place / "run" / "report.json").read_text()) == report
+    assert (report["steps"], report["interrupted"], report["adapted"]) == (4, False, False)
+    assert report["simulated"] == pytest.approx(expected)
+    assert report["median_error"] >= 0
+    assert report["steered"]["decisions"] == []
+    read = EmulatedReport.read(place / "run" / "report.json")
+    assert read is not None
+    assert json.loads(json.dumps(read.to_json())) == report
+    text = read.to_text()
+    assert "nothing is learned, so there is no loss" in text
+    assert "link 0:1=latency:5.0ms was injected" in text or "link 0:1=latency:5ms was injected" in text
+    saved = json.loads((place / "run" / "settings.json").read_text())
+    again = EmulatedSettings.from_mapping(saved)
+    assert (again.ranks, again.steps, again.device) == (2, 4, "emulated")
+    assert again.costs == str(place / "quick.json")
+
+
+def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
+    assert main(f"train --device emulated {QUICK} --steps 3 --out run".split()) == 0
+    out, err = capfd.readouterr()
+    told = [line for line in err.splitlines() if line.startswith("iteration")]
+    assert [line.split()[1] for line in told] == ["1/3", "2/3", "3/3"]
+    assert all("simulated" in line and line.endswith("plan 0") for line in told)
+    assert "3 iterations of zb-h1, frozen, on 2 ranks" in out
+
+
+def test_messages_are_cut_and_it_is_said(run: Run) -> None:
+    report = run("--steps 1 --message-cap 1KB --link 0:1=bandwidth:1MB/s")
+    assert any("messages of more than 1KB" in notice for notice in report["notices"])
+    costs = ps.Costs([2, 2], [2, 2], [2, 2], message_bytes=[1000, 1000])
+    links = ps.LinkConditions.parse("0:1=bandwidth:1MB/s")
+    assert report["simulated"] == pytest.approx(ps.simulate(ps.build("zb-h1", 2, 3), costs, links=links).makespan)
+
+
+def test_a_preset_is_emulated(place: Path, capfd: Any) -> None:
+    line = "--in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --message-cap 1KB"
+    assert main(f"train --device emulated {line} --out run --json".split()) == 0
+    report = json.loads(capfd.readouterr().out)
+    simulated = ps.simulate(ps.build("zb", 4, 4), ps.costs_preset("gpt2-7b", 4))
+    assert report["simulated"] == pytest.approx(simulated.makespan)
+    assert (report["costs"], report["stretch"]) == ("gpt2-7b", 0.1)
+
+
+def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) -> None:
+    run("--steps 1")
+    assert main(f"train --device emulated {QUICK} --out run".split()) == 2
+    assert "holds a run; give another --out" in capfd.readouterr().err
+
+
+def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
+    """The link turns late, the plan changes on all ranks, and the end says what was slow and what was decided."""
+    report = run(
+        "--ranks 4 --microbatches 8 --schedule zb --steps 40 --adapt --transport direct "
+        "--link 2:3=latency:steps:0ms/0ms,300ms/30ms"
+    )
+    steered = report["steered"]
+    assert steered["decisions"], "a link that is fifteen ops late is answered within 40 iterations"
+    first = steered["decisions"][0]
+    assert first["ms_then"] < first["ms_now"]
+    assert any("link 2:3" in change for change in steered["changes"])
+    rows = lines(place / "run" / "metrics.jsonl")
+    numbers = [row["number"] for row in rows]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] >= 1
+    slow = {seen["link"]: seen["delay"] for seen in steered["links"]}
+    assert max(slow, key=lambda link: slow[link]) in ("2>3", "3>2")
+    text = EmulatedReport.read(place / "run" / "report.json").to_text()  # type: ignore[union-attr]
+    assert "decided" in text
+    assert "slow: " in text
+    found = read_steered(place / "run")
+    assert found is not None
+    assert json.loads(json.dumps(found.to_json())) == steered
+
+
+BAD: dict[str, tuple[str, list[str]]] = {
+    "unknown preset": ("--costs gpt2-8b", ["--costs", "neither a file nor a preset", "did you mean", "gpt2-140b"]),
+    "preset with a wrong option": ("--costs gpt2-7b:gpus=4", ["no option 'gpus'"]),
+    "costs that are no costs": ("--costs bad.json", ["bad.json", "not JSON"]),
+    "too many stages": ("--costs gpt2-7b --ranks 99", ["99 stages: it has 24 layers"]),
+    "unknown link": ("--link 0:9=latency:3ms", ["--link", "link 0:9: ranks go from 0 to 1"]),
+    "negative delay": ("--link 0:1=latency:-3ms", ["--link", "'-3ms'", "at least 0"]),
+    "a trace with gaps": ("--link 0:1=latency:trace:gaps.txt", ["gaps.txt, line 2", "is a gap"]),
+    "a missing trace": ("--link 0:1=latency:trace:nowhere.txt", ["nowhere.txt", "No such file"]),
+    "stretch": ("--stretch 0", ["stretch is 0", "above 0"]),
+    "cap": ("--message-cap lots", ["message_cap 'lots'", "8GiB"]),
+    "steps": ("--steps 0", ["steps is 0", "at least 1"]),
+    "transport": ("--transport smoke", ["no transport 'smoke'", "host, direct or delegate"]),
+    "nccl": ("--transport nccl", ["no transport 'nccl'"]),
+    "link depth of another transport": ("--link-depth 3", ["link_depth 3 is for --transport direct"]),
+    "delegates of none": ("--delegates 3", ["delegates 3", "--transport delegate"]),
+    "delegates between threads": ("--transport delegate", ["processes", "--in-process"]),
+    "store without adapting": ("--store redis://localhost:6379", ["add --adapt"]),
+    "host memory without adapting": ("--host-memory 4", ["add --adapt"]),
+    "no store": ("--adapt --store localhost", ["write redis://HOST:PORT"]),
+    "host memory in words": ("--adapt --host-memory much", ["host_memory 'much'", "activations, like 4"]),
+    "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
+    "adapting what is delegated": ("--adapt --transport delegate", ["--adapt delegates single links"]),
+    "what trains only": ("--lr 0.1", ["--lr is for training", "learn nothing"]),
+    "what goes on": ("--resume elsewhere", ["--resume is for training"]),
+    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, dynamic or auto"]),
+    "a file in the way": ("--out quick.json", ["quick.json", "--out"]),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD.keys())
+def test_a_mistake_is_told(options: str, words: list[str], place: Path, capfd: Any) -> None:
+    (place / "bad.json").write_text("{")
+    (place / "gaps.txt").write_text("0 10\n100 -\n")
+    before = sorted(place.rglob("*"))
+    assert main(f"train --device emulated {QUICK} --out run {options}".split()) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("penstock: ")
+    assert len(err.splitlines()) <= 2, err
+    assert all(word in err for word in words), err
+    assert sorted(place.rglob("*")) == before
+
+
+def test_costs_are_for_emulated_devices(place: Path, capfd: Any) -> None:
+    for option in ("--costs gpt2-7b", "--stretch 2", "--message-cap 1MB"):
+        assert main(f"train {option} --out run".split()) == 2
+        assert "is for emulated devices; add --device emulated" in capfd.readouterr().err
+
+
+def test_a_redis_that_refuses(place: Path, capfd: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens: it refuses
+        address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(f"train --device emulated {QUICK} --out run --adapt --store {address}".split()) == 2
+    err = capfd.readouterr().err
+    assert "--store" in err
+    assert address.removeprefix("redis://") in err
+    assert not (place / "run").exists()
