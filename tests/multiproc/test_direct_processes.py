@@ -10,7 +10,7 @@ import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
 from penstock.cost import LinkConditions
-from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.transports.direct import ConditionedDirect, require_depth
@@ -63,11 +63,11 @@ def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, d
 def held_for_long(rank: int) -> str:
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=3)
     links = Conditions(LinkConditions.parse("0:1=latency:1min 1:0=latency:0"))
-    transport = ConditionedDirect(world(), tags_of(schedule), 1.0, 1, conditions=links)
+    transport = ConditionedDirect(world(), tags_of(schedule), (1.0, 20.0)[rank], 1, conditions=links)
     try:
         step(transport, wire(schedule), rank, ps.Costs.uniform(2), "frozen", threaded=False)
-    except DeadlineExceeded as error:
-        return str(error)
+    except (DeadlineExceeded, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
@@ -75,10 +75,12 @@ def test_a_channel_that_stays_full_meets_the_deadline() -> None:
     outcomes = run_ranks(2, held_for_long)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
     said = [
-        "nothing came in for 1 s: rank 0 waits to send F1 of stage 0 to rank 1: the channel is full",
-        "rank 0 waited 1 s for a message to arrive from rank 1",
+        "DeadlineExceeded: nothing came in for 1 s: rank 0 waits to send F1 of stage 0 to rank 1: the channel is full",
+        "DeadlineExceeded: rank 0 waited 1 s for a message to arrive from rank 1",
+        "DeadlineExceeded: rank 0 waited 1 s for B0 of stage 1 from rank 1",
     ]
     assert any(outcomes[0].value.startswith(text) for text in said), outcomes[0].value
+    assert outcomes[1].value.startswith("PeerLost: rank 1 lost its connection to rank 0"), outcomes[1].value
 
 
 def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:

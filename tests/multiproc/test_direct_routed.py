@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import select
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +15,10 @@ import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import Ran, blocked_starts
 from penstock.cost import LinkConditions
-from penstock.runtime import RuntimeFailure
+from penstock.runtime.message import Edge
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transports.direct import ConditionedDirect
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.transports.inbox import Inbox
 from penstock.runtime.transports.routed import RoutedTransport
 from penstock.runtime.wiring import wire
 from plain_loop import gradients
@@ -25,12 +27,30 @@ from processes import run_ranks
 pytestmark = pytest.mark.multiproc
 
 
+class Second(ConditionedTransport):
+    """In the place of delegates: channels without bound over a second group."""
+
+    counters: ClassVar[dict[str, int]] = {}
+    watched = -1
+
+    def also_watch(self, descriptor: int) -> None:
+        self.watched = descriptor
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        assert select.select([self.inbox.fileno(), self.watched], [], [], 20.0)[0], who()
+        return self.inbox.poll() or []
+
+    def link_events(self) -> list[str]:
+        return ["what it tells"]
+
+
 def routed(tags: Tags, links: str, depth: int) -> RoutedTransport:
-    """Bounded channels as the base; in the place of delegates, a transport without bound over a second group."""
-    conditions, inbox = Conditions(LinkConditions.parse(links)), Inbox()
-    second = dist.new_group()
-    base = ConditionedDirect(world(), tags, 20.0, depth, conditions=conditions, inbox=inbox)
-    return RoutedTransport(base, ConditionedTransport(second, tags, 20.0, conditions=conditions, inbox=inbox))
+    """Bounded channels as the base, and others beside."""
+    second, nothing = dist.new_group(), Conditions(LinkConditions())
+    base = ConditionedDirect(world(), tags, 20.0, depth, conditions=nothing)
+    transport = RoutedTransport(base, Second(second, tags, 20.0, conditions=nothing))
+    transport.conditions = Conditions(LinkConditions.parse(links))
+    return transport
 
 
 def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
@@ -43,7 +63,7 @@ def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
         seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
-    assert transport.link_events() == []
+    assert transport.link_events() == ["what it tells"]
     assert transport.counters == {}
     transport.close()
     return found
@@ -96,16 +116,3 @@ def test_training_has_the_same_numbers_whatever_way_links_go(dispatch: str) -> N
     outcomes = run_ranks(3, train, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
-
-
-def two_inboxes(rank: int) -> str:
-    tags = Tags(2, 0, 2)
-    one, other = GroupTransport(world(), tags, 5.0), GroupTransport(world(), tags, 5.0)
-    with pytest.raises(RuntimeFailure) as caught:
-        RoutedTransport(one, other)
-    return str(caught.value)
-
-
-def test_two_inboxes_are_refused() -> None:
-    texts = [o.value for o in run_ranks(2, two_inboxes)]
-    assert texts == ["the transports of one rank must report to one inbox; make both with the same inbox="] * 2

@@ -126,8 +126,8 @@ class Holder:
 class ConditionedTransport(GroupTransport):
     """A `GroupTransport` whose messages are held back as the conditions say."""
 
-    def __init__(self, *args: Any, conditions: Conditions, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, conditions: Conditions) -> None:
+        super().__init__(*args)
         self.conditions = conditions
         self._holder = Holder()
         self._due: int | None = None

@@ -86,7 +86,7 @@ class Link:
                     f"{self._peer}"
                 )
         if self._lost:
-            self._inbox.arrivals()  # raises what happened
+            self._inbox.poll()  # raises what happened
 
     def _work(self) -> None:
         buffer = torch.empty(1, dtype=torch.uint8)
@@ -125,16 +125,8 @@ class DirectTransport(GroupTransport):
         RuntimeFailure: a depth below 1.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        tags: Tags,
-        timeout: float,
-        depth: int = DEPTH,
-        *,
-        inbox: Inbox | None = None,
-    ) -> None:
-        super().__init__(group, tags, timeout, inbox=inbox)
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float, depth: int = DEPTH) -> None:
+        super().__init__(group, tags, timeout)
         if depth < 1:
             raise RuntimeFailure(f"a channel of depth {depth} can carry nothing: give at least 1")
         self._depth = depth
@@ -162,7 +154,7 @@ class DirectTransport(GroupTransport):
         if edge.slot <= 0:
             link = self._links.get(target)
             if link is None:
-                link = Link(self._acknowledgements, self._rank, target, self.timeout, self.inbox)
+                link = Link(self._acknowledgements, self._rank, target, self._timeout, self.inbox)
                 self._links[target] = link
             if not link.enter(self._depth):
                 return False
@@ -192,7 +184,7 @@ class DirectTransport(GroupTransport):
         try:
             return self._acknowledgements.send([token], peer, ACKNOWLEDGEMENT)
         except RuntimeError as error:
-            raise explain(error, self._rank, peer, "an acknowledgement to leave", self.timeout) from None
+            raise explain(error, self._rank, peer, "an acknowledgement to leave", self._timeout) from None
 
 
 class ConditionedDirect(ConditionedTransport, DirectTransport):

@@ -63,14 +63,13 @@ class GroupTransport:
         group: the process group; ranks of the schedule are ranks of the group.
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
-        inbox: where its threads report, shared with other transports of the rank; its own by default.
 
     Attributes:
-        rank: whose end this is.
+        rank: whose end this is. inbox: where its threads report.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float, *, inbox: Inbox | None = None) -> None:
-        self._group, self._tags, self.timeout = group, tags, timeout
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
+        self._group, self._tags, self._timeout = group, tags, timeout
         self._limit = timedelta(seconds=timeout)
         self.rank = self._rank = dist.get_rank(group)
         self._threaded = False
@@ -82,7 +81,7 @@ class GroupTransport:
         self._outgoing: dict[ChannelKey, Outgoing] = {}
         self._routes: dict[Edge, tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
-        self.inbox = Inbox() if inbox is None else inbox
+        self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
         self._ahead = AHEAD
@@ -209,7 +208,7 @@ class GroupTransport:
         try:
             return self._group.send([buffer], target, tag + self._tag_shift)
         except RuntimeError as error:
-            raise explain(error, self._rank, target, "a message to leave", self.timeout) from None
+            raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
 
     def _release(self, channel: Outgoing, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
@@ -223,7 +222,7 @@ class GroupTransport:
     # Receiving.
 
     def arrivals(self) -> list[Edge]:
-        return self.inbox.arrivals() if self._threaded else []
+        return self.inbox.poll() or [] if self._threaded else []
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
@@ -233,9 +232,9 @@ class GroupTransport:
         """
         if self._threaded:
             try:
-                return self.inbox.wait(self.timeout)
+                return self.inbox.wait(self._timeout)
             except Empty:
-                raise DeadlineExceeded(f"nothing came in for {self.timeout:g} s: {who()}") from None
+                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
         for edge in awaited:
             if edge in self._ready:
                 continue
@@ -255,6 +254,7 @@ class GroupTransport:
 
     def close(self) -> None:
         """Nothing is left behind: a step's threads end with it."""
+        self.inbox.close()
 
     def _next(self, channel: Incoming) -> Posted:
         """Waits for the next message of a channel, and posts a receive for one after it."""
@@ -335,21 +335,21 @@ class GroupTransport:
         try:
             return self._group.recv([buffer], source, tag + self._tag_shift)
         except RuntimeError as error:
-            raise explain(error, self._rank, source, "a message", self.timeout) from None
+            raise explain(error, self._rank, source, "a message", self._timeout) from None
 
     def _wait(self, work: Any, peer: int | None, what: Edge | str) -> None:
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise explain(error, self._rank, peer, str(what), self.timeout) from None
+            raise explain(error, self._rank, peer, str(what), self._timeout) from None
 
     def _receive_all(self, channel: Incoming, count: int) -> None:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
-                if channel.room is not None and not channel.room.acquire(timeout=self.timeout):
+                if channel.room is not None and not channel.room.acquire(timeout=self._timeout):
                     raise DeadlineExceeded(
-                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self.timeout:g} s"
+                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self._timeout:g} s"
                     )
                 self._came_in(channel, self._next(channel))
         except BaseException as error:

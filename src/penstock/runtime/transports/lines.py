@@ -97,7 +97,7 @@ class LineTransport(GroupTransport):
         try:
             return dist.isend(packet.buffer, group=self._lines[channel.key], group_dst=self._end(channel.peer))
         except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message to leave", self.timeout) from None
+            raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
 
     def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
         if not packet.spec.leaves:
@@ -105,7 +105,7 @@ class LineTransport(GroupTransport):
         try:
             return dist.irecv(packet.buffer, group=self._lines[channel.key], group_src=self._end(channel.peer))
         except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message", self.timeout) from None
+            raise explain(error, self._rank, channel.peer, "a message", self._timeout) from None
 
     def _end(self, peer: int) -> int:
         """The peer's rank in a line: its ends are in ascending order."""

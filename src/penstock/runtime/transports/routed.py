@@ -4,27 +4,32 @@
     rank 1 --send--<
                     `--> delegates ----------------> rank 3            {(1, 3)} is delegated
 
-Both ends of a link switch at the same step. Both transports report to one inbox, so that a rank waits for either at
-once and is woken by what happens first.
+Both ends of a link switch at the same step. A rank that waits sleeps where the delegates let it, and the base's inbox
+wakes it there: it goes on at what happens first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from queue import Empty
 from typing import Any, Protocol
 
-from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import Expected
+from penstock.runtime.transports.conditioned import Conditions
 from penstock.runtime.transports.crossing import Crossing
-from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.transports.group import GroupTransport
 
 
-class Carrier(Protocol):
-    """A transport that reports to an inbox."""
+class Delegates(Protocol):
+    """What carries messages of delegated links."""
 
-    inbox: Inbox
+    conditions: Conditions | None
+
+    @property
+    def counters(self) -> Any: ...
+
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` return, too, when this descriptor is ready to be read."""
 
     def begin(
         self,
@@ -37,20 +42,19 @@ class Carrier(Protocol):
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool: ...
 
+    def arrivals(self) -> list[Edge]: ...
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
+
     def take(self, edge: Edge) -> Payload: ...
 
     def end(self) -> None: ...
 
     def crossings(self) -> list[Crossing]: ...
 
+    def link_events(self) -> list[Any]: ...
+
     def close(self) -> None: ...
-
-
-class Base(Carrier, Protocol):
-    """The transport of the links that are not delegated; it knows whose end this is and how long to wait."""
-
-    rank: int
-    timeout: float
 
 
 class RoutedTransport:
@@ -58,21 +62,17 @@ class RoutedTransport:
 
     Args:
         base: of all links but the delegated ones.
-        delegates: made with the same inbox.
+        delegates: of those.
         delegated: links, by their two ranks in either order; the same on every rank.
-
-    Raises:
-        RuntimeFailure: the two report to different inboxes.
     """
 
-    def __init__(self, base: Base, delegates: Carrier, delegated: Collection[tuple[int, int]] = ()) -> None:
-        if base.inbox is not delegates.inbox:
-            raise RuntimeFailure(
-                "the transports of one rank must report to one inbox; make both with the same inbox="
-            )
+    def __init__(
+        self, base: GroupTransport, delegates: Delegates, delegated: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self.rank = base.rank
         self._base, self._delegates = base, delegates
-        self._source: dict[Edge, Carrier] = {}
-        self.rank, self.timeout, self.inbox = base.rank, base.timeout, base.inbox
+        self._source: dict[Edge, GroupTransport | Delegates] = {}
+        delegates.also_watch(base.inbox.fileno())
         self.route(delegated)
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
@@ -87,7 +87,9 @@ class RoutedTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step on both, with threads: a rank can't wait for one message of two transports."""
+        """Starts a step on both; see `GroupTransport.begin`. Threads receive, for nobody can wait for one message of
+        two transports.
+        """
         self._source = {edge: self._carrier(peer) for _, peer, messages in expected for edge, _ in messages}
         for carrier in (self._base, self._delegates):
             mine = [channel for channel in expected if self._carrier(channel.peer) is carrier]
@@ -97,18 +99,19 @@ class RoutedTransport:
         return self._carrier(target).send(edge, target, payload)
 
     def arrivals(self) -> list[Edge]:
-        return self.inbox.arrivals()
+        return self._base.arrivals() + self._delegates.arrivals()
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
-        """Waits until something has happened on either.
+        """Waits until something happened on either.
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
-        try:
-            return self.inbox.wait(self.timeout)
-        except Empty:
-            raise DeadlineExceeded(f"nothing came in for {self.timeout:g} s: {who()}") from None
+        came = self._base.inbox.poll()
+        if came is not None:
+            return came
+        found = self._delegates.wait(awaited, who)
+        return found + (self._base.inbox.poll() or [])
 
     def take(self, edge: Edge) -> Payload:
         return self._source[edge].take(edge)
@@ -122,24 +125,28 @@ class RoutedTransport:
         return self._base.crossings() + self._delegates.crossings()
 
     def link_events(self) -> list[Any]:
-        """What happened to links since the last call, told by those of the two that tell it."""
-        return [event for carrier in self._telling("link_events") for event in carrier.link_events()]
+        """What happened to the delegates' links since the last call."""
+        return self._delegates.link_events()
 
     @property
-    def counters(self) -> dict[str, float]:
-        """The sum of what those of the two count that count something."""
-        total: dict[str, float] = {}
-        for carrier in self._telling("counters"):
-            for name, count in carrier.counters.items():
-                total[name] = total.get(name, 0) + count
-        return total
+    def counters(self) -> Any:
+        """What the delegates count."""
+        return self._delegates.counters
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """What holds messages back on either; both change at once."""
+        return self._delegates.conditions
+
+    @conditions.setter
+    def conditions(self, conditions: Conditions) -> None:
+        self._delegates.conditions = conditions
+        if hasattr(self._base, "conditions"):
+            self._base.conditions = conditions
 
     def close(self) -> None:
-        self._base.close()
         self._delegates.close()
+        self._base.close()
 
-    def _carrier(self, peer: int) -> Carrier:
+    def _carrier(self, peer: int) -> GroupTransport | Delegates:
         return self._delegates if peer in self._delegated else self._base
-
-    def _telling(self, what: str) -> list[Any]:
-        return [carrier for carrier in (self._base, self._delegates) if hasattr(carrier, what)]
