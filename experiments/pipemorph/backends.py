@@ -19,10 +19,8 @@ from typing import Any
 
 from systems import Setting
 
-import penstock as ps
 from penstock.control import run_once
 from penstock.cost import LinkConditions
-from penstock.dispatch import Dispatch
 
 BACKENDS = ("simulate", "threads", "processes")
 
@@ -88,30 +86,13 @@ def _row(backend: Backend, case: Case) -> Row:
     }
     if backend.name == "simulate":
         return row
-    emulated = emulate(backend, setting, case.conditions)
-    peaks = zip(*(t.peak_activations for t in emulated.timelines), strict=True)
-    return row | {
-        "simulated_ms": [t.makespan for t in emulated.simulated],
-        "calibrated_ms": [t.makespan for t in emulated.calibrated],
-        "measured_ms": [t.makespan for t in emulated.timelines],
-        "measured_bubble": emulated.timelines[-1].bubble_ratio,
-        "peaks": [max(column) for column in peaks],
-        "own_latency_ms": emulated.own_latency,
-    }
+    return row | emulate(backend, setting, case.conditions)
 
 
-def emulate(backend: Backend, setting: Setting, conditions: LinkConditions) -> Any:
-    """Runs a setting on emulated devices."""
-    configuration = setting.configuration
-    options: dict[str, Any] = {
-        "links": conditions,
-        "dispatch": configuration.dispatch,
-        "max_held": configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
-        "num_steps": backend.steps,
-        "stretch": backend.stretch,
-    }
-    if backend.name == "processes":
-        from penstock.runtime.emulate_processes import emulate_processes
+def emulate(backend: Backend, setting: Setting, conditions: LinkConditions, steering: Any = None) -> dict[str, Any]:
+    """Runs a setting on emulated devices; returns the measured part of a row."""
+    from measured import Order, measure  # here, so that simulation starts without torch
 
-        return emulate_processes(configuration.schedule, setting.job.costs, **options)
-    return ps.emulate(configuration.schedule, setting.job.costs, **options)
+    job = setting.job
+    order = Order(job.costs, setting.configuration, conditions, job.depth, backend.steps, backend.stretch, steering)
+    return measure(order, backend.name == "processes")

@@ -29,7 +29,9 @@ def rows(backend: Backend) -> Iterator[Row]:
     """A row for each system and delay."""
     yield from backend.run(
         [
-            Case({"system": system, "delay_ms": ms}, setting(system, MODEL, {(0, 1): ms}), late({(0, 1): ms}))
+            Case(
+                {"system": system, "delay_ms": ms}, setting(system, MODEL, {(0, 1): ms}), late({(0, 1): ms}, base=0.0)
+            )
             for system in ("pipemorph-cpu", "pipemorph", "dynamic")
             for ms in DELAYS
         ]
@@ -49,7 +51,7 @@ def chart(rows: Sequence[Row]) -> str:
     timelines, titles = [], []
     for system, ms in shown:
         runs = setting(system, MODEL, {(0, 1): ms})
-        timelines.append(run_once(runs.job, runs.configuration, late({(0, 1): ms})))
+        timelines.append(run_once(runs.job, runs.configuration, late({(0, 1): ms}, base=0.0)))
         measured = pair(find(rows, system=system, delay_ms=ms))
         titles.append(
             f"{'dynamic' if system == 'dynamic' else 'frozen zb'}, first link {ms:g} ms late: {measured} ms"

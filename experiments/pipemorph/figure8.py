@@ -44,7 +44,7 @@ def rows(backend: Backend) -> Iterator[Row]:
                 Case(
                     {"rule": rule, "slack": slack, "delay_ms": ms},
                     Setting(job_of(MODEL, runs), runs),
-                    late({MODEL.first: ms}),
+                    late({MODEL.first: ms}, base=0.0),
                 )
                 for ms in DELAYS
             ]

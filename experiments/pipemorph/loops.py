@@ -82,12 +82,13 @@ def _simulated(loop: Loop) -> Row:
         return {"simulated_ms": times, "measured_ms": [], "decisions": 0}
     controller = Controller(job)
     run = rehearse(controller, loop.conditions, until=loop.until)
-    caps = job.caps([(rank, rank + 1) for rank in range(job.num_ranks - 1)])
+    caps = job.caps(links(job))
     counts = controller.counts
     return {
         "simulated_ms": [each.ms for each in run.iterations],
         "measured_ms": [],
         "starts": [each.start for each in run.iterations],
+        "numbers": [each.decision for each in run.iterations],
         "decisions": counts.decisions,
         "changes_verified": counts.verified,
         "false_alarms": counts.false,
@@ -100,11 +101,28 @@ def _simulated(loop: Loop) -> Row:
 
 
 def _measured(backend: Backend, loop: Loop, num: int) -> Row:
+    job = loop.job
+    steering = steering_of(job) if loop.controlled else None
+    row = emulate(replace(backend, steps=num), Setting(job, job.start), loop.conditions, steering)
+    row |= {"decisions": len(row["decided"])}
     if loop.controlled:
-        raise SystemExit("the closed loop on emulated devices is not there yet")
-    emulated = emulate(replace(backend, steps=num), Setting(loop.job, loop.job.start), loop.conditions)
-    return {
-        "simulated_ms": [t.makespan for t in emulated.simulated],
-        "measured_ms": [t.makespan for t in emulated.timelines],
-        "starts": list(emulated.starts),
-    }
+        row |= {"peak_over_cap": max(p / c for p, c in zip(row["peaks"], job.caps(links(job)), strict=True))}
+    return row
+
+
+def links(job: Job) -> list[tuple[int, int]]:
+    return [(rank, rank + 1) for rank in range(job.num_ranks - 1)]
+
+
+def steering_of(job: Job) -> Any:
+    """How the runtime is told what a job says."""
+    from penstock.runtime.steering import Steering  # here, so that simulation starts without torch
+
+    return Steering(
+        costs=job.costs,
+        max_held=job.start.caps,
+        host_memory=job.host_memory,
+        dispatches=job.dispatches,
+        delegate_ms=job.delegate_ms,
+        prices=job.prices,
+    )

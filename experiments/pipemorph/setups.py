@@ -6,13 +6,14 @@ What the paper does not give is assumed here, once:
   with 12 microbatches (as there) and 8 stages with 32.
 - `MODELS`, the paper's Table 2: op times, activations and messages of `penstock.cost.presets`, which follow the
   authors' published profiles (9, 10 and 6 ms on 14B); 3 microbatches a stage.
-- A delay is latency: any number of messages may be under way on a delegated link, `DEPTH` on a direct one.
+- Every message takes `BASE` ms. A delay is latency on top of that: any number of messages may be under way on a
+  delegated link, `DEPTH` on a direct one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import penstock as ps
@@ -21,6 +22,10 @@ from penstock.cost.presets import PRESETS
 
 OP = 10.0
 """Milliseconds of an op of a chain."""
+
+BASE = 0.1
+"""Milliseconds that every message takes, simulated and measured: at exactly 0 an op's end and a message would fall on
+one moment, and whether a rank sees the message first would be chance."""
 
 DEPTH = 2
 """Messages that a direct link holds under way, each direction, before its sender stands still."""
@@ -79,6 +84,6 @@ MODELS: Mapping[str, Model] = {
 """7B, 14B, 30B, 60B and 140B."""
 
 
-def late(delays: Mapping[Link, float]) -> ps.LinkConditions:
-    """Links that stay late by so many ms of latency."""
-    return ps.LinkConditions.of(ps.Links(dict(delays)))
+def late(delays: Mapping[Link, float], base: float = BASE) -> ps.LinkConditions:
+    """Links that stay late by so many ms of latency; every message takes `base` ms besides."""
+    return replace(ps.LinkConditions.of(ps.Links(dict(delays))), base=base)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from setups import DEPTH, Link, Model
+from setups import BASE, DEPTH, Link, Model
 
 import penstock as ps
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
@@ -89,7 +89,9 @@ def _settled(job: Job, delays: dict[Link, float]) -> Setting:
     """What the controller comes to when it is rehearsed on links that turn late and stay so."""
     ideal = run_once(job, job.start, ps.Links()).makespan
     begins = HEALTHY * ideal
-    conditions = LinkConditions({link: LinkCondition(Trace((0.0, begins), (0.0, ms))) for link, ms in delays.items()})
+    conditions = LinkConditions(
+        {link: LinkCondition(Trace((0.0, begins), (0.0, ms))) for link, ms in delays.items()}, base=BASE
+    )
     controller = Controller(job)
     run = rehearse(controller, conditions, until=begins + SLOW * ideal)
     told = tuple(f"iteration {each.iteration}: {each.action.value}" for each in run.decisions)

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from setups import Link
+from setups import BASE, Link
 
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.over_time import Redrawn, Trace
@@ -29,8 +29,9 @@ def trace_of(name: str, links: Sequence[Link], minutes: float, seed: int) -> Lin
     if name in INTERVALS:
         shortest, longest = INTERVALS[name]
         drawn = Redrawn("normal", 30.0, 10.0, shortest, longest, seed)
-        return LinkConditions({link: LinkCondition(drawn) for link in links})
-    return LinkConditions({link: LinkCondition(bursty(minutes, f"{seed} {link}")) for link in links})
+        return LinkConditions({link: LinkCondition(drawn) for link in links}, base=BASE)
+    found = {link: LinkCondition(bursty(minutes, f"{seed} {link}")) for link in links}
+    return LinkConditions(found, base=BASE)
 
 
 def bursty(minutes: float, seed: str) -> Trace:
