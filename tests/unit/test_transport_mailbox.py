@@ -14,7 +14,7 @@ from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.transports.crossing import KEPT, Crossing, CrossingLog
 from penstock.runtime.transports.mailbox import Mailbox, MailboxTransport
 from penstock.schedule import Op
@@ -205,6 +205,20 @@ def test_every_condition_is_met(links: str, at_least: list[int], depth: int | No
     assert all(c.duration >= ms * 1e6 - 1000 for c, ms in zip(found, at_least, strict=True))
     if "occupancy" in links or "bandwidth" in links:
         assert all(b.arrived - a.arrived >= 20e6 - 1000 for a, b in pairwise(found))
+
+
+def test_ranks_in_turn_see_what_the_conditions_say() -> None:
+    make, pause = local_transports(2, Conditions(LinkConditions.parse("0:1=latency:20ms")))
+    one, other = make(0), make(1)
+    one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
+    assert pause()
+    assert other.arrivals() == [edge(0)]
+    (found,) = other.crossings()
+    assert (found.source, found.target, found.num_bytes) == (0, 1, 100)
+    assert 20_000_000 - 1000 <= found.duration <= 20_000_000 + 1000
+    plain, _ = local_transports(2, None)
+    plain(0).send(edge(0), 1, Payload([]))
+    assert plain(1).crossings() == [], "what is handed over crosses no link"
 
 
 def test_a_log_that_nobody_reads_keeps_the_latest() -> None:

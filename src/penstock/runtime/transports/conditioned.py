@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from penstock.cost.conditions import Lines, LinkConditions
 from penstock.runtime.executors.local import nothing_comes
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import Outgoing
+from penstock.runtime.transports.crossing import Crossing, CrossingLog
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.lines import LineTransport
 from penstock.runtime.transports.local import LocalTransport, Switchboard
@@ -154,18 +155,27 @@ class ConditionedLines(ConditionedTransport, LineTransport):
         return self._later(partial(LineTransport._send_packet, self, channel, packet, tag))
 
 
+class Delayed(NamedTuple):
+    """A message on a switchboard that is not yet due. In the order in which they are, then of sending."""
+
+    due: int
+    number: int
+    edge: Edge
+    crossing: Crossing
+
+
 class ConditionedSwitchboard(Switchboard):
     """A switchboard that keeps what is not yet due, of unbounded depth."""
 
     def __init__(self, num_ranks: int, conditions: Conditions) -> None:
         super().__init__(num_ranks, None)
         self.conditions = conditions
-        self.waiting: list[list[tuple[int, int, Edge]]] = [[] for _ in range(num_ranks)]
+        self.waiting: list[list[Delayed]] = [[] for _ in range(num_ranks)]
         self.num_sent = 0
 
     def pause(self) -> bool:
         """Sleeps until the next message is due; returns False where none is on its way."""
-        due = min((queue[0][0] for queue in self.waiting if queue), default=None)
+        due = min((queue[0].due for queue in self.waiting if queue), default=None)
         if due is None:
             return False
         time.sleep(max(0, due - time.perf_counter_ns()) / 1e9)
@@ -178,23 +188,32 @@ class ConditionedLocalTransport(LocalTransport):
     def __init__(self, board: ConditionedSwitchboard, rank: int) -> None:
         super().__init__(board, rank)
         self._delayed = board
+        self._log = CrossingLog()
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         super().send(edge, target, payload)
         board = self._delayed
         board.arrived[target].remove(edge)
         board.num_sent += 1
-        due = board.conditions.due(self._rank, target, size_of(payload))
-        heapq.heappush(board.waiting[target], (due, board.num_sent, edge))
+        sent, num_bytes = time.perf_counter_ns(), size_of(payload)
+        due = board.conditions.due(self._rank, target, num_bytes, sent)
+        crossing = Crossing(self._rank, target, num_bytes, sent, sent, due)
+        heapq.heappush(board.waiting[target], Delayed(due, board.num_sent, edge, crossing))
         return True
 
     def arrivals(self) -> list[Edge]:
         queue = self._delayed.waiting[self._rank]
         now = time.perf_counter_ns()
         came = []
-        while queue and queue[0][0] <= now:
-            came.append(heapq.heappop(queue)[2])
+        while queue and queue[0].due <= now:
+            delayed = heapq.heappop(queue)
+            self._log.add(delayed.crossing)
+            came.append(delayed.edge)
         return came
+
+    def crossings(self) -> list[Crossing]:
+        """The messages that came in since the last call. Each arrived when it was due."""
+        return self._log.take()
 
 
 def local_transports(
