@@ -64,6 +64,7 @@ class Fleet:
         self._memories: dict[Post, Memory] = {}
         self._deaths: dict[int, Post] = {}  # by process descriptor
         self._waiting: dict[int, Post] = {}  # by descriptor: listeners of receiving delegates that are not started
+        self._others: set[int] = set()
         self._presence: dict[int, socket.socket] = {}
         self.restarts = 0
         self.blind = not _tells_deaths()
@@ -171,9 +172,17 @@ class Fleet:
             for note in delegate.notes():
                 yield post, note
 
-    def wait(self, seconds: float) -> None:
-        """Waits until a delegate says something, at most so long. Needs no lock."""
-        self._voices.poll(max(0.0, seconds))
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` end, too, when this descriptor is ready to be read."""
+        self._voices.register(descriptor, select.EPOLLIN)
+        self._others.add(descriptor)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until a delegate says something, at most so long; returns whether another descriptor is ready.
+
+        Needs no lock.
+        """
+        return any(number in self._others for number, _ in self._voices.poll(max(0.0, seconds)))
 
     def hush(self) -> None:
         """Resets the wake-ups, before what was told is read."""

@@ -85,7 +85,8 @@ class DelegateTransport:
             raise RuntimeFailure(f"{num_lanes} lanes of at most {most_lanes}: give at least 1, and at most 255")
         if host_memory < 1 << 20:
             raise RuntimeFailure(f"{host_memory} bytes of host memory for delegates: give at least {1 << 20}")
-        self._rank, self._tags, self._timeout = rank, tags, timeout
+        self.rank = rank
+        self._tags, self._timeout = tags, timeout
         self.conditions = conditions
         self.counters = Counters()
         self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory)
@@ -107,15 +108,15 @@ class DelegateTransport:
     # Steps.
 
     def prepare(self, links: Iterable[tuple[int, int]]) -> None:
-        """Starts and connects the delegates of links (pairs of ranks, from and to) before they are needed."""
+        """Starts and connects the delegates of this rank's links (pairs of ranks, in either order), both ways, before
+        they are needed.
+        """
         with self._lock:
-            for source, target in links:
+            for peer in {a + b - self.rank for a, b in links if self.rank in (a, b)}:
                 for kind in (0, 1):
-                    if source == self._rank:
-                        self._outbox.connect(target, kind)
-                    if target == self._rank:
-                        for place in range(self._num_lanes):
-                            self._inbox.expect(Lane(source, target, kind, place))
+                    for place in range(self._num_lanes):
+                        self._inbox.expect(Lane(peer, self.rank, kind, place))
+                    self._outbox.connect(peer, kind)
 
     def begin(
         self,
@@ -192,8 +193,8 @@ class DelegateTransport:
         memory.write(offset, spec_bytes)
         packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
         start, conditions = 0, self.conditions
-        if conditions is not None and conditions.hold(self._rank, target):
-            start = conditions.due(self._rank, target, size_of(payload))
+        if conditions is not None and conditions.hold(self.rank, target):
+            start = conditions.due(self.rank, target, size_of(payload))
         tag = self._tags.message(edge)
         message = Descriptor(
             Note.SEND,
@@ -225,7 +226,8 @@ class DelegateTransport:
             return edges
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
-        """Waits until a message has come in, or until there is room again after a `send` that found none.
+        """Waits until a message has come in, until there is room again after a `send` that found none, or until
+        another descriptor that is watched is ready.
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
@@ -250,7 +252,8 @@ class DelegateTransport:
                     why = f" ({words})" if words else ""
                     raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
                 self._feed()
-            self._pause(min(LOOK, end - now))
+            if self._pause(min(LOOK, end - now)):
+                return self.arrivals()
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived.
@@ -289,6 +292,10 @@ class DelegateTransport:
         """A descriptor that is ready to be read when something may have come, for use in a poll."""
         return self._fleet.fileno()
 
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` return, too, when this descriptor is ready to be read."""
+        self._fleet.also_watch(descriptor)
+
     @property
     def pids(self) -> dict[str, int]:
         """The delegates' processes, by name."""
@@ -302,11 +309,12 @@ class DelegateTransport:
 
     # Delegates.
 
-    def _pause(self, seconds: float) -> None:
-        """Sleeps until a delegate says something."""
-        self._fleet.wait(seconds)
+    def _pause(self, seconds: float) -> bool:
+        """Sleeps until a delegate says something; returns whether another descriptor is ready."""
+        other = self._fleet.wait(seconds)
         with self._lock:
             self._fleet.hush()
+        return other
 
     def _revive(self, post: Post) -> None:
         """Starts a dead delegate again, after all that it still told was taken in."""

@@ -1,0 +1,176 @@
+"""Messages between ranks by delegates: each once, bit for bit, whatever their sizes and shapes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from delegate_ranks import Chain, Ended, exchange, run_delegate_ranks
+from penstock.cost import LinkConditions
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.transports.delegate import DelegateTransport
+
+pytestmark = pytest.mark.multiproc
+
+
+def values(outcomes: list[Ended]) -> list[Any]:
+    assert all(not one.error for one in outcomes), "\n".join(one.text for one in outcomes)
+    return [one.value for one in outcomes]
+
+
+def plain(rank: int, gather: Any, num_ranks: int, options: dict[str, Any]) -> tuple[int, int, int]:
+    chain = Chain(num_ranks, 12)
+    transport = DelegateTransport(rank, num_ranks, gather, chain.tags, 30.0, **options)
+    try:
+        came = sum(exchange(transport, chain, rank, step, lambda m: (m + 1, 40)) for step in range(3))
+        found = transport.crossings()
+        assert all(one.target == rank and one.sent <= one.arrived and one.num_bytes > 0 for one in found)
+        return came, transport.counters.messages, len(found)
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(2, {}), (3, {"num_lanes": 2}), (2, {"interfaces": ("127.0.0.2", "127.0.0.3"), "num_lanes": 3})],
+)
+def test_every_message_comes_once_bit_for_bit(num_ranks: int, options: dict[str, Any]) -> None:
+    found = values(run_delegate_ranks(num_ranks, plain, num_ranks, options))
+    links = [1 if rank in (0, num_ranks - 1) else 2 for rank in range(num_ranks)]
+    assert found == [(36 * n, 36 * n, 36 * n) for n in links]
+
+
+def changing(rank: int, gather: Any) -> tuple[int, int]:
+    chain = Chain(2, 4)
+    # 3 messages of 16 MB fill host memory: senders wait for room, receivers' delegates ask for more than their share.
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, host_memory=56 << 20)
+    shapes = [(4, 1 << 20), (7,), (3, 1), (1 << 21,)]
+    try:
+        came = 0
+        for step in range(4):
+            came += exchange(transport, chain, rank, step, lambda m: shapes[(step + m) % 4])  # noqa: B023
+        came += exchange(transport, chain, rank, 4, lambda m: shapes[0])
+        return came, transport.counters.doubled
+    finally:
+        transport.close()
+
+
+def test_messages_of_16_mb_and_of_changing_shapes() -> None:
+    assert values(run_delegate_ranks(2, changing)) == [(20, 0), (20, 0)]
+
+
+def held(rank: int, gather: Any) -> list[tuple[int, int]]:
+    chain = Chain(2, 6)
+    conditions = Conditions(LinkConditions.parse("0:1=latency:40ms 1:0=occupancy:20ms"))
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, conditions=conditions)
+    try:
+        exchange(transport, chain, rank, 0, lambda m: (100,))
+        found = sorted(transport.crossings(), key=lambda one: one.arrived)
+        first = min(one.sent for one in found)
+        return [(one.duration, one.arrived - first) for one in found]
+    finally:
+        transport.close()
+
+
+def test_conditions_hold_messages_back() -> None:
+    ms = 1_000_000
+    by_rank = values(run_delegate_ranks(2, held))
+    assert all(duration >= 40 * ms for duration, _ in by_rank[1])  # from rank 0: each late by the latency
+    # From rank 1 the link is busy with one after the other: the k-th ends no sooner than k occupancies.
+    assert all(since >= (k + 1) * 20 * ms for k, (_, since) in enumerate(by_rank[0]))
+
+
+def too_large(rank: int, gather: Any) -> str:
+    chain = Chain(2, 1)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 5.0, host_memory=1 << 20)
+    try:
+        if rank == 0:
+            chain.begin(transport, rank)
+            edge, target = chain.outgoing(rank)[0]
+            from penstock.runtime.message import Payload
+
+            transport.send(edge, target, Payload([torch.zeros(1 << 20)], 0, [True]))
+        return ""
+    except RuntimeFailure as error:
+        return str(error)
+    finally:
+        transport.close()
+
+
+def test_a_message_larger_than_host_memory_is_an_error() -> None:
+    said = values(run_delegate_ranks(2, too_large))[0]
+    assert "more than the 1048576 bytes of host memory" in said
+    assert "host_memory=" in said
+
+
+def other_steps(rank: int, gather: Any, what: str) -> str:
+    chain = Chain(2, 2)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 5.0)
+    try:
+        if rank == 0 and what == "step":
+            chain.begin(transport, rank)
+            transport.end()
+        exchange(transport, chain, rank, 0, lambda m: (5,)) if what == "step" else _digests(transport, chain, rank)
+        return ""
+    except RuntimeFailure as error:
+        return str(error)
+    finally:
+        gather(None)
+        transport.close()
+
+
+def _digests(transport: DelegateTransport, chain: Chain, rank: int) -> None:
+    from delegate_ranks import payload_of
+
+    chain.begin(transport, rank, digest=rank)
+    for edge, target in chain.outgoing(rank):
+        transport.send(edge, target, payload_of(edge, 0, (5,)))
+    for _ in range(2):
+        transport.wait([], lambda: f"rank {rank} waits")
+
+
+@pytest.mark.parametrize(("what", "words"), [("step", "ranks run different steps"), ("digest", "of other shapes")])
+def test_messages_of_another_step_or_batch_are_errors(what: str, words: str) -> None:
+    assert any(words in said for said in values(run_delegate_ranks(2, other_steps, what)))
+
+
+def misuse(rank: int, gather: Any) -> list[str]:
+    said = []
+    for options in ({"interfaces": ("203.0.113.77",)}, {"interfaces": ()}, {"num_lanes": 0}, {"host_memory": 5}):
+        try:
+            DelegateTransport(rank, 1, lambda value: [value], Chain(1, 1).tags, 5.0, **options)  # type: ignore[arg-type]
+        except RuntimeFailure as error:
+            said.append(str(error))
+    gather(None)
+    return said
+
+
+def test_misuse_is_told() -> None:
+    (said,) = values(run_delegate_ranks(1, misuse))
+    words = "203.0.113.77", "interface", "lanes", "host memory"
+    assert all(word in one for word, one in zip(words, said, strict=True))
+
+
+def cramped(rank: int, gather: Any) -> tuple[str, int]:
+    import resource
+
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 30, before + 30))
+    chain = Chain(2, 1)
+    try:
+        # Every rank must fail before it meets the others: nobody is left waiting here.
+        DelegateTransport(rank, 2, gather, chain.tags, 5.0, num_lanes=20, most_lanes=40)
+    except RuntimeFailure as error:
+        return str(error), len(os.listdir("/proc/self/fd")) - before
+    return "", 0
+
+
+def test_more_delegates_than_descriptors_is_an_error_that_leaves_nothing() -> None:
+    for said, left in values(run_delegate_ranks(2, cramped)):
+        assert "file descriptors" in said
+        assert "ulimit -n" in said
+        assert left == 0
