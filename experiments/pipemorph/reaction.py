@@ -5,8 +5,8 @@
 
 8 ranks, 32 microbatches, ops of 10 ms; after 5 iterations some links turn late and stay so. Nobody tells the
 controller: it sees the messages' times alone. `before` counts the iterations that the links slowed down and that
-still ran the old plan; `pause` is the longest time from the end of one iteration to the start of the next, against
-the usual one.
+still ran the old plan; `pause` is the time from the end of the last of them to the start of the first with the new
+plan, and in brackets the usual one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
                 row["links"],
                 " ".join(f"{ms:.0f}" for ms in ran[first - 1 : first + 6]),
                 str(before(row)),
-                f"{max(gaps):.1f} ({median(gaps):.1f})" if row["measured_ms"] else "-",
+                f"{gaps[first + before(row) - 1]:.1f} ({median(gaps):.1f})" if row["measured_ms"] else "-",
                 f"{ran[-1] / row['undelayed_ms']:.2f}",
             ]
         )
@@ -91,15 +91,14 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 def first_slow(row: Row) -> int:
     """The first iteration that the links slowed down."""
     ran = row["measured_ms"] or row["simulated_ms"]
-    return next(
-        at for at, (start, ms) in enumerate(zip(row["starts"], ran, strict=True)) if start + ms > row["slow_from"]
-    )
+    slow = 1.1 * row["undelayed_ms"]
+    return next(at for at, ms in enumerate(ran) if ms > slow and row["starts"][at] + ms > row["slow_from"])
 
 
-def before(row: Row) -> int | str:
-    """How many slow iterations ran the old plan; a word where none other came."""
-    switched = next((at for at, number in enumerate(row["numbers"]) if number > 0), None)
-    return "never" if switched is None else switched - first_slow(row)
+def before(row: Row) -> int:
+    """How many slow iterations ran the old plan; all that came where none other did."""
+    switched = next((at for at, number in enumerate(row["numbers"]) if number > 0), len(row["numbers"]) - 1)
+    return switched - first_slow(row)
 
 
 def chart(rows: Sequence[Row]) -> Figure:
