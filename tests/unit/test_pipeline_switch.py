@@ -1,4 +1,4 @@
-"""A running pipeline switches schedule and dispatch between steps; losses and gradients stay those of the plain loop."""
+"""A running pipeline switches schedule and dispatch between steps; its numbers stay those of the plain loop."""
 
 from __future__ import annotations
 
