@@ -27,8 +27,10 @@ from typing import Any
 
 import pytest
 
+import penstock as ps
 from penstock import lab
 from penstock.cli import main
+from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
 from penstock.models import presets
@@ -120,6 +122,8 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         stage_builders(model_config(settings, 256), schedule.num_stages, settings.seed, settings.recompute)
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         folder.settings.write_text(settings.to_json(), encoding="utf-8")
+        if settings.adapt:
+            folder.file("control.jsonl").write_text(rehearsed_log(), encoding="utf-8")
         return 0
 
     monkeypatch.setattr(train_command, "_carry_out", only_check)
@@ -173,6 +177,15 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_tune, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
     monkeypatch.setattr(split, "run", lambda *args, **kwargs: [])
     monkeypatch.setattr(runtime, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
+
+
+def rehearsed_log() -> str:
+    """What a short run leaves of its control, for `penstock report`."""
+    lines: list[str] = []
+    zb, costs = ps.build("zb", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10)
+    job = Job(costs, Configuration(zb, "frozen", (), tuple(ps.simulate(zb, costs).peak_activations)))
+    rehearse(Controller(job, log=lines.append), ps.LinkConditions.parse("0:1=30"), until=1_000)
+    return "\n".join(lines) + "\n"
 
 
 def run_command(words: list[str], block: Block, capsys: pytest.CaptureFixture[str]) -> str:

@@ -17,6 +17,7 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     lab,
     plan,
     profile,
+    report,
     search,
     show,
     simulate,

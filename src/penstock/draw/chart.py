@@ -14,6 +14,7 @@
 
     bar_chart(["A", "B"], [Bars("zb", [1.0, 1.0]), Bars("ours", [1.42, 1.43], paper=[1.36, None])])
     dot_chart(["7B", "14B"], [Dots("direct", [samples, samples]), Dots("delegate", [samples, samples])])
+    stacked_chart(["direct", "delegate"], [Bars("busy", [0.6, 0.9]), Bars("idle", [0.4, 0.1])])
     heat_map(["0 → 1", "1 → 0"], [delays, delays], unit="ms")
 
 Every series has a colour that colour-blind readers tell apart from its neighbours, and a shape or a stroke besides;
@@ -31,6 +32,7 @@ from penstock.draw.charts.groups import bar_chart, dot_chart
 from penstock.draw.charts.heat import heat_map
 from penstock.draw.charts.lines import line_chart
 from penstock.draw.charts.parts import Band, Bars, Dots, Level, Line, Mark, Points
+from penstock.draw.charts.stacked import stacked_chart
 from penstock.formats.files import write_whole
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "heat_map",
     "line_chart",
     "save_chart",
+    "stacked_chart",
 ]
 
 

@@ -35,7 +35,7 @@ class Entry:
 def head(title: str, note: str, legend: Sequence[Entry], width: float, top: float = PAD) -> tuple[list[str], float]:
     """Title, note and legend; returns the y below them."""
     out: list[str] = []
-    y = top
+    y = top if title or note or legend else 2.0
     if title:
         for line in wrapped(title, width - 2 * PAD, 15):
             y += 15

@@ -75,7 +75,7 @@ def heat_map(
             f'<path class="pc-l-{mark.hue}" stroke-width="1.2" d="M{num(across(mark.x))} {num(top)}V{num(bottom)}"/>'
         )
     out += level_axis(across, bottom + 2)
-    below = bottom + (46 if x is not None and x.label else 28)
+    below = bottom + (54 if x is not None and x.label else 28)
     out += _key(bounds, unit, show, left, below)
     return Figure(tuple(out), width, below + 34, label or f"{title}. {note}", comment)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.draw.palette import ink as on
+
 
 @dataclass(frozen=True)
 class Hue:
@@ -42,13 +44,17 @@ def hue_of(name: str | None, place: int) -> str:
 
 
 def styles() -> str:
-    """CSS for all hues: `pc-l-` for strokes, `pc-f-` for fills, `pc-i-` for text, `pc-h` for a heat map's steps."""
+    """CSS for all hues: `pc-l-` for strokes, `pc-f-` for fills, `pc-i-` for text, `pc-on-` for text on a fill, and
+    `pc-h` for a heat map's steps."""
 
     def rules(dark: bool) -> str:
         out = []
         for name, hue in HUES.items():
             color, ink = (hue.dark, hue.dark_ink) if dark else (hue.light, hue.light_ink)
-            out.append(f".pc-l-{name}{{stroke:{color}}}.pc-f-{name}{{fill:{color}}}.pc-i-{name}{{fill:{ink}}}")
+            out.append(
+                f".pc-l-{name}{{stroke:{color}}}.pc-f-{name}{{fill:{color}}}.pc-i-{name}{{fill:{ink}}}"
+                f".pc-on-{name}{{fill:{on(color)}}}"
+            )
         steps = STEPS_DARK if dark else STEPS_LIGHT
         out.append("".join(f".pc-h{number}{{fill:{color}}}" for number, color in enumerate(steps)))
         return "\n".join(out)

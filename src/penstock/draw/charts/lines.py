@@ -28,6 +28,8 @@ def line_chart(
     y: Axis | None = None,
     marks: Sequence[Mark] = (),
     levels: Sequence[Level] = (),
+    left: float | None = None,
+    right: float | None = None,
     width: int = 760,
     height: int = 360,
     label: str = "",
@@ -43,6 +45,7 @@ def line_chart(
         title, note: above; the note may be a sentence or two.
         x, y: the axes. x ends with the data unless told otherwise; y starts at 0.
         marks: upright lines; levels: level lines.
+        left, right: pixels between which the lines lie, to stand above another chart.
         label: what the chart shows, for those who do not see it; by default title, note and series.
         comment: into the file's first line.
 
@@ -54,16 +57,18 @@ def line_chart(
     x, y = x or Axis(), y or Axis()
     hues = [hue_of(part.hue, place) for place, part in enumerate(parts)]
     xs = [value for part in parts for value in part.x]
-    last = max(xs, default=0.0)
-    direct = [place for place, part in enumerate(parts) if isinstance(part, Line) and _reaches(part, last)]
+    near = max(xs, default=0.0) - 0.05 * (max(xs, default=0.0) - min(xs, default=0.0))
+    direct = [place for place, part in enumerate(parts) if isinstance(part, Line) and _reaches(part, near)]
     legend = [_entry(part, hues[place], place) for place, part in enumerate(parts) if place not in direct]
     above, top = head(title, note, legend, width)
     labels = [parts[place].name for place in direct if parts[place].name] + [level.text for level in levels]
-    right = width - PAD - min(0.34 * width, max(map(text_width, labels), default=0.0) + 10)
+    if right is None:
+        right = width - PAD - min(0.34 * width, max(map(text_width, labels), default=0.0) + 10)
     top += 12 + 16 * bool(y.label) + 18 * bool(marks)
     bottom = height - PAD - (42 if x.label else 24)
     rise = laid(y, _heights(parts, levels), bottom, top, max(2, int((bottom - top) / 44)))
-    left = PAD + 10 + max(text_width(rise.axis.show(tick)) for tick in rise.ticks)
+    if left is None:
+        left = PAD + 10 + max(text_width(rise.axis.show(tick)) for tick in rise.ticks)
     across = laid(x, [*xs, *(mark.x for mark in marks)], left, right, max(2, int((right - left) / 80)), x.low is None)
     out = [*above, *upright(rise, left, right), *level_axis(across, bottom)]
     if y.label:
@@ -77,9 +82,10 @@ def line_chart(
     return Figure(tuple(out), width, height, said, comment)
 
 
-def _reaches(line: Line, last: float) -> bool:
+def _reaches(line: Line, near: float) -> bool:
     """Whether the line ends at the right, where its name can stand."""
-    return bool(line.x) and line.x[-1] >= last and line.y[-1] is not None
+    runs = _runs(line)
+    return bool(runs) and runs[-1][-1][0] >= near
 
 
 def _entry(part: Part, hue: str, place: int) -> Entry:
@@ -194,7 +200,7 @@ def _names(
         part = parts[place]
         assert isinstance(part, Line)
         if part.name:
-            wanted.append(rise(part.y[-1] or 0.0))
+            wanted.append(rise(_runs(part)[-1][-1][1]))
             shown.append((part.name, f"i-{hues[place]}"))
     for level in levels:
         wanted.append(rise(level.y))

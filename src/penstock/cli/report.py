@@ -1,0 +1,112 @@
+"""`penstock report`: one page that tells which link was slow when, what was decided, and what that saved.
+
+penstock report runs/tiny-1f1b-4          penstock report runs/tiny-1f1b-4 --out page.html --json
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.failure import INVALID, Misuse
+from penstock.cli.options import Json
+from penstock.cli.output import print_json
+from penstock.control.errors import ControlError
+from penstock.control.story import read_story
+from penstock.draw.report import RunStory, to_page
+from penstock.draw.report.words import headline, more
+from penstock.formats.files import write_whole
+
+LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"
+TOLD = ("model", "device", "costs", "transport", "store", "link", "links")
+"""Settings of a run that its report names, where they are there."""
+
+
+class NoStory(Exception):
+    """The logs of a run do not make sense; the message says which and why."""
+
+    exit_code = INVALID
+    rule = "log"
+
+
+@app.command(short_help="One page on a run: which link was slow when, what was decided, what it saved.")
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the control.jsonl in it.")],
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Write the page there. [report.html in the folder]")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tell a run under control as one HTML page that loads nothing: iteration times, links, decisions, savings."""
+    folder = _folder(Path(run))
+    if out is not None and not out.lower().endswith((".html", ".htm")):
+        raise Misuse(f"--out {out}: the report is a page; give a name that ends with .html")
+    story = _story(folder, Path(run))
+    target = None if json and out is None else Path(out) if out is not None else folder / "report.html"
+    if target is not None:
+        write_whole(target, to_page(story))
+    if json:
+        print_json({**story.to_json(), "headline": headline(story), "out": None if target is None else str(target)})
+        return
+    print("\n".join([headline(story), *more(story), f"wrote {target}"]))
+
+
+def _folder(run: Path) -> Path:
+    """The folder that holds the logs: the one given, the one of the file given, or the only one below that does."""
+    if run.name == LOG and run.is_file():
+        return run.parent
+    if not run.is_dir():
+        raise Misuse(f"{run}: there is no such folder; give the folder of a run")
+    if (run / LOG).is_file():
+        return run
+    below = sorted(path.parent for path in run.glob(f"*/{LOG}"))
+    if len(below) > 1:
+        raise Misuse(f"{run} holds {len(below)} runs: give one, like {below[0]}")
+    if not below:
+        raise Misuse(
+            f"{run} has no {LOG}: its links were not watched; train with --adapt, or run with ps.Steering(folder=...)"
+        )
+    return below[0]
+
+
+def _story(folder: Path, run: Path) -> RunStory:
+    name = (run.parent if run.name == LOG else run).resolve().name
+    try:
+        return read_story(
+            _lines(folder / LOG),
+            name=name,
+            iterations=_lines(folder / ITERATIONS),
+            timelines=_lines(folder / TIMELINES),
+            facts=_facts(folder, run),
+        )
+    except ControlError as error:
+        raise NoStory(f"{folder}: {error}") from None
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise NoStory(f"{path}: not text") from None
+
+
+def _facts(folder: Path, run: Path) -> list[tuple[str, str]]:
+    """What the run's settings say of it; nothing where there are none that can be read."""
+    for path in (folder / SETTINGS, run / SETTINGS, folder.parent / SETTINGS):
+        try:
+            value: Any = json_format.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(value, dict):
+            return [(name, _said(value[name])) for name in TOLD if value.get(name)]
+    return []
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,273 @@
+"""The story of a run, told from its logs: which link was slow when, what was decided, and what it saved.
+
+    control.jsonl      the controller's log: every message's time, every decision       needed
+    iterations.jsonl   one line an iteration, from the first one on                     if there
+    timelines.jsonl    when the ops of some iterations ran                              if there
+
+"Saved" is told by the simulator that the controller decides by: each iteration is simulated under the links as they
+were measured in it, once with what ran, to be held against the measurement, and once with the first configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from penstock.control.configuration import Configuration, Job
+from penstock.control.errors import ControlError
+from penstock.control.events import undirected
+from penstock.control.hindsight import Hindsight, Seen, picked
+from penstock.control.told import Chosen, Told, add_record, json_lines, read_log
+from penstock.draw.report.story import (
+    Alarms,
+    Decided,
+    Iteration,
+    Memory,
+    Ran,
+    RunStory,
+    Shares,
+    Shown,
+    spells_of,
+)
+from penstock.schedule import Op
+from penstock.simulate import TimedOp, Timeline
+
+MOST = 300
+"""Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
+AROUND = 5
+"""Iterations each side of a switch that tell what it changed."""
+BYTES = 1e4
+"""Activations above this are bytes, not units."""
+
+
+def read_story(
+    log: Iterable[str],
+    *,
+    name: str,
+    iterations: Iterable[str] = (),
+    timelines: Iterable[str] = (),
+    facts: Sequence[tuple[str, str]] = (),
+    most: int = MOST,
+) -> RunStory:
+    """Makes a run's story of the lines of its files.
+
+    Args:
+        log: of control.jsonl; one that was cut off is read as far as it goes.
+        name: of the run; facts: what else there is to say of it, as names and values.
+        iterations, timelines: of the files of these names.
+        most: see `MOST`.
+
+    Raises:
+        ControlError: no log, one of another version, or a run without an iteration.
+    """
+    told = read_log(log)
+    records = list(json_lines(iterations, "iterations.jsonl"))
+    for record in records:
+        add_record(told, record)
+    if not told.seen:
+        raise ControlError("the log has no iteration that ended: there is nothing to report yet")
+    hindsight = Hindsight(told.job)
+    rows = [told.seen[number] for number in sorted(told.seen)]
+    links = tuple(sorted({link for row in rows for link in row.times}, key=lambda link: (undirected(link), link)))
+    ran = _simulated(told, hindsight, rows, most)
+    kept = _kept(told, hindsight, rows, most)
+    found = tuple(
+        Iteration(
+            row.number,
+            row.ms,
+            row.decision,
+            ran[row.number].makespan if row.number in ran else None,
+            row.ms if row.decision == 0 else kept.get(row.number),
+            tuple(row.delay(link) for link in links),
+        )
+        for row in rows
+    )
+    least = told.job.smallest_delay
+    undisturbed, source = _undisturbed(told, hindsight, found, least)
+    decided = tuple(_decided(told.chosen[number], told.job.start, found) for number in sorted(told.chosen))
+    return RunStory(
+        name=name,
+        facts=(*_facts(told.job), *facts),
+        links=links,
+        iterations=found,
+        decisions=decided,
+        spells=spells_of(found, links, least),
+        ran=_configurations(told, found, ran),
+        memory=_memory(told, ran.values(), records),
+        alarms=Alarms(
+            sum(watch.num_suspected for watch in told.book.watches),
+            sum(watch.num_verified for watch in told.book.watches),
+            sum(watch.num_false for watch in told.book.watches),
+        ),
+        smallest_delay=least,
+        undisturbed=undisturbed,
+        undisturbed_from=source,
+        faults=tuple(told.faults),
+        shown=_shown(told, decided, ran, json_lines(timelines, "timelines.jsonl")),
+    )
+
+
+def _simulated(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, Timeline]:
+    """What ran, simulated, by iteration: picked evenly, and every iteration around a switch."""
+    measured = [row for row in rows if row.times]
+    wanted = {measured[place].number for place in picked(len(measured), most)}
+    firsts = [chosen.first for chosen in told.chosen.values() if chosen.first is not None]
+    wanted |= {first + step for first in firsts for step in (-1, 0, 1)}
+    found = {}
+    for row in measured:
+        if row.number in wanted:
+            configuration = told.configuration(row.decision)
+            timeline = hindsight.run(configuration, row, configuration)
+            if timeline is not None:
+                found[row.number] = timeline
+    return found
+
+
+def _kept(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, float]:
+    """The first configuration, simulated, by iteration that ran another."""
+    other = [row for row in rows if row.decision and row.times]
+    found = {}
+    for row in (other[place] for place in picked(len(other), most)):
+        timeline = hindsight.run(told.job.start, row, told.configuration(row.decision))
+        if timeline is not None:
+            found[row.number] = timeline.makespan
+    return found
+
+
+def _undisturbed(
+    told: Told, hindsight: Hindsight, iterations: Sequence[Iteration], least: float
+) -> tuple[float, str]:
+    """How long an iteration of the first configuration takes with no link late, and how that is known."""
+    calm = [
+        each.ms for each in iterations if each.decision == 0 and all(d is not None and d < least for d in each.delays)
+    ]
+    if len(calm) >= 3:
+        return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
+    return hindsight.healthy(told.job.start).makespan, "simulated with no link late"
+
+
+def _decided(chosen: Chosen, start: Configuration, iterations: Sequence[Iteration]) -> Decided:
+    value, first = chosen.value, chosen.first
+    mine = [each for each in iterations if each.decision == chosen.number]
+    before = [each.ms for each in iterations if first is not None and first - AROUND <= each.number < first]
+    known = [each.kept - each.ms for each in mine if each.kept is not None]
+    return Decided(
+        number=chosen.number,
+        action=str(value["action"]),
+        reason=str(value["reason"]),
+        what=in_words(chosen.configuration, start),
+        began=chosen.began,
+        made=int(value["iteration"]),
+        first=first,
+        outcome="ran" if mine else chosen.outcome if chosen.outcome == "given up" else "open",
+        ms_now=value["ms_now"],
+        ms_then=float(value["ms_then"]),
+        price=float(value["price"]),
+        measured_before=median(before) if before else None,
+        measured_after=median(each.ms for each in mine[:AROUND]) if mine else None,
+        saved=sum(known) * len(mine) / len(known) if known else None,
+    )
+
+
+def in_words(configuration: Configuration, start: Configuration) -> str:
+    """A configuration in a few words."""
+    links = ", ".join(f"{a}–{b}" for a, b in configuration.delegated)
+    name = configuration.schedule.name
+    if configuration.schedule != start.schedule:
+        name = f"{name} re-planned" if name == start.schedule.name else f"re-planned ({name})"
+    return f"{name}, {configuration.dispatch.value}, " + (f"delegated {links}" if links else "all links direct")
+
+
+def _configurations(told: Told, iterations: Sequence[Iteration], ran: Mapping[int, Timeline]) -> tuple[Ran, ...]:
+    least = told.job.smallest_delay
+    late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
+    found = []
+    for number in sorted({each.decision for each in iterations}):
+        mine = [each for each in iterations if each.decision == number]
+        both = [(each.number, each.ms, each.simulated) for each in mine if each.simulated is not None and each.ms > 0]
+        at = _middle(both, late) if both else None
+        found.append(
+            Ran(
+                decision=number,
+                what=in_words(told.configuration(number), told.job.start),
+                num_iterations=len(mine),
+                measured=median(ms for _, ms, _ in both) if both else None,
+                simulated=median(simulated for _, _, simulated in both) if both else None,
+                error=median(abs(simulated / ms - 1) for _, ms, simulated in both) if both else None,
+                shares=Shares.of(ran[at]) if at is not None else None,
+                at=at,
+            )
+        )
+    return tuple(found)
+
+
+def _middle(both: Sequence[tuple[int, float, float]], late: Container[int]) -> int:
+    """The iteration of middling time among those with a late link; among all where no link was late."""
+    rows = [each for each in both if each[0] in late] or list(both)
+    return sorted(rows, key=lambda each: each[1])[len(rows) // 2][0]
+
+
+def _memory(told: Told, ran: Iterable[Timeline], records: Iterable[Mapping[str, Any]]) -> Memory | None:
+    """The most each rank held: measured where the records say it, else simulated."""
+    measured = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
+    peaks = measured or [timeline.peak_activations for timeline in ran]
+    if not peaks:
+        return None
+    caps = [told.configuration(number).caps for number in {0, *(row.decision for row in told.seen.values())}]
+    most, allowed = (tuple(map(max, zip(*rows, strict=True))) for rows in (peaks, caps))
+    in_bytes = max(allowed) >= BYTES
+    scale = 2.0**20 if in_bytes else 1.0
+    return Memory(
+        tuple(each / scale for each in most),
+        tuple(each / scale for each in allowed),
+        "MiB of activations" if in_bytes else "activations",
+        "measured" if measured else "simulated",
+    )
+
+
+def _shown(
+    told: Told, decided: Sequence[Decided], ran: Mapping[int, Timeline], records: Iterable[Mapping[str, Any]]
+) -> tuple[Shown, ...]:
+    """An iteration before the switch that saved most and one after it: measured where both were recorded."""
+    there = [each for each in decided if each.first is not None and each.outcome == "ran"]
+    if not there:
+        return ()
+    best = max(there, key=lambda each: (each.saved or 0.0, -each.number))
+    recorded = {str(record.get("why")): record for record in records}
+    pair = [recorded.get(f"before {best.number}"), recorded.get(f"after {best.number}")]
+    if pair[0] is not None and pair[1] is not None:
+        rows = [(int(each["iteration"]), _measured(told, each)) for each in pair if each is not None]
+    else:
+        first = best.first or 0
+        after = first + 1 if first + 1 in ran and told.seen[first + 1].decision == best.number else first
+        rows = [(number, ran[number]) for number in (first - 1, after) if number in ran]
+    return tuple(
+        Shown(
+            f"iteration {number}: {in_words(told.configuration(told.seen[number].decision), told.job.start)}",
+            timeline,
+        )
+        for number, timeline in rows
+    )
+
+
+def _measured(told: Told, record: Mapping[str, Any]) -> Timeline:
+    configuration = told.configuration(int(record["number"]))
+    ops = [
+        TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
+        for rank, kind, stage, microbatch, start, end in record["ops"]
+    ]
+    ops.sort(key=lambda timed: (timed.rank, timed.start))
+    none = (0.0,) * configuration.schedule.num_ranks
+    return Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)
+
+
+def _facts(job: Job) -> tuple[tuple[str, str], ...]:
+    schedule = job.start.schedule
+    return (
+        ("schedule", schedule.name),
+        ("ranks", str(schedule.num_ranks)),
+        ("microbatches", str(schedule.num_microbatches)),
+        ("mean op", f"{job.mean_op:.3g} ms"),
+        ("first configuration", in_words(job.start, job.start)),
+    )

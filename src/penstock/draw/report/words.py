@@ -1,0 +1,144 @@
+"""What a run's story comes to, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.draw.report.story import Decided, RunStory, Spell
+from penstock.draw.scale import percent, short
+
+DONE = {
+    "delegate": "{it} delegated",
+    "re-plan": "the schedule was re-planned",
+    "re-plan and delegate": "{it} delegated and the schedule re-planned",
+    "change dispatch": "the ranks changed to {dispatch} dispatch",
+    "stop delegating": "{it} taken back from the delegates",
+}
+FEW = 3
+"""Links that a sentence names."""
+NOTHING = 0.005
+"""Share of the run's time below which what was lost is next to nothing."""
+
+
+def link_name(link: tuple[int, int]) -> str:
+    """A link, both directions."""
+    return f"{link[0]}–{link[1]}"
+
+
+def way_name(link: tuple[int, int]) -> str:
+    """One direction of a link."""
+    return f"{link[0]} → {link[1]}"
+
+
+def seconds(ms: float) -> str:
+    """A long time: 840 ms, 28.3 s, 12.5 min."""
+    size = abs(ms)
+    if size < 1e3:
+        return f"{ms:.0f} ms"
+    if size < 100e3:
+        return f"{ms / 1e3:.1f} s"
+    return f"{ms / 1e3:.0f} s" if size < 600e3 else f"{ms / 60e3:.1f} min"
+
+
+def times(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def headline(story: RunStory) -> str:
+    """The one sentence that the page begins with."""
+    parts = [_late(story), _answer(story), _saved(story)]
+    return _sentence("; ".join(part for part in parts if part))
+
+
+def more(story: RunStory) -> list[str]:
+    """The sentences below it."""
+    found = [f"{times(len(story.iterations), 'iteration')} in {seconds(story.total)}"]
+    ran = [each for each in story.decisions if each.outcome == "ran"]
+    found[0] += f", {times(len(ran), 'change')} of what runs"
+    if (given_up := sum(each.outcome == "given up" for each in story.decisions)) > 0:
+        found[0] += f", {given_up} given up because not all ranks could take it"
+    found.append(alarms(story))
+    if story.error is not None:
+        found.append(f"Simulated and measured iteration time differ by {percent(story.error)} in the median")
+    return [_sentence(each) for each in found]
+
+
+def alarms(story: RunStory) -> str:
+    """Alarms in a sentence."""
+    a = story.alarms
+    if not a.suspected:
+        return "No change of a link was suspected"
+    return (
+        f"{times(a.suspected, 'change')} of links suspected: {a.verified} verified, "
+        f"{times(a.false, 'false alarm')} that led to nothing"
+    )
+
+
+def _late(story: RunStory) -> str:
+    spells = story.spells
+    count = times(len(story.iterations), "iteration")
+    if not spells:
+        return f"no link was late in {count}"
+    links = sorted({spell.link for spell in spells})
+    if len(links) == 1 and len(spells) == 1:
+        return f"link {link_name(links[0])} was {short(spells[0].ms)} ms late for {_for(spells[0], story)}"
+    if len(links) == 1:
+        ms = [spell.ms for spell in spells]
+        total = sum(spell.num_late for spell in spells)
+        late = f"{_range(ms)} ms late {len(spells)} times, for {times(total, 'iteration')} in all"
+        return f"link {link_name(links[0])} was {late}"
+    named = f"links {_listed([link_name(link) for link in links])}" if len(links) <= FEW else f"{len(links)} links"
+    ms = [max(spell.ms for spell in spells if spell.link == link) for link in links]
+    return f"{named} were {_range(ms)} ms late, some of them in {len(story.late)} of {count}"
+
+
+def _for(spell: Spell, story: RunStory) -> str:
+    if spell.num_late == len(story.iterations):
+        return f"all {times(spell.num_late, 'iteration')}"
+    return times(spell.num_late, "iteration")
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = short(min(values)), short(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _answer(story: RunStory) -> str:
+    ran = [each for each in story.decisions if each.outcome == "ran" and each.first is not None]
+    if not ran:
+        return "what runs was never changed" if story.decisions or story.spells else ""
+    first = ran[0]
+    after = reaction(story, first)
+    one = len({spell.link for spell in story.spells}) == 1
+    done = DONE.get(first.action, first.action).format(
+        it="it was" if one else "links were", dispatch="dynamic" if "dynamic" in first.what else "frozen"
+    )
+    return done + (f" after {after}" if after is not None else f" in iteration {first.first}")
+
+
+def reaction(story: RunStory, decided: Decided) -> int | None:
+    """Late iterations that still ran what ran before, from the first that was late until the switch."""
+    if decided.first is None:
+        return None
+    began = [spell.first for spell in story.spells if spell.first <= decided.made and spell.last >= decided.made]
+    start = decided.began if decided.began is not None else max(began, default=None)
+    return None if start is None else decided.first - start
+
+
+def _saved(story: RunStory) -> str:
+    lost, saved = story.lost, story.saved
+    if not story.spells or lost is None or saved is None:
+        return ""
+    if lost < NOTHING * story.total:
+        return f"that cost next to nothing ({seconds(max(0.0, lost))})"
+    if saved <= 0:
+        return f"{seconds(lost)} were lost, none of it saved"
+    return f"{seconds(saved)} of {seconds(lost)} lost time was saved"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
