@@ -23,6 +23,7 @@ from penstock.data import (
 )
 from penstock.models import CrossEntropy, GPTConfig, tied_parameters
 from penstock.runtime import Pipeline
+from penstock.runtime.steering import Steering
 from penstock.schedule import Schedule
 from penstock.train.model import model_config, stage_builders
 from penstock.train.settings import Settings, SettingsError
@@ -100,7 +101,7 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
         ) from None
 
 
-def build_pipeline(inputs: Inputs) -> Pipeline:
+def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline:
     """The pipeline of a run, over torch.distributed where it is set up."""
     settings, schedule, config = inputs.settings, inputs.schedule, inputs.config
     return Pipeline(
@@ -115,7 +116,10 @@ def build_pipeline(inputs: Inputs) -> Pipeline:
         tied=tied_parameters(config),
         seed=settings.seed,
         timeout=settings.timeout,
+        transport=settings.transport,
+        depth=settings.link_depth,
         links=settings.link_conditions(),
+        steering=steering,
     )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from penstock.control import Configuration
 from penstock.data import Batches, entropies, to_tensors, validation_batches
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
@@ -18,6 +23,8 @@ from penstock.models import sample
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.measured import measured_costs
 from penstock.runtime.saving import export_model
+from penstock.runtime.steering import Steering
+from penstock.runtime.transport_choice import TransportChoice
 from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import newest_checkpoint
@@ -25,13 +32,33 @@ from penstock.train.inputs import ENTROPY_TOKENS, Inputs, build_pipeline
 from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
-from penstock.train.report import Report, timing_report
+from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.settings import Settings, num_cores
+from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
 
 VALIDATION_BATCHES = 4
 PROFILED_STEPS = 5
 """Steps near the end whose timelines give the run's own profile."""
+
+
+FLOAT = 4
+"""Bytes of a number that passes between stages: sums along the model are kept in float32."""
+
+
+class Profiled(NamedTuple):
+    """A measured step, and what it ran."""
+
+    timeline: Timeline
+    configuration: Configuration
+
+
+class Ending(NamedTuple):
+    """Text that the model wrote, most bytes of each rank, and the model's size."""
+
+    text: str
+    peak_memory: list[int]
+    num_parameters: int
 
 
 class RankRun:
@@ -42,7 +69,8 @@ class RankRun:
     ) -> None:
         self.inputs, self.first, self.quiet, self.export = inputs, first, quiet, export
         settings, corpus, config = inputs.settings, inputs.corpus, inputs.config
-        self.pipe = build_pipeline(inputs)
+        self.pipe = build_pipeline(inputs, self._steering(folder))
+        self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
         vocab_size = corpus.vocab_size
@@ -53,6 +81,12 @@ class RankRun:
         self.stop = StopRequest()
         self.interrupted = False
         self.report: Report | None = None
+
+    def _steering(self, folder: RunFolder) -> Steering | None:
+        settings = self.inputs.settings
+        if not settings.adapt:
+            return None
+        return Steering(folder.path, settings.store, host_memory=settings.host_units)
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if one was ever written. Raises CheckpointError."""
@@ -68,7 +102,7 @@ class RankRun:
         """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
         settings = self.inputs.settings
         start = self.pipe.num_steps
-        profile: list[Timeline] = []
+        profile: list[Profiled] = []
         loss: float | None = None
         validation: float | None = None
         seconds = 0.0
@@ -84,6 +118,7 @@ class RankRun:
             for step in range(start, settings.steps):
                 rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
                 self._set_rate(rate)
+                running = self.pipe.configuration
                 began = time.perf_counter()
                 result = self.pipe.step(*to_tensors(self.batches[step]))
                 elapsed = time.perf_counter() - began
@@ -93,9 +128,12 @@ class RankRun:
                 values = {"loss": loss, "tokens_per_second": tokens / elapsed, "bubble": bubble, "lr": rate}
                 if result.grad_norm is not None:
                     values["grad_norm"] = float(result.grad_norm)
+                if settings.adapt and self.first:
+                    values["plan"] = _number(self.pipe.decisions, running)
+                    view.decisions(self.pipe.decisions)
                 last = step + 1 == settings.steps
                 if step + PROFILED_STEPS >= settings.steps or asked:
-                    profile.append(self.pipe.timeline())
+                    profile.append(Profiled(self.pipe.timeline(), running))
                 if asked and not last:
                     self.interrupted = True
                     view.say(f"stopping after step {step + 1}: saving a checkpoint")
@@ -110,8 +148,16 @@ class RankRun:
                     break
         if self.export is not None and self.first:
             export_model(Path(self.export), self.folder.checkpoints)
-        trained = tokens * (self.pipe.num_steps - start)
-        self.report = self._report(profile, loss, validation, trained / seconds if seconds else None, seconds)
+        if validation is None:
+            # Nothing was left to train. The report needs a loss and a timeline all the same.
+            validation = self.evaluate()
+            profile.append(self._profile_one())
+        ending = self._ending()
+        self.pipe.close()  # the records are complete then
+        if self.first:
+            trained = tokens * (self.pipe.num_steps - start)
+            speed = trained / seconds if seconds else None
+            self.report = self._report(profile, loss, validation, speed, seconds, ending)
 
     def _agree(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the step."""
@@ -159,40 +205,43 @@ class RankRun:
             written = written[: written.index(end)]
         return tokenizer.decode(written)
 
+    def _profile_one(self) -> Profiled:
+        """A step whose gradients are thrown away."""
+        running = self.pipe.configuration
+        self.pipe.step(*to_tensors(self.batches[self.pipe.num_steps]), update=False)
+        self.pipe.zero_grad()
+        return Profiled(self.pipe.timeline(), running)
+
+    def _ending(self) -> Ending:
+        """What all ranks together know at the end."""
+        text = self._sample()
+        memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
+        sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
+        return Ending(text, memory, int(sum(self.pipe.agree(sizes))))
+
     def _report(
         self,
-        profile: list[Timeline],
+        profile: list[Profiled],
         loss: float | None,
-        validation: float | None,
+        validation: float,
         tokens_per_second: float | None,
         seconds: float,
-    ) -> Report | None:
+        ending: Ending,
+    ) -> Report:
         inputs, folder, steps = self.inputs, self.folder, self.pipe.num_steps
-        if validation is None:
-            # Nothing was left to train. The report needs a loss and a timeline all the same.
-            validation = self.evaluate()
-            self.pipe.step(*to_tensors(self.batches[steps]), update=False)
-            profile.append(self.pipe.timeline())
-            self.pipe.zero_grad()
-        text = self._sample()
-        memory = [peak for part in self.pipe.gather(_peak_memory(inputs.settings)) for peak in part]
-        sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
-        num_parameters = sum(self.pipe.agree(sizes))
-        if not self.first:
-            return None
-        middle = sorted(profile, key=lambda timeline: timeline.makespan)[len(profile) // 2]
-        timing, simulated = timing_report(middle, measured_costs(profile), inputs.settings.link_conditions())
-        save_picture([simulated, middle], folder.file("timeline.html"))
-        save_picture([simulated, middle], folder.file("timeline.json"))
-        folder.file("sample.txt").write_text(text + "\n", encoding="utf-8")
+        settings = inputs.settings
+        timing, pictures = self._timing(profile)
+        save_picture(pictures, folder.file("timeline.html"))
+        save_picture(pictures, folder.file("timeline.json"))
+        folder.file("sample.txt").write_text(ending.text + "\n", encoding="utf-8")
         bars = entropies(
             inputs.corpus.train, inputs.corpus.validation, inputs.corpus.vocab_size, max_tokens=ENTROPY_TOKENS
         )
         report = Report(
             schedule=inputs.schedule.name,
-            dispatch=inputs.settings.dispatch,
+            dispatch=self._dispatch,
             num_ranks=inputs.schedule.num_ranks,
-            num_parameters=int(num_parameters),
+            num_parameters=ending.num_parameters,
             steps=steps,
             interrupted=self.interrupted,
             train_loss=loss,
@@ -203,8 +252,8 @@ class RankRun:
             tokens_per_second=tokens_per_second,
             seconds=seconds,
             timing=timing,
-            peak_memory=memory,
-            notices=[*self.pipe.notices, *_injected(inputs.settings), *_crowded(inputs.settings)],
+            peak_memory=ending.peak_memory,
+            notices=[*self.pipe.notices, *_injected(settings), *_crowded(settings)],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -212,10 +261,31 @@ class RankRun:
                 "checkpoints": str(folder.checkpoints),
                 "sample": str(folder.file("sample.txt")),
                 **({} if self.export is None else {"model": self.export}),
+                **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },
+            steered=read_steered(folder.path) if settings.adapt else None,
         )
         write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         return report
+
+    def _timing(self, profile: list[Profiled]) -> tuple[TimingReport, list[Timeline]]:
+        """The middle step beside its simulation, with op times of the last steps that ran the same."""
+        middle = sorted(profile, key=lambda each: each.timeline.makespan)[len(profile) // 2]
+        alike = [each.timeline for each in profile if each.configuration == middle.configuration]
+        config, settings = self.inputs.config, self.inputs.settings
+        costs = measured_costs(alike)
+        size = float(FLOAT * config.width * config.context * math.ceil(settings.batch / settings.microbatches))
+        costs = replace(costs, message_bytes=[size] * (costs.num_stages - 1) + [0.0])
+        choice = TransportChoice(settings.transport, settings.link_depth)
+        timing, simulated = timing_report(
+            middle.timeline, costs, settings.link_conditions(), choice.simulated(middle.configuration.delegated)
+        )
+        return timing, [simulated, middle.timeline]
+
+
+def _number(decisions: Sequence[Mapping[str, Any]], running: Configuration) -> int:
+    """Of the decision that what runs comes from; 0 for the start."""
+    return max((each["number"] for each in decisions if each["digest"] == running.digest), default=0)
 
 
 def _due(step: int, every: int) -> bool:

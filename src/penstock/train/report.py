@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, LinkConditions
-from penstock.simulate import Timeline, simulate
+from penstock.simulate import Blocking, Decoupled, Timeline, simulate
+from penstock.train.steered import Steered
 
 WIDTH = 100
 """Columns that notes are wrapped to."""
@@ -34,6 +35,7 @@ class Report:
         loss, unigram, bigram: nats a token on the validation text: the model's, and those of counting.
         beats_bigram: whether the model is better than counting pairs.
         peak_memory: most bytes of each rank's process (or device), by rank.
+        steered: links, decisions and what they saved; None for a run that did not adapt.
     """
 
     schedule: str
@@ -53,9 +55,10 @@ class Report:
     peak_memory: list[int]
     notices: list[str]
     files: dict[str, str]
+    steered: Steered | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
 
     @classmethod
     def read(cls, path: Path) -> Report | None:
@@ -64,6 +67,8 @@ class Report:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        steered = value.get("steered")
+        value |= {"steered": None if steered is None else Steered.from_json(steered)}
         return cls(**{**value, "timing": TimingReport(**value["timing"])})
 
     def to_text(self) -> str:
@@ -84,6 +89,7 @@ class Report:
                 "bubbles",
                 f"{timing.measured_bubble_ratio:.1%} measured, {timing.simulated_bubble_ratio:.1%} simulated",
             ),
+            *(() if self.steered is None else self.steered.rows(adapted=True)),
             ("memory", ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory) + " MiB at most, by rank"),
         ]
         for notice in self.notices:
@@ -96,9 +102,15 @@ class Report:
 
 
 def timing_report(
-    measured: Timeline, costs: Costs, links: LinkConditions | None = None
+    measured: Timeline, costs: Costs, links: LinkConditions | None = None, transport: Decoupled | Blocking | str = ""
 ) -> tuple[TimingReport, Timeline]:
     """Simulates what was measured, with the costs read off the run and the conditions injected into it."""
-    simulated = simulate(measured.schedule, costs, links=links, dispatch=measured.dispatch)
+    simulated = simulate(
+        measured.schedule,
+        costs,
+        links=links,
+        dispatch=measured.dispatch,
+        transport=transport or "decoupled",
+    )
     report = TimingReport(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio)
     return report, simulated

@@ -45,8 +45,8 @@ class Travel:
             )
         if self.delegates is not None and not self.may_delegate:
             raise SettingsError(
-                f"delegates {self.delegates} are for --transport delegate, or direct with --adapt, not for "
-                f"{self.transport}; leave them out"
+                f"delegates {self.delegates} are for --transport delegate or --adapt, not for {self.transport}; "
+                "leave them out"
             )
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
@@ -62,7 +62,7 @@ class Travel:
     @property
     def may_delegate(self) -> bool:
         """Whether links may go by delegates: all do, or single ones where that is faster."""
-        return self.transport == "delegate" or (self.adapt and self.transport == "direct")
+        return self.transport == "delegate" or self.adapt
 
 
 def host_memory_of(text: str | None, costs: Costs | None) -> float:
