@@ -230,7 +230,7 @@ class Controller:
             return None
         check(chosen.candidate.configuration.schedule)
         now = self._scored[0] if self._scored[0].candidate.action is Action.KEEP else None
-        recent = list(news) or [change for _, change in self.changes[-1:]]
+        recent = list(news) or [self._book.again(change) for _, change in self.changes[-1:]]
         self._number += 1
         self._waiting = Decision(
             self._number,

@@ -2,7 +2,7 @@
 
 Events are values, and each is one line of JSON, so that a run's log replays:
 
-    {"transfers": {"0:1": [16777216.0, "~U_RRIRRIRR", 0.0]}}     bytes, packed times, busy for
+    {"transfers": {"0:1": [16777216.0, "~U_RRIRRIRR", 0.0, 0.0]}}     bytes, packed times, busy for, held
     {"ops": {"3:3": {"F": "~SMP", "I": "~SLP", "W": "~SBO"}}}   of rank 3, stage 3: packed times of two halves
     {"iteration": {"number": 7, "ms": 412.0}}
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.control.errors import ControlError
 from penstock.control.packed import pack, rounded, unpack
-from penstock.control.queueing import Busy, alone, busy_time
+from penstock.control.queueing import Busy, alone, busy_time, held_share
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule
 
@@ -80,6 +80,8 @@ class Transfers:
         ms: how long each took by itself: waiting for its receiver, and behind others on a busy link, left out.
         busy: how long the link was busy with a message of middling size (ms): those behind it waited. 0 where they
             did not hold one another up; None where too few were under way together to tell.
+        held: share of messages that arrived together with the one before, though they began later, on a link that is
+            not busy: what loss looks like in a stream.
 
     Raises:
         ControlError: a link that is not two different ranks; no messages, or not as many sizes as times; a size or
@@ -90,6 +92,7 @@ class Transfers:
     num_bytes: tuple[float, ...]
     ms: tuple[float, ...]
     busy: float | None = None
+    held: float = 0.0
 
     def __post_init__(self) -> None:
         _check_link(self.link)
@@ -104,6 +107,9 @@ class Transfers:
         if self.busy is not None:
             _check_number(f"the busy time of link {show_link(self.link)}", self.busy)
             object.__setattr__(self, "busy", rounded(self.busy))
+        if not 0 <= self.held <= 1:
+            raise ControlError(f"link {show_link(self.link)}: held is {self.held!r}: give a share from 0 to 1")
+        object.__setattr__(self, "held", round(self.held, 2))
         object.__setattr__(self, "num_bytes", tuple(map(float, self.num_bytes)))
         object.__setattr__(self, "ms", tuple(map(rounded, self.ms)))
 
@@ -120,7 +126,9 @@ class Transfers:
         busy = busy_time(ordered)
         size = median([row[0] for row in ordered]) if ordered else 0.0
         times = tuple(alone(ordered, busy or Busy()))
-        return cls(link, tuple(row[0] for row in ordered), times, None if busy is None else busy.of(size))
+        long = None if busy is None else busy.of(size)
+        held = 0.0 if long or not ordered else held_share(ordered)
+        return cls(link, tuple(row[0] for row in ordered), times, long, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +244,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
         return {name: {"schedule": to_json(event.schedule)}}
     if isinstance(event, Transfers):
         sizes: object = list(event.num_bytes) if len(set(event.num_bytes)) > 1 else event.num_bytes[0]
-        return {name: {show_link(event.link): [sizes, pack(event.ms), event.busy]}}
+        return {name: {show_link(event.link): [sizes, pack(event.ms), event.busy, event.held]}}
     if isinstance(event, OpTimes):
         return {name: {f"{event.rank}:{event.stage}": {kind: pack(halves) for kind, halves in event.ms}}}
     return {name: asdict(event)}
@@ -260,10 +268,10 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         fields["schedule"] = from_json(fields["schedule"])
     try:
         if name == "transfers":
-            ((link, (sizes, text, busy)),) = fields.items()
+            ((link, (sizes, text, busy, held)),) = fields.items()
             ms = unpack(text)
             each = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(ms)
-            return Transfers(_two(link), each, ms, busy)
+            return Transfers(_two(link), each, ms, busy, held)
         if name == "ops":
             ((link, kinds),) = fields.items()
             halves = [(kind, unpack(text)) for kind, text in kinds.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean, median
 
@@ -45,6 +45,7 @@ class LinkEstimate:
         num_messages: that this rests on.
         busy: of `delay`, how long the link is busy with a message (ms), so that those behind it wait; None where
             neither sizes nor messages under way together tell.
+        held: share of messages that arrived together with the one before: what loss looks like in a stream.
     """
 
     delay: float
@@ -54,6 +55,7 @@ class LinkEstimate:
     late_share: float
     num_messages: int
     busy: float | None = None
+    held: float = 0.0
 
 
 _LEAST_SPREAD = 1.5
@@ -67,12 +69,15 @@ LATE_SHARE = 0.15
 
 
 def estimate(
-    messages: Sequence[tuple[float, float]], least: float = 0.0, busy: Sequence[float | None] = ()
+    messages: Sequence[tuple[float, float]],
+    least: float = 0.0,
+    busy: Sequence[float | None] = (),
+    held: Sequence[float] = (),
 ) -> LinkEstimate:
     """From messages as (bytes, ms). `least` ms is the smallest difference that matters.
 
-    `busy` is what iterations told of how long the link is busy with a message; their median counts, or else what
-    size makes of the time.
+    `busy` and `held` are what iterations told of these, see `Transfers`. Where they do not tell how long the link is
+    busy with a message, size does.
 
     The fit runs through the median of each size, with the middle slope, so wild values do not move it.
     """
@@ -96,20 +101,22 @@ def estimate(
     late = sum(rest > bound for rest in rests) / len(rests)
     told = [each for each in busy if each is not None]
     by_size = None if latency is None else per_byte * median(size for size, _ in messages)
-    return LinkEstimate(
-        median(times), fmean(times), latency, bandwidth, late, len(times), median(told) if told else by_size
-    )
+    together = fmean(held) if held else 0.0
+    long = median(told) if told else by_size
+    return LinkEstimate(median(times), fmean(times), latency, bandwidth, late, len(times), long, together)
 
 
 def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
     """What of a link changed most between two estimates.
 
-    Loss, where messages far above the others make up most of the change; else what explains more of the change of a
-    message of middling time: latency, or how long the link is busy with it.
+    Loss, where messages far above the others make up most of the change, or hold up others; else what explains more
+    of the change of a message of middling time: latency, or how long the link is busy with it.
     """
     rise = after.delay - before.delay
     in_late = (after.mean - after.delay) - (before.mean - before.delay)
     if abs(after.late_share - before.late_share) >= LATE_SHARE / 2 and abs(in_late) > abs(rise):
+        return Cause.LOSS
+    if after.held - before.held >= LATE_SHARE:
         return Cause.LOSS
     by_latency = None
     if after.latency is not None and before.latency is not None:
@@ -147,6 +154,13 @@ class LinkChange:
         return f"link {show_link(self.link)}: {before:.3g} -> {after:.3g} ms ({self.cause})"
 
 
+def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
+    """The change with the cause that what is known by now speaks for."""
+    if now is None or change.cause is Cause.LOSS:
+        return change
+    return replace(change, cause=cause_of(change.before, now))
+
+
 class LinkWatch:
     """Gathers one direction's messages, an iteration at a time.
 
@@ -163,9 +177,9 @@ class LinkWatch:
         self._delay = Detector(least, sensitivity)
         self._late = Detector(LATE_SHARE, sensitivity)
         self._now: list[tuple[float, float]] = []
-        self._busy_now: float | None = None
+        self._told_now: tuple[float | None, float] = None, 0.0
         self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
-        self._busy: deque[float | None] = deque(maxlen=self.ITERATIONS)
+        self._told: deque[tuple[float | None, float]] = deque(maxlen=self.ITERATIONS)
         self.delays: deque[float] = deque(maxlen=self.ITERATIONS)
         self.age = 0
 
@@ -175,10 +189,10 @@ class LinkWatch:
         return self._delay.level or 0.0
 
     @property
-    def busy(self) -> float:
-        """How long the link is busy with a message (ms) since the last verified change, as far as it was told."""
-        told = [each for each in self._busy if each is not None]
-        return median(told) if told else 0.0
+    def busy(self) -> float | None:
+        """How long the link is busy with a message (ms) since the last verified change; None where not told."""
+        told = [busy for busy, _ in self._told if busy is not None]
+        return median(told) if told else None
 
     @property
     def num_suspected(self) -> int:
@@ -201,7 +215,7 @@ class LinkWatch:
         """Takes a message, or all of an iteration."""
         if isinstance(transfer, Transfers):
             self._now += zip(transfer.num_bytes, transfer.ms, strict=True)
-            self._busy_now = transfer.busy
+            self._told_now = transfer.busy, transfer.held
         else:
             self._now.append((transfer.num_bytes, transfer.ms))
 
@@ -210,7 +224,7 @@ class LinkWatch:
         if not self._now:
             return None
         messages, self._now = self._now, []
-        busy, self._busy_now = self._busy_now, None
+        told, self._told_now = self._told_now, (None, 0.0)
         times = [ms for _, ms in messages]
         bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
         found, loss = None, False
@@ -224,7 +238,7 @@ class LinkWatch:
                 if late is not None:
                     found, loss = late, True
         self._regime.append(messages)
-        self._busy.append(busy)
+        self._told.append(told)
         self.delays.append(fmean(times))
         self.age += 1
         if found is None:
@@ -234,15 +248,19 @@ class LinkWatch:
         rows = list(self._regime)
         before = [m for row in rows[:-began] for m in row] or messages
         after = [m for row in rows[-began:] for m in row]
-        told = list(self._busy)
-        old, new = estimate(before, self._least, told[:-began]), estimate(after, self._least, told[-began:])
+        old, new = self._estimate(before, 0, len(rows) - began), self._estimate(after, len(rows) - began, len(rows))
         self._keep_last(began)
         return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new)
 
     def estimate(self) -> LinkEstimate | None:
         """What is known since the last verified change; None before the first message."""
         messages = [m for row in self._regime for m in row][-self.MESSAGES :]
-        return estimate(messages, self._least, self._busy) if messages else None
+        return self._estimate(messages, 0, len(self._told)) if messages else None
+
+    def _estimate(self, messages: Sequence[tuple[float, float]], first: int, last: int) -> LinkEstimate:
+        """From messages of the iterations `first` to `last - 1`."""
+        told = list(self._told)[first:last]
+        return estimate(messages, self._least, [busy for busy, _ in told], [held for _, held in told])
 
     def times(self, back: int) -> tuple[float, ...]:
         """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""
@@ -252,7 +270,7 @@ class LinkWatch:
         """Forgets all: messages take another path from now on."""
         self._delay.restart()
         self._late.restart()
-        self._now, self._busy_now = [], None
+        self._now, self._told_now = [], (None, 0.0)
         self._keep_last(0)
 
     def _spread(self) -> float:
@@ -261,7 +279,7 @@ class LinkWatch:
         return deviation(times) if times else 0.0
 
     def _keep_last(self, count: int) -> None:
-        for row in (self._regime, self._busy, self.delays):
+        for row in (self._regime, self._told, self.delays):
             while len(row) > count:
                 row.popleft()
         self.age = count

@@ -1,7 +1,7 @@
 """A controller's log: JSON lines. See `replay` for what they are good for.
 
 {"controller": {"version": 2, "job": {...}, "sensitivity": {...}}}
-{"event":{"transfers":{"0:1":[16777216.0,"~U_RRIRRIRR",0.0]}}}
+{"event":{"transfers":{"0:1":[16777216.0,"~U_RRIRRIRR",0.0,0.0]}}}
 {"event":{"iteration":{"number":7,"ms":412.0}}}
 {"decision":{"number":1,...}}
 

@@ -7,6 +7,7 @@ OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from penstock.control.candidates import Measured, late_links
@@ -15,7 +16,7 @@ from penstock.control.compute import ComputeChange, ComputeWatch, Factors
 from penstock.control.configuration import Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
-from penstock.control.link import LinkChange, LinkEstimate, LinkWatch
+from penstock.control.link import Cause, LinkChange, LinkEstimate, LinkWatch, looked_at_again
 from penstock.control.robust import deviation
 from penstock.cost import LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, Trace
@@ -68,7 +69,7 @@ class Book:
         self._links[event.link].feed(event)
 
     def end_iteration(self) -> list[LinkChange | ComputeChange]:
-        """The changes that the iteration's measurements verify."""
+        """The changes that the iteration's measurements verify. What one direction does not tell the other may."""
         news: list[LinkChange | ComputeChange] = []
         for _, link in sorted(self._links.items()):
             if change := link.end_iteration():
@@ -76,7 +77,19 @@ class Book:
         for _, stage in sorted(self._stages.items()):
             if slower := stage.end_iteration():
                 news.append(slower)
-        return news
+        causes = {change.link: change.cause for change in news if isinstance(change, LinkChange)}
+        return [
+            replace(change, cause=causes.get(change.link[::-1], Cause.DELAY))
+            if isinstance(change, LinkChange) and change.cause is Cause.DELAY
+            else change
+            for change in news
+        ]
+
+    def again(self, change: LinkChange | ComputeChange) -> LinkChange | ComputeChange:
+        """A change of some iterations ago, with its cause as far as it is known by now."""
+        return (
+            looked_at_again(change, self._links[change.link].estimate()) if isinstance(change, LinkChange) else change
+        )
 
     def move(self, moved: Collection[Link], delegated: Collection[Link]) -> None:
         """Messages of links in `moved` take another path from now on; until now those in `delegated` went by
@@ -94,7 +107,7 @@ class Book:
     def measured(self, delegated: Collection[Link], iteration_ms: float) -> Measured:
         """Links as they are while those in `delegated` go by delegates, and the last iteration took so long."""
         rows = {link: self._delays(link, delegated) for link in sorted(self._links)}
-        busy = {link: min(self._links[link].busy, median(row)) for link, row in rows.items()}
+        busy = {link: min(self._busy(link), median(row)) for link, row in rows.items()}
         middle = {link: median(row) for link, row in rows.items()}
         late, down = late_links(middle, self.job.smallest_delay), frozenset(self.down)
         if all(self._is_steady(link, delegated) for link in rows):
@@ -125,6 +138,14 @@ class Book:
                 )
             self._stages[key] = ComputeWatch(*key, self.job.smallest_delay, self.sensitivity)
         return self._stages[key]
+
+    def _busy(self, link: Link) -> float:
+        """How long the link is busy with a message (ms); what is not known of this direction the other may tell."""
+        found = self._links[link].busy
+        other = self._links.get(link[::-1])
+        if found is None and other is not None and other.busy:
+            found = other.busy * self._links[link].level / other.level if other.level else None
+        return found or 0.0
 
     def _own(self, link: Link, delays: Sequence[float], delegated: Collection[Link]) -> tuple[float, ...]:
         """Delays of the link's own path: what delegates add is taken off."""

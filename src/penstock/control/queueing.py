@@ -6,6 +6,9 @@
     busy for 40 ms        |======== 40 ========|                       the second waits for the first:
                               | - waits - - - -|======== 40 ========|  it takes 70 ms, of which 30 are waiting
 
+    lost and sent again   |- - - - - - - 200 - - - - - - -|
+                              |- - - held up - - - - - - -|        the second arrives with the first
+
 A message that waits behind others takes no longer by itself, so that waiting is taken off, as that for a late
 receiver is. How long the link is busy with each is tried out: the number that makes messages which found the link
 free and messages which did not take the same time is the right one, if it explains much more than none does.
@@ -21,8 +24,12 @@ from typing import NamedTuple
 Row = tuple[float, float, float]
 """A message: bytes, when both sides were ready (ms), when it had arrived (ms)."""
 
-FEWEST = 4
+FEWEST = 2
 """Messages that began while another was under way from which on the question can be answered."""
+TOGETHER = 0.25
+"""Share of the time between two messages' beginnings up to which they count as arrived together."""
+_CLEARLY = 0.02
+"""Share of a message's time by which another must have begun before its end, to count as begun during it."""
 BETTER = 0.5
 """Share of the unexplained differences that may be left where a link counts as busy."""
 
@@ -45,7 +52,11 @@ def busy_time(rows: Sequence[Row]) -> Busy | None:
     Args:
         rows: of one direction in one iteration, in the order in which they began.
     """
-    overlapping = [(after, after[2] - before[2]) for before, after in pairwise(rows) if after[1] < before[2]]
+    overlapping = [
+        (after, after[2] - before[2])
+        for before, after in pairwise(rows)
+        if after[1] < before[2] - _CLEARLY * (before[2] - before[1])
+    ]
     if len(overlapping) < FEWEST:
         return None
     plain = _unlike(rows, waits(rows, Busy()))
@@ -60,6 +71,19 @@ def busy_time(rows: Sequence[Row]) -> Busy | None:
     if left > BETTER * plain or min(plain - left, found.of(median(size for size, _, _ in rows))) < 0.02 * middle:
         return Busy()
     return found
+
+
+def held_share(rows: Sequence[Row]) -> float:
+    """The share of messages that arrive together with the one before, though they began later.
+
+    A stream hands on nothing out of order, so what waits for a packet that was lost arrives at one moment.
+    """
+    held = 0
+    for before, after in pairwise(rows):
+        apart = after[1] - before[1]
+        during = before[2] - after[1] > _CLEARLY * (before[2] - before[1])
+        held += during and after[2] - before[2] < TOGETHER * apart
+    return held / len(rows)
 
 
 def waits(rows: Sequence[Row], busy: Busy) -> list[float]:

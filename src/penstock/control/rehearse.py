@@ -9,14 +9,14 @@ It answers what a job would gain, before a job runs; the runtime then closes the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.control.configuration import Configuration, Job
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
-from penstock.cost import LinkConditions, Links
+from penstock.cost import Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
 from penstock.simulate import Timeline, simulate
 
@@ -95,12 +95,14 @@ def rehearse(
     until: float,
     begin: float = 0.0,
     delay: int = 1,
+    costs: Callable[[float], Costs] | None = None,
 ) -> Rehearsal:
     """Runs iterations from `begin` until the moment `until` (ms) of the links' conditions.
 
     Args:
         controller: fresh, or from another rehearsal.
         delay: iterations that still run what ran before, from a decision until all ranks have committed it.
+        costs: what ops really take in an iteration that begins at a moment (ms); by default what the job assumes.
     """
     job = controller.job
     now, number, when = begin, 0, 0
@@ -112,7 +114,8 @@ def rehearse(
         if waiting is not None and number >= when:
             in_force = waiting.number
             controller.feed(Switched(waiting.number))
-        timeline = run_once(job, controller.now, conditions, now)
+        real = job if costs is None else replace(job, costs=costs(now))
+        timeline = run_once(real, controller.now, conditions, now)
         iterations.append(Rehearsed(number, now, timeline.makespan, in_force, timeline.peak_activations))
         for event in measured_events(timeline, number, job.costs.message_bytes):
             if made := controller.feed(event):
