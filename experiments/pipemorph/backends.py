@@ -89,10 +89,17 @@ def _row(backend: Backend, case: Case) -> Row:
     return row | emulate(backend, setting, case.conditions)
 
 
-def emulate(backend: Backend, setting: Setting, conditions: LinkConditions, steering: Any = None) -> dict[str, Any]:
-    """Runs a setting on emulated devices; returns the measured part of a row."""
+def emulate(
+    backend: Backend, setting: Setting, conditions: LinkConditions, steering: Any = None, transport: str = "direct"
+) -> dict[str, Any]:
+    """Runs a setting on emulated devices; returns the measured part of a row.
+
+    Args:
+        transport: of links that are not delegated.
+    """
     from measured import Order, measure  # here, so that simulation starts without torch
 
-    job = setting.job
-    order = Order(job.costs, setting.configuration, conditions, job.depth, backend.steps, backend.stretch, steering)
+    job, configuration = setting.job, setting.configuration
+    depth = job.depth if transport == "direct" else None
+    order = Order(job.costs, configuration, conditions, transport, depth, backend.steps, backend.stretch, steering)
     return measure(order, backend.name == "processes")

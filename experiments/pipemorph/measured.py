@@ -33,13 +33,15 @@ class Order:
 
     Attributes:
         configuration: what runs, or, where it is steered, what runs first.
-        depth: of direct links. steps: iterations. stretch: seconds of the clock to one of an op.
+        transport: of links that are not delegated. depth: of direct links. steps: iterations.
+        stretch: seconds of the clock to one of an op.
     """
 
     costs: Costs
     configuration: Configuration
     conditions: LinkConditions
-    depth: int
+    transport: str
+    depth: int | None
     steps: int
     stretch: float
     steering: Steering | None = None
@@ -71,13 +73,14 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         max_held=first.caps,
         stretch=order.stretch,
         timeout=TIMEOUT,
-        transport="direct",
+        transport=order.transport,
         depth=order.depth,
         steering=order.steering,
     ) as pipe:
         if first.delegated:
             pipe.reconfigure(first)
         steps = [pipe.step() for _ in range(order.steps)]
+        crossings = [each.duration / 1e6 for step in steps for each in step.crossings]
         return {
             "measured_ms": [step.timeline.makespan for step in steps],
             "simulated_ms": [timeline.makespan for timeline in pipe.simulated(steps, order.conditions.base)],
@@ -87,6 +90,8 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
             "numbers": [step.number for step in steps],
             "decided": [{name: each[name] for name in TOLD if name in each} for each in pipe.decisions],
             "notices": pipe.notices,
+            "crossing_ms": median(crossings) if crossings else None,
+            "stretch": order.stretch,
         }
 
 

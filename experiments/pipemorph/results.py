@@ -28,11 +28,12 @@ def command(
     chart: Callable[[Sequence[Row]], object] | None = None,
     backends: Sequence[str] = BACKENDS,
     jobs: int = 4,
+    stretch: float = 3.0,
 ) -> None:
     """Runs a figure from the command line: carries out its cases, saves, prints and draws them."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=backends, default="simulate")
-    parser.add_argument("--stretch", type=float, default=3.0, help="seconds of the clock to one of an op")
+    parser.add_argument("--backend", choices=backends, default=backends[0])
+    parser.add_argument("--stretch", type=float, default=stretch, help="seconds of the clock to one of an op")
     parser.add_argument("--steps", type=int, default=2, help="iterations of each measured case")
     parser.add_argument("--jobs", type=int, default=jobs, help="measured cases at once")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
