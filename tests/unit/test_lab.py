@@ -36,7 +36,7 @@ def test_a_namespace_names_its_lab() -> None:
 
 def test_programs_are_told_where_they_are() -> None:
     told = Layout("7", 3).environment(2)
-    assert told["PENSTOCK_INTERFACES"] == "10.90.0.3,10.90.1.3"
+    assert told["PENSTOCK_INTERFACES"] == "10.90.1.3,10.90.0.3"
     assert (told["PET_NNODES"], told["PET_NODE_RANK"], told["PET_MASTER_ADDR"]) == ("3", "2", "10.90.0.1")
     assert "10.90.0.2 host1\n" in Layout("7", 3).hosts_file()
 

@@ -115,13 +115,15 @@ class Layout:
     def environment(self, host: int) -> dict[str, str]:
         """What a program on a host finds in its environment.
 
+        Network 0 is for what meets and agrees (the store, gloo, NCCL); delegates carry data over the others first.
         torchrun takes its options from PET_ variables where they are not given, so that a plain
         `torchrun -m penstock.train` on every host is one run.
         """
         master, first = self.address(0), self.interface(0)
+        for_data = [*self.nics[1:], 0]
         return {
             "PENSTOCK_HOST": str(host),
-            "PENSTOCK_INTERFACES": ",".join(self.address(host, nic) for nic in self.nics),
+            "PENSTOCK_INTERFACES": ",".join(self.address(host, nic) for nic in for_data),
             "MASTER_ADDR": master,
             "MASTER_PORT": str(MASTER_PORT),
             "NNODES": str(self.num_hosts),

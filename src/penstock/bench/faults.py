@@ -1,0 +1,346 @@
+"""Faults in a lab while two hosts train: how long until messages arrive again, and that nothing else changed.
+
+    python -m penstock.bench.faults --faults interface --count 20 --out benchmarks/lab/interface.json
+
+One training is run again and again, first without a fault; then a fault comes at a random moment of each. Links carry
+1 Gbit/s, so that a message of 16 MB takes 134 ms, and at nearly any moment one is on its way. Told of each run:
+
+- the longest that a message took after the fault, in each direction, beside that of the run without faults;
+- the longest step beside the median of the run without faults;
+- whether losses and final parameters are those of the run without faults, to the bit;
+- how many messages arrived beside how many there are, and what the delegates counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from penstock.bench.faults_rank import MICROBATCHES, Job
+from penstock.bench.machine import machine
+from penstock.lab import HostProcess, Lab
+
+NUM_STEPS = 4
+TIMEOUT = 60.0
+PATIENCE = 120.0
+"""Seconds that one run may take, fault and all."""
+LINKS = ("0:1=bandwidth:1Gbit/s",)
+DATA, AGREED = 1, 0
+"""The network that data prefers, and that over which ranks agree; data goes there when the other dies."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a fault may touch: the lab, the ranks' processes by host, and chance."""
+
+    lab: Lab
+    ranks: Sequence[HostProcess]
+    chance: random.Random
+
+
+Fault = Callable[[Scene], dict[str, Any]]
+"""Does it, waits as long as it lasts, undoes it; tells what it did. `at` is when it began, in ns."""
+
+
+def nothing(scene: Scene) -> dict[str, Any]:
+    """No fault, for comparison."""
+    return {}
+
+
+def interface(scene: Scene) -> dict[str, Any]:
+    """An interface dies, and comes back after the run or in the middle of it."""
+    host = scene.chance.randrange(2)
+    at = time.perf_counter_ns()
+    scene.lab.interface_down(host, DATA)
+    done = time.perf_counter_ns()
+    back = scene.chance.choice([None, 1.0])
+    if back is not None:
+        time.sleep(back)
+        scene.lab.interface_up(host, DATA)
+    return {"at": at, "down": done, "host": host, "back_after_s": back}
+
+
+def cut(scene: Scene) -> dict[str, Any]:
+    """The data network carries nothing any more, and no host is told."""
+    at = time.perf_counter_ns()
+    scene.lab.link(0, 1, "down", nic=DATA)
+    return {"at": at}
+
+
+def loss(scene: Scene) -> dict[str, Any]:
+    """1% of packets get lost from here on."""
+    at = time.perf_counter_ns()
+    scene.lab.link(0, 1, "bandwidth:1Gbit/s+loss:1%", nic=DATA)
+    return {"at": at}
+
+
+def stopped(scene: Scene) -> dict[str, Any]:
+    """A rank's process stands still for 5 s."""
+    host = scene.chance.randrange(2)
+    at = time.perf_counter_ns()
+    os.kill(scene.ranks[host].pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    os.kill(scene.ranks[host].pid, signal.SIGCONT)
+    return {"at": at, "host": host, "lasted_s": 5.0}
+
+
+def killed(scene: Scene) -> dict[str, Any]:
+    """A delegate is killed."""
+    host = scene.chance.randrange(2)
+    found = delegates_of(scene.ranks[host].pid)
+    victim = scene.chance.choice(found)
+    at = time.perf_counter_ns()
+    os.kill(victim, signal.SIGKILL)
+    return {"at": at, "host": host, "num_delegates": len(found)}
+
+
+def silence(scene: Scene) -> dict[str, Any]:
+    """The network over which ranks agree, and where the store is, carries nothing for 2 s."""
+    at = time.perf_counter_ns()
+    scene.lab.link(0, 1, "down", nic=AGREED)
+    time.sleep(2.0)
+    scene.lab.link(0, 1, "up", nic=AGREED)
+    return {"at": at, "lasted_s": 2.0}
+
+
+FAULTS: dict[str, Fault] = {
+    "none": nothing,
+    "interface": interface,
+    "cut": cut,
+    "loss": loss,
+    "stopped": stopped,
+    "killed": killed,
+    "silence": silence,
+}
+
+
+def delegates_of(pid: int) -> list[int]:
+    """The delegates among the children of a rank's process."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"carrier.main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+class Training:
+    """The ranks' processes, and what they tell."""
+
+    def __init__(self, lab: Lab, job: Job) -> None:
+        self.job = job
+        self._told: SimpleQueue[tuple[int, dict[str, Any] | str]] = SimpleQueue()
+        words = ["python", "-m", "penstock.bench.faults_rank", job.to_json()]
+        self.ranks = [
+            lab.start(host, words, rank_environment(host), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for host in lab.hosts
+        ]
+        for process in self.ranks:
+            for stream in (process.popen.stdout, process.popen.stderr):
+                threading.Thread(target=self._listen, args=(process, stream), daemon=True).start()
+        self.errors: dict[int, list[str]] = {host: [] for host in lab.hosts}
+
+    def hear(self, run: int, word: str) -> dict[int, dict[str, Any]]:
+        """What each rank tells of a run that has `word` in it. Raises RuntimeError when one ends instead."""
+        heard: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + PATIENCE
+        while len(heard) < len(self.ranks):
+            try:
+                host, line = self._told.get(timeout=1.0)
+            except Empty:
+                gone = [process for process in self.ranks if process.poll() is not None]
+                if gone or time.monotonic() > end:
+                    raise RuntimeError(f"run {run}: no {word} from all ranks; {self.said()}") from None
+                continue
+            if isinstance(line, str):
+                self.errors[host].append(line)
+            elif line["run"] == run and word in line:
+                heard[line["rank"]] = line
+        return heard
+
+    def said(self) -> str:
+        """How ranks ended, and what they wrote to stderr."""
+        return "; ".join(
+            f"rank {process.host} (exit code {process.poll()}): {' | '.join(self.errors[process.host][-6:])}"
+            for process in self.ranks
+        )
+
+    def _listen(self, process: HostProcess, stream: Any) -> None:
+        with stream:
+            for line in stream:
+                whole = line.startswith("{")
+                self._told.put((process.host, json.loads(line) if whole else line.rstrip()))
+
+
+def rank_environment(host: int) -> dict[str, str]:
+    """What `init_process` wants of a rank a host."""
+    return {
+        "RANK": str(host),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextmanager
+def _stage(num_runs: int, num_steps: int, timeout: float) -> Iterator[tuple[Lab, Training]]:
+    with tempfile.TemporaryDirectory() as folder, Lab(2, 2, LINKS) as lab:
+        yield lab, Training(lab, Job(folder, num_runs, num_steps, timeout))
+
+
+def run(
+    faults: Sequence[str],
+    seed: int,
+    *,
+    num_steps: int = NUM_STEPS,
+    timeout: float = TIMEOUT,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """One row a run: the one without faults first, then one for each name in `faults`."""
+    names = ["none", *faults]
+    rows: list[dict[str, Any]] = []
+    with _stage(len(names), num_steps, timeout) as (lab, training):
+        usual = 0.0
+        for number, name in enumerate(names):
+            chance = random.Random(f"{seed} {number}")
+            training.job.go(number).touch()
+            training.hear(number, "ready")
+            if name != "none":
+                time.sleep(chance.uniform(0.0, 0.6 * usual * (num_steps - 1)))
+            fault = FAULTS[name](Scene(lab, training.ranks, chance))
+            told = training.hear(number, "equal")
+            _restore(lab)
+            rows.append(row_of(name, fault, told, rows[0] if rows else None))
+            usual = rows[0]["median_step_s"]
+            say(line_of(rows[-1]))
+    return rows
+
+
+def _restore(lab: Lab) -> None:
+    """All is well again, for the next run."""
+    for host in lab.hosts:
+        lab.interface_up(host, DATA)
+    for nic in (DATA, AGREED):
+        lab.link(0, 1, "bandwidth:1Gbit/s", nic=nic)
+
+
+def row_of(
+    name: str, fault: dict[str, Any], told: dict[int, dict[str, Any]], usual: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a run showed. Seconds, unless a name says otherwise."""
+    steps = [(end - begin) / 1e9 for begin, end in told[0]["steps"][1:]]
+    crossings = [crossing for each in told.values() for crossing in each["crossings"]]
+    at = fault.get("at", min(each["steps"][0][1] for each in told.values()))
+    row: dict[str, Any] = {
+        "fault": name,
+        "what": {key: value for key, value in fault.items() if key not in ("at", "down")},
+        "median_step_s": statistics.median(steps),
+        "longest_step_s": max(steps),
+        "equal": all(each["equal"] for each in told.values()),
+        "losses": told[0]["losses"],
+        "num_messages": len(crossings),
+        "num_messages_due": 2 * MICROBATCHES * len(told[0]["steps"]),
+        "counters": {rank: each["counters"] for rank, each in told.items()},
+    }
+    row["same_losses"] = usual is None or row["losses"] == usual["losses"]
+    row["after_first_step_s"] = (at - max(each["steps"][0][1] for each in told.values())) / 1e9
+    row["in_transfer"] = any(one[3] < at < one[5] for one in crossings)
+    row["wait_s"] = waits(crossings, at)
+    return row
+
+
+def waits(crossings: Sequence[Sequence[int]], at: int) -> dict[str, float]:
+    """For each direction: the longest that a message took of those that were there after `at`, in seconds.
+
+    Counted from when it was sent, or the one before it was there, or `at`, whichever came last.
+    """
+    found: dict[str, float] = {}
+    for source, target in sorted({(one[0], one[1]) for one in crossings}):
+        before = at
+        ways = sorted(one[5:2:-1] for one in crossings if (one[0], one[1]) == (source, target))
+        for arrived, _, sent in ways:
+            if arrived > at:
+                name = f"{source}>{target}"
+                found[name] = max(found.get(name, 0.0), (arrived - max(before, sent)) / 1e9)
+                before = arrived
+    return found
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row in words."""
+    waited = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row.get("wait_s", {}).items())
+    counted = {
+        name: sum(each[name] for each in row["counters"].values())
+        for name in ("failovers", "failbacks", "resent", "doubled", "restarts")
+    }
+    return (
+        f"{row['fault']:<10} longest step {row['longest_step_s']:.2f} s"
+        + f" (median {row['median_step_s']:.2f} s), longest wait for a message {waited}"
+        + f"; {row['num_messages']} of {row['num_messages_due']} messages, "
+        + ", ".join(f"{name} {count}" for name, count in counted.items())
+        + ("; equal" if row["equal"] and row["same_losses"] else "; NOT EQUAL")
+    )
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that count over all runs with a fault."""
+    faulty = [row for row in rows if row["fault"] != "none"]
+    usual = max(rows[0]["wait_s"].values())
+    pauses = [max(row["wait_s"].values()) - usual for row in faulty]
+    return {
+        "num_runs": len(faulty),
+        "num_in_transfer": sum(row["in_transfer"] for row in faulty),
+        "usual_wait_s": usual,
+        "longest_pause_s": max(pauses, default=None),
+        "median_pause_s": statistics.median(pauses) if pauses else None,
+        "all_equal": all(row["equal"] and row["same_losses"] for row in rows),
+        "all_messages_once": all(row["num_messages"] == row["num_messages_due"] for row in rows),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", default="interface", help=f"apart by commas: {', '.join(FAULTS)}")
+    parser.add_argument("--count", type=int, default=20, help="how often each")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--seed", type=int, default=None, help="of the moments and hosts; drawn where not given")
+    parser.add_argument("--out", default=None, help="write every number here as JSON")
+    given = parser.parse_args(argv)
+    names = given.faults.split(",")
+    if unknown := [name for name in names if name not in FAULTS]:
+        parser.error(f"no fault {unknown[0]!r}; choose among {', '.join(FAULTS)}")
+    seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    rows = run(
+        [name for name in names for _ in range(given.count)],
+        seed,
+        num_steps=given.steps,
+        say=lambda line: print(line, flush=True),
+    )
+    total = summary(rows)
+    print(json.dumps(total))
+    if given.out is not None:
+        command = f"python -m penstock.bench.faults {' '.join(argv)}"
+        result = {"command": command, "machine": machine(), "seed": seed, "summary": total, "rows": rows}
+        Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if total["all_equal"] and total["all_messages_once"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""One rank of the runs that faults hit: the same short training again and again, told in lines of JSON.
+
+Messages of 16 MB over a chain of two stages, one a host, by delegates. Before each run it waits for a file that says
+go; after the first step, when all connections stand, it says that it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime.launch import init_process
+
+WIDTH = 16
+ROWS = 2**24 // (4 * WIDTH)
+"""Samples of a microbatch: what goes from stage to stage is 16 MiB."""
+MICROBATCHES = 4
+WAIT = 300.0
+"""Seconds to wait for the next run at most."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Attributes:
+    folder: where files say go; num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
+    """
+
+    folder: str
+    num_runs: int
+    num_steps: int
+    timeout: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def go(self, run: int) -> Path:
+        """The file whose being there starts a run."""
+        return Path(self.folder) / f"go-{run}"
+
+
+def main(argv: list[str]) -> int:
+    job = Job(**json.loads(argv[0]))
+    torch.set_num_threads(1)
+    rank, _ = init_process(job.timeout)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(MICROBATCHES * ROWS, WIDTH, generator=generator)
+    targets = inputs.sum(1, keepdim=True)
+    reference: dict[str, Tensor] | None = None
+    for run in range(job.num_runs):
+        _wait_for(job.go(run))
+        told, state = train(job, run, rank, inputs, targets)
+        if reference is None:
+            reference = state
+        equal = state.keys() == reference.keys() and all(torch.equal(state[name], reference[name]) for name in state)
+        say({**told, "equal": equal})
+    return 0
+
+
+def train(job: Job, run: int, rank: int, inputs: Tensor, targets: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """One run: what it tells, and this rank's parameters at its end."""
+    torch.manual_seed(1)
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
+    ]
+    schedule = ps.build("1f1b", num_ranks=len(stages), num_microbatches=MICROBATCHES)
+    pipe = ps.Pipeline(
+        stages,
+        schedule,
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.AdamW,
+        dispatch="dynamic",
+        transport="delegate",
+        timeout=job.timeout,
+    )
+    transport: Any = pipe._transport
+    steps, losses, crossings = [], [], []
+    try:
+        for step in range(job.num_steps):
+            begin = time.perf_counter_ns()
+            losses.append(pipe.step(inputs, targets).loss.item())
+            steps.append([begin, time.perf_counter_ns()])
+            crossings += transport.crossings()
+            if step == 0:
+                say({"run": run, "rank": rank, "ready": time.perf_counter_ns()})
+        state = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+        told = {
+            "run": run,
+            "rank": rank,
+            "steps": steps,
+            "losses": losses,
+            "crossings": [list(each) for each in crossings],
+            "counters": asdict(transport.counters),
+        }
+    finally:
+        pipe.close()
+    dist.barrier()
+    return told, state
+
+
+def say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + WAIT
+    while not path.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"{path.name} did not come within {WAIT:g} s")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
