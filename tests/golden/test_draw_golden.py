@@ -60,7 +60,8 @@ def test_trace(golden: Golden) -> None:
     golden("draw_trace.json", f"[\n{lines}\n]\n")
 
 
-def test_the_readme_picture_is_what_its_command_makes() -> None:
-    script = Path(__file__).parents[2] / "docs" / "images" / "schedules.py"
-    made = runpy.run_path(str(script))["picture"]()
+@pytest.mark.parametrize("name", ["schedules", "closed_loop"])
+def test_the_pictures_of_the_pages_are_what_their_commands_make(name: str) -> None:
+    script = Path(__file__).parents[2] / "docs" / "images" / f"{name}.py"
+    made = str(runpy.run_path(str(script))["picture"]())
     assert script.with_suffix(".svg").read_text(encoding="utf-8") == made, f"run: python docs/images/{script.name}"

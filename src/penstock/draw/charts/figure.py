@@ -49,6 +49,7 @@ class Figure:
         width, height: pixels.
         label: what it shows, in words, for those who do not see it.
         comment: put into a file's first line, like the command that made it.
+        plot: the top and the bottom of what lies between the axes; None where there is no such place.
     """
 
     body: tuple[str, ...]
@@ -56,6 +57,7 @@ class Figure:
     height: float
     label: str
     comment: str | None = None
+    plot: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         first = f"<!-- {self.comment.replace('--', '- -')} -->\n" if self.comment else ""

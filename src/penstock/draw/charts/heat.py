@@ -77,7 +77,7 @@ def heat_map(
     out += level_axis(across, bottom + 2)
     below = bottom + (54 if x is not None and x.label else 28)
     out += _key(bounds, unit, show, left, below)
-    return Figure(tuple(out), width, below + 34, label or f"{title}. {note}", comment)
+    return Figure(tuple(out), width, below + 34, label or f"{title}. {note}", comment, (top, bottom))
 
 
 def steps_for(values: Sequence[float]) -> tuple[float, ...]:

@@ -79,7 +79,7 @@ def line_chart(
     out += _marks(marks, across, top, bottom)
     out += _names(parts, direct, hues, levels, rise, right, top, bottom)
     said = label or ". ".join(each for each in (title, note, "; ".join(part.name for part in parts)) if each)
-    return Figure(tuple(out), width, height, said, comment)
+    return Figure(tuple(out), width, height, said, comment, (top, bottom))
 
 
 def _reaches(line: Line, near: float) -> bool:

@@ -65,8 +65,9 @@ def _sections(story: RunStory) -> list[str]:
         _section(
             "Iteration time",
             _hover(figures.iteration_times(story), story),
-            f"Undisturbed: {story.undisturbed_from}. First configuration kept: measured where it ran, else simulated "
-            "under the links as they were measured in each iteration. Purple: a decision, where it began to run.",
+            f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured where "
+            "it ran, else simulated under the links as they were measured in each iteration. Purple: a decision, where "
+            "it began to run.",
         )
     ]
     heat = figures.link_heat(story)
@@ -104,7 +105,9 @@ def _figure(figure: Figure) -> str:
 def _hover(figure: Figure, story: RunStory) -> str:
     """A figure over iterations, with what the script needs to know of its axis."""
     low, high = figures.ends(story)
-    place = f'data-left="{figures.LEFT:g}" data-right="{figures.RIGHT:g}" data-low="{low:g}" data-high="{high:g}"'
+    top, bottom = figure.plot or (0.0, figure.height)
+    numbers = {"left": figures.LEFT, "right": figures.RIGHT, "low": low, "high": high, "top": top, "bottom": bottom}
+    place = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
     return f'<figure class="r-hover" tabindex="0" {place}>{figure.inline()}</figure>'
 
 

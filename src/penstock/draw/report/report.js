@@ -9,8 +9,8 @@
     const place = (name) => Number(figure.dataset[name]);
     const guide = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "line"));
     guide.setAttribute("class", "r-guide");
-    guide.setAttribute("y1", "46");
-    guide.setAttribute("y2", String(svg.viewBox.baseVal.height - 46));
+    guide.setAttribute("y1", place("top"));
+    guide.setAttribute("y2", place("bottom"));
     guide.style.display = "none";
     return { figure, svg, guide, left: place("left"), right: place("right"), low: place("low"), high: place("high") };
   });
@@ -37,7 +37,8 @@
     out.push(["runs", decision[i] ? "decision " + decision[i] : "the start"]);
     const late = story.links.map((link, k) => [link, delays[k][i]]).filter(([, v]) => v !== null);
     late.sort((a, b) => b[1] - a[1]);
-    for (const [[a, b], v] of late.slice(0, 4)) out.push([a + " → " + b, short(v) + " ms"]);
+    const many = late.filter(([, v]) => v >= story.smallest_delay).length;
+    for (const [[a, b], v] of late.slice(0, Math.max(1, Math.min(6, many)))) out.push([a + " → " + b, short(v) + " ms"]);
     return out;
   }
 
