@@ -65,9 +65,9 @@ def _sections(story: RunStory) -> list[str]:
         _section(
             "Iteration time",
             _hover(figures.iteration_times(story), story),
-            f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured where "
-            "it ran, else simulated under the links as they were measured in each iteration. Purple: a decision, where "
-            "it began to run.",
+            f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
+            "where it ran, else simulated under the links as they were measured in each iteration. Purple: a "
+            "decision, where it began to run.",
         )
     ]
     heat = figures.link_heat(story)
