@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,18 +170,3 @@ def exchange(
         came += take(transport.wait([], lambda: f"rank {rank} waits for its messages"))
     transport.end()
     return came
-
-
-def delegates_left(parents: Sequence[int] = ()) -> list[int]:
-    """Delegate processes whose rank is gone (their parent is another process than the one they were started by)."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-            if any(b"from carrier.main import main" in word for word in words) and parent in (1, *parents):
-                found.append(int(entry.name))
-    return found

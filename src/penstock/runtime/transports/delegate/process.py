@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from mmap import MAP_SHARED, mmap
 from pathlib import Path
@@ -60,6 +61,7 @@ class DelegateProcess:
         self.told = os.eventfd(0, flags)
         stack.callback(os.close, self.told)
         lifeline, self._line = os.pipe()
+        self._patience = 0.0
         stack.callback(self._let_go)
         with contextlib.ExitStack() as brief:
             brief.callback(os.close, lifeline)
@@ -148,18 +150,19 @@ class DelegateProcess:
         self._stack.close()
 
     def release(self) -> None:
-        """Tells it to end, without waiting."""
+        """Tells it to end, without waiting; it gets `STOP_GRACE` from now on."""
         self._let_go()
 
     def _let_go(self) -> None:
         line, self._line = self._line, -1
         if line >= 0:
             os.close(line)
+            self._patience = time.monotonic() + STOP_GRACE
 
     def _reap(self) -> None:
         self._let_go()
         try:
-            self._process.wait(STOP_GRACE)
+            self._process.wait(max(0.01, self._patience - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,0 +1,323 @@
+"""Connections cut in the middle of a message, delegates killed, ranks gone: each message once all the same, or an
+error in time that says who; and never a process left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from delegate_ranks import Chain, Ended, exchange, payload_of, run_delegate_ranks
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.transports.delegate import DelegateTransport
+
+pytestmark = pytest.mark.multiproc
+
+
+def values(outcomes: list[Ended]) -> list[Any]:
+    assert all(not one.error for one in outcomes), "\n".join(one.text for one in outcomes)
+    return [one.value for one in outcomes]
+
+
+# Killed delegates.
+
+
+def killed(rank: int, gather: Any, seed: int) -> dict[str, Any]:
+    chain = Chain(2, 16)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, num_lanes=2)
+    num_killed = 0
+
+    def kill(count: int) -> None:
+        nonlocal num_killed
+        if (count + seed) % 5 == 2 and rank == seed % 2:
+            pids = sorted(transport.pids.values())
+            os.kill(pids[(count + seed) % len(pids)], signal.SIGKILL)
+            num_killed += 1
+
+    try:
+        came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 18,), kill) for step in range(2))
+        pids = list(transport.pids.values())
+        counters = transport.counters
+        return {"came": came, "killed": num_killed, "restarts": counters.restarts, "pids": pids}
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_killed_delegate_is_started_again_and_no_message_is_lost_or_doubled(seed: int) -> None:
+    found = values(run_delegate_ranks(2, killed, seed))
+    assert [one["came"] for one in found] == [32, 32]
+    killer = found[seed % 2]
+    assert killer["killed"] >= 4
+    # One that dies before it was heard of again may be killed twice.
+    assert 1 <= killer["restarts"] <= killer["killed"]
+    assert found[1 - seed % 2]["restarts"] == 0
+    assert not any(os.path.exists(f"/proc/{pid}") for one in found for pid in one["pids"])
+
+
+def killed_while_away(rank: int, gather: Any) -> int:
+    """The rank neither sends nor waits when its delegates die: it computes, and the other rank waits for it."""
+    chain = Chain(2, 1)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0)
+    try:
+        exchange(transport, chain, rank, 0, lambda m: (10,))
+        gather(None)
+        if rank == 0:
+            chain.begin(transport, rank)
+            for pid in transport.pids.values():
+                os.kill(pid, signal.SIGKILL)
+            edge, target = chain.outgoing(rank)[0]
+            assert transport.send(edge, target, payload_of(edge, 1, (10,)))
+            gather(None)  # returns when rank 1 has got it
+            edges = transport.wait([], lambda: "rank 0 waits")
+        else:
+            chain.begin(transport, rank)
+            edges = transport.wait([], lambda: "rank 1 waits")
+            gather(None)
+            edge, target = chain.outgoing(rank)[0]
+            assert transport.send(edge, target, payload_of(edge, 1, (10,)))
+        return len(edges)
+    finally:
+        transport.close()
+
+
+def test_delegates_that_die_while_their_rank_computes_are_started_again() -> None:
+    assert values(run_delegate_ranks(2, killed_while_away)) == [1, 1]
+
+
+# Connections that go.
+
+
+class Proxy:
+    """A TCP proxy that cuts a connection after so many bytes went through it, a given number of times."""
+
+    def __init__(self, target: tuple[str, int], address: str, cuts: list[int]) -> None:
+        self._target, self._cuts = target, cuts
+        self._listener = socket.create_server((address, 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            ours, _ = self._listener.accept()
+            theirs = socket.create_connection(self._target)
+            cut = self._cuts.pop(0) if self._cuts else None
+            for one, other, after in ((ours, theirs, cut), (theirs, ours, None)):
+                threading.Thread(target=self._carry, args=(one, other, after), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket, after: int | None) -> None:
+        carried = 0
+        try:
+            while data := one.recv(1 << 18):
+                other.sendall(data)
+                carried += len(data)
+                if after is not None and carried >= after:
+                    break
+        except OSError:
+            pass
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def through(gather: Any, rank: int, place: int, cuts: list[int]) -> Callable[[Any], list[Any]]:
+    """`gather`, with proxies before one interface of the other ranks' receiving delegates."""
+
+    def wrapped(value: Any) -> list[Any]:
+        told = []
+        for other, each in enumerate(gather(value)):
+            *facts, ports = each
+            if other != rank:
+                ports = [
+                    (
+                        kind,
+                        lane,
+                        [
+                            (host, Proxy((host, port), host, cuts).port if at == place and kind < 2 else port)
+                            for at, (host, port) in enumerate(ends)
+                        ],
+                    )
+                    for kind, lane, ends in ports
+                ]
+            told.append((*facts, ports))
+        return told
+
+    return wrapped
+
+
+def cut(rank: int, gather: Any, interfaces: tuple[str, ...], cuts: list[int]) -> dict[str, Any]:
+    chain = Chain(2, 5)
+    meet = through(gather, rank, 0, list(cuts)) if rank == 0 else gather
+    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    try:
+        came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 22,)) for step in range(2))
+        counters = transport.counters
+        gather(None)
+        return {"came": came, **vars(counters)}
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize("interfaces", [("127.0.0.1",), ("127.0.0.2", "127.0.0.3")])
+def test_connections_cut_in_the_middle_of_messages_of_16_mb(interfaces: tuple[str, ...]) -> None:
+    mb = 1 << 20
+    found = values(run_delegate_ranks(2, cut, interfaces, [9 * mb, 40 * mb, 3 * mb + 17]))
+    assert [one["came"] for one in found] == [10, 10]
+    sender = found[0]
+    assert sender["reconnects"] + sender["failovers"] >= 2
+    assert sender["resent"] >= 2
+    assert [one["messages"] for one in found] == [10, 10]  # nothing came twice to a rank
+    assert [one["restarts"] for one in found] == [0, 0]
+
+
+def other_interface(rank: int, gather: Any) -> dict[str, Any]:
+    """The preferred interface of rank 1 accepts and never answers: all goes by the other one."""
+    deaf = socket.create_server(("127.0.0.2", 0))
+
+    def meet(value: Any) -> list[Any]:
+        told = gather(value)
+        if rank == 0:
+            *facts, ports = told[1]
+            mute = deaf.getsockname()[1]
+            ports = [
+                (kind, lane, [(host, mute if at == 0 and kind < 2 else port) for at, (host, port) in enumerate(ends)])
+                for kind, lane, ends in ports
+            ]
+            told[1] = (*facts, ports)
+        return told
+
+    chain = Chain(2, 3)
+    interfaces = ("127.0.0.2", "127.0.0.3")
+    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    try:
+        came = exchange(transport, chain, rank, 0, lambda m: (100,))
+        gather(None)
+        return {"came": came, "events": [str(one) for one in transport.link_events()]}
+    finally:
+        transport.close()
+
+
+def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
+    first, second = values(run_delegate_ranks(2, other_interface))
+    assert (first["came"], second["came"]) == (3, 3)
+    assert len(first["events"]) == 1
+    assert "LinkDown" in first["events"][0]
+    assert "(0, 1)" in first["events"][0]
+
+
+# Ranks that go or stand still.
+
+
+def leaver(rank: int, gather: Any) -> tuple[str, str]:
+    chain = Chain(2, 4)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 60.0)
+    exchange(transport, chain, rank, 0, lambda m: (10,))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    chain.begin(transport, rank)
+    try:
+        for _ in range(4):
+            transport.wait([], lambda: "rank 0 waits to run B0 of stage 0, which needs B0 of stage 1 from rank 1")
+    except (PeerLost, DeadlineExceeded) as error:
+        return type(error).__name__, str(error)
+    finally:
+        transport.close()
+    return "", ""
+
+
+def test_a_dead_rank_is_told_long_before_the_deadline() -> None:
+    first, second = run_delegate_ranks(2, leaver, deadline=40.0)
+    assert not first.error, first.text
+    assert first.value[0] == "PeerLost"
+    assert "rank 1 is gone" in first.value[1]
+    assert "B0 of stage 1 from rank 1" in first.value[1]
+    assert second.value is None
+
+
+def stands_still(rank: int, gather: Any) -> tuple[str, str]:
+    chain = Chain(2, 4)
+    transport = DelegateTransport(rank, 2, gather, chain.tags, 4.0)
+    try:
+        exchange(transport, chain, rank, 0, lambda m: (10,))
+        gather(None)
+        if rank == 1:
+            for pid in transport.pids.values():
+                os.kill(pid, signal.SIGSTOP)
+            gather(None)
+            return "", ""
+        chain.begin(transport, rank)
+        transport.wait([], lambda: "rank 0 waits for rank 1")
+    except (PeerLost, DeadlineExceeded) as error:
+        gather(None)
+        return type(error).__name__, str(error)
+    finally:
+        transport.close()
+    return "", ""
+
+
+def test_a_delegate_that_stands_still_is_told_from_a_slow_link() -> None:
+    first, _ = values(run_delegate_ranks(2, stands_still))
+    assert first[0] == "DeadlineExceeded"
+    assert "rank 0 waits for rank 1" in first[1]
+    assert "connected and says nothing" in first[1]
+
+
+SCRIPT = """
+import os, sys, time
+from delegate_ranks import Chain
+from penstock.runtime.transports.delegate import DelegateTransport
+transport = DelegateTransport(0, 1, lambda value: [value], Chain(1, 1).tags, 5.0)
+transport.prepare([(0, 0)])
+print(*transport.pids.values(), flush=True)
+if os.fork() == 0:  # holds every descriptor that the rank had, as a data loader's worker would
+    time.sleep(60)
+    os._exit(0)
+if sys.argv[1] == "stopped":
+    for pid in transport.pids.values():
+        os.kill(pid, 19)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_delegates_end_with_their_rank_however_it_ends(state: str) -> None:
+    paths = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    rank = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, state], stdout=subprocess.PIPE, text=True, env=environment, process_group=0
+    )
+    try:
+        assert rank.stdout is not None
+        pids = [int(word) for word in rank.stdout.readline().split()]
+        assert len(pids) == 4
+        rank.kill()
+        rank.wait()
+        end = time.monotonic() + 20
+        while any(_runs(pid) for pid in pids) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not [pid for pid in pids if _runs(pid)]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # the fork
+        rank.wait()
+        if rank.stdout is not None:
+            rank.stdout.close()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,100 @@
+"""Frames and rings: what goes in comes out, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import os
+from mmap import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.runtime.transports.delegate.carrier.frame import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    Lane,
+    What,
+    body_bytes,
+    pack,
+    spec_room,
+    unpack,
+)
+from penstock.runtime.transports.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, Note, Ring
+
+pytestmark = pytest.mark.unit
+
+words, signed = st.integers(0, 2**63 - 1), st.integers(-(2**63), 2**63 - 1)
+ranks, bytes_ = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
+lanes = st.builds(Lane, ranks, ranks, st.integers(0, 1), st.integers(0, 255))
+frames = st.builds(Frame, st.sampled_from(What), lanes, words, signed, signed, bytes_, signed, bytes_, words)
+descriptors = st.builds(
+    Descriptor,
+    st.sampled_from(Note),
+    lanes,
+    words,
+    signed,
+    signed,
+    bytes_,
+    signed,
+    signed,
+    signed,
+    words,
+    words,
+    words,
+    words,
+)
+
+
+@given(frames)
+def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
+    data = pack(frame)
+    assert len(data) == HEADER_BYTES
+    assert unpack(data) == frame
+
+
+def test_other_bytes_are_no_frame() -> None:
+    data = pack(Frame(What.PING, Lane(0, 1, 0, 0)))
+    with pytest.raises(FrameError, match="starts with"):
+        unpack(b"HTTP" + data[4:])
+    with pytest.raises(FrameError, match="kind 99"):
+        unpack(data[:4] + bytes([99]) + data[5:])
+
+
+def test_the_payload_is_aligned_after_the_spec() -> None:
+    assert [spec_room(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    assert body_bytes(65, 1000) == 1128
+
+
+def rings(count: int = 1) -> tuple[Ring, Ring]:
+    """The two ends of a ring, each with a mapping of its own."""
+    shared = os.memfd_create("ring")
+    os.ftruncate(shared, RING_BYTES)
+    ends = Ring(mmap(shared, RING_BYTES), 0), Ring(mmap(shared, RING_BYTES), 0)
+    os.close(shared)
+    return ends
+
+
+@given(st.lists(descriptors, max_size=20))
+def test_a_ring_gives_descriptors_in_the_order_in_which_they_were_put(given: list[Descriptor]) -> None:
+    writer, reader = rings()
+    for one in given:
+        assert writer.put(one)
+    assert len(reader) == len(given)
+    assert [reader.take() for _ in given] == given
+    assert reader.take() is None
+
+
+def test_a_full_ring_takes_no_more_until_one_was_read() -> None:
+    writer, reader = rings()
+    lane = Lane(0, 1, 0, 0)
+    put = taken = 0
+    for _ in range(5):  # several times around
+        while writer.put(Descriptor(Note.SEND, lane, put)):
+            put += 1
+        assert put - taken == DEPTH
+        for _ in range(DEPTH // 2 + 1):
+            one = reader.take()
+            assert one is not None
+            assert one.number == taken
+            taken += 1
