@@ -24,6 +24,7 @@ from penstock.runtime.peers import GroupPeers
 from penstock.runtime.running import choice_of, require_switchable
 from penstock.runtime.setup import dispatch_of, peers_of
 from penstock.runtime.steering import Steering, steer
+from penstock.runtime.transport_choice import DelegateOptions
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.messages import remove_communication
@@ -65,6 +66,7 @@ class EmulatedPipeline:
         transport: "host", "direct" or "delegate"; between threads "delegate" is the same as "host", no copy.
         depth: messages that a channel of "direct" holds; 2 where not given.
         steering: how to measure and switch while running; None: not at all.
+        delegates: how delegates carry messages between processes, where there are any.
 
     Attributes:
         configuration: what the next step runs; number: of the decision that it comes from.
@@ -91,6 +93,7 @@ class EmulatedPipeline:
         transport: str = "host",
         depth: int | None = None,
         steering: Steering | None = None,
+        delegates: DelegateOptions | None = None,
     ) -> None:
         schedule = remove_communication(schedule)
         check(schedule)
@@ -102,7 +105,7 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
-        self._choice = choice_of(transport, depth, steering)
+        self._choice = choice_of(transport, depth, steering, delegates)
         graph = lower(schedule)
         held = steering.max_held if steering is not None and max_held is None else max_held
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
@@ -203,6 +206,8 @@ class EmulatedPipeline:
 
     def _ready(self, configuration: Configuration) -> Any:
         require_switchable(configuration.schedule, self.configuration.schedule)
+        self._choice.require_schedule(configuration.schedule)
+        self._ranks.prepare(configuration.delegated)
         return plan_of(configuration, self._costs)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from penstock.control import Event
 from penstock.cost import Costs, LinkConditions
 from penstock.dispatch import Dispatch
 from penstock.runtime.agreement import require_same
@@ -82,6 +83,9 @@ class Ranks(Protocol):
     def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
         """Runs one step."""
 
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links, before they are needed."""
+
     def close(self) -> None:
         """Ends the transports."""
 
@@ -104,9 +108,9 @@ def _run_rank(worker: Worker, device: EmulatedDevice, transport: Waiting, start:
     return RankStep(worker.rank, worker.recorder.times, worker.peak_held, device.late, transport.crossings())
 
 
-def _measured(step: RankStep, start: int) -> Measured:
+def _measured(step: RankStep, start: int, events: Sequence[Event] = ()) -> Measured:
     end = step.times[-1][2] if step.times else start
-    return Measured(step.rank, start, end, step.times, step.crossings)
+    return Measured(step.rank, start, end, step.times, step.crossings, events)
 
 
 class Threads:
@@ -164,6 +168,9 @@ class Threads:
         helm.ended([_measured(rank, start) for rank in ranks])
         return Step(ranks, start, helm.settle([helm.offer()]))
 
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        """There is nothing to start."""
+
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
@@ -191,7 +198,7 @@ class Processes:
         self._tags = Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, self._indices)
         nothing = Conditions(LinkConditions())
         self._transport: Any = run.choice.make(
-            peers.group, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
+            peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
         )
         self._step(plan, stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
         self.conditions = Conditions(run.conditions, run.stretch, self._moment())
@@ -201,7 +208,7 @@ class Processes:
         mine, start = self._step(plan, self._run.stretch)
         offer = None
         if helm is not None:
-            helm.ended([_measured(mine, start)])
+            helm.ended([_measured(mine, start, self._run.choice.link_events(self._transport))])
             offer = helm.offer()
         told = self.peers.gather((mine._replace(crossings=[]), offer))
         offers = [Offer(*each) for _, each in told if each is not None]
@@ -220,6 +227,9 @@ class Processes:
         found = _run_rank(worker, device, transport, start)
         transport.end()
         return found, start
+
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        self._run.choice.prepare(self._transport, delegated)
 
     def close(self) -> None:
         self._transport.close()

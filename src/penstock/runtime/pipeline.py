@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.control import Configuration
+from penstock.control import Configuration, Event
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
@@ -41,6 +41,7 @@ from penstock.runtime.stages import build_stage, stages_of
 from penstock.runtime.steering import Helm, Measured, Offer, Steering, steer
 from penstock.runtime.step_result import StepResult
 from penstock.runtime.tied import Tie
+from penstock.runtime.transport_choice import DelegateOptions
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.transports.crossing import Crossing
@@ -87,6 +88,7 @@ class Pipeline:
             called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
         links: conditions to inject: messages are held back as these say, and the numbers stay the same.
         steering: measure links while training, and switch to what is faster; None: not at all.
+        delegates: how delegates carry messages, where there are any.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
@@ -117,6 +119,7 @@ class Pipeline:
         ops: Mapping[str, OpFunction] | None = None,
         links: LinkConditions | None = None,
         steering: Steering | None = None,
+        delegates: DelegateOptions | None = None,
     ) -> None:
         schedule = remove_communication(schedule)  # the transport places messages
         self.clip_norm = clip_norm
@@ -129,7 +132,7 @@ class Pipeline:
         if links is not None:
             links.check_ranks(schedule.num_ranks)
         self._conditions = None if links is None else Conditions(links)
-        self._choice = choice = choice_of(transport, depth, steering)
+        self._choice = choice = choice_of(transport, depth, steering, delegates)
         ops = ops or {}
         facts = {
             "schedule": schedule_digest(schedule),
@@ -169,7 +172,7 @@ class Pipeline:
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
             self._transport = choice.make(
-                self._peers.group,
+                self._peers,
                 self._tags,
                 timeout,
                 self._running.plan.wiring,
@@ -202,6 +205,8 @@ class Pipeline:
         """Works out what a configuration needs to run; any thread may do that."""
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
+        self._choice.require_schedule(configuration.schedule)
+        self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> Running:
@@ -325,8 +330,8 @@ class Pipeline:
                 end = perf_counter_ns()
             self._share_tied()
             if self._helm is not None:
-                crossings = self._crossings()
-                self._helm.ended([Measured(w.rank, begin, end, w.recorder.times, crossings) for w in workers])
+                crossings, events = self._crossings(), self._link_events()
+                self._helm.ended([Measured(w.rank, begin, end, w.recorder.times, crossings, events) for w in workers])
             result = self._result(batch, self._helm)
         except BaseException:
             self.zero_grad()
@@ -424,6 +429,10 @@ class Pipeline:
     def _crossings(self) -> list[Crossing]:
         """Messages that came in since the last call, where they are told."""
         return self._transport.crossings() if self._transport is not None else []
+
+    def _link_events(self) -> list[Event]:
+        """Links that went down or came back since the last call."""
+        return self._choice.link_events(self._transport) if self._transport is not None else []
 
     def _signatures(self, settings: StepSettings) -> list[str]:
         shapes = settings.microbatches.signatures

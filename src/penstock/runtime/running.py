@@ -11,7 +11,7 @@ from penstock.dispatch import Dispatch, lower
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.plan import StepPlan, pairs_with, plan_step
 from penstock.runtime.steering import Steering
-from penstock.runtime.transport_choice import BASES, TransportChoice
+from penstock.runtime.transport_choice import BASES, DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.schedule import Schedule, check
 from penstock.simulate.simulate import frozen_caps, memory_changes
@@ -64,10 +64,14 @@ def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steeri
     return Configuration(schedule, dispatch, (), tuple(caps))
 
 
-def choice_of(transport: str, depth: int | None, steering: Steering | None) -> TransportChoice:
-    """The transport that a user named; steering may delegate single links of it."""
-    can = steering is not None and steering.may_delegate and transport in BASES
-    return TransportChoice(transport, depth, can)
+def choice_of(
+    transport: str, depth: int | None, steering: Steering | None, delegates: DelegateOptions | None
+) -> TransportChoice:
+    """The transport that a user named. Single links of it may be delegated where steering may do that, or where the
+    user says how.
+    """
+    may = delegates is not None or (steering is not None and steering.may_delegate)
+    return TransportChoice(transport, depth, may and transport in BASES, delegates or DelegateOptions())
 
 
 def running(

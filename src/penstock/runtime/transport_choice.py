@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from penstock.control import Event
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.interfaces import local_addresses
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import ConditionedLines, ConditionedTransport, Conditions
+from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.transports.delegate.transport import HOST_MEMORY
+from penstock.runtime.transports.direct import ConditionedDirect, DirectTransport, require_depth
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.transports.lines import LineTransport, lines_of
+from penstock.runtime.transports.routed import RoutedTransport
 from penstock.runtime.wiring import Wiring
+from penstock.schedule import Schedule
 from penstock.simulate import Blocking
 
 NAMES = ("host", "direct", "delegate", "nccl")
@@ -23,6 +31,23 @@ BASES = ("host", "direct")
 """Transports of which single links may be delegated."""
 DEPTH = 2
 """Messages that a direct channel holds where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class DelegateOptions:
+    """How delegates carry messages.
+
+    Attributes:
+        num: of each direction and kind of a link, to begin with; most: as many as measured rates may ask for.
+        interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
+            the next. None: those in GLOO_SOCKET_IFNAME, or that from which MASTER_ADDR is reached.
+        host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
+    """
+
+    num: int = 1
+    most: int = 4
+    interfaces: tuple[str, ...] | None = None
+    host_memory: int = HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -34,6 +59,7 @@ class TransportChoice:
             "delegate" (every link by delegate processes) or "nccl" (from GPU to GPU).
         depth: messages that a channel of "direct" holds before its sender stands still; None: any number.
         has_delegates: whether single links may go by delegates while it runs.
+        delegates: how these carry messages.
 
     Raises:
         RuntimeFailure: another name, or a depth that cannot be.
@@ -42,6 +68,7 @@ class TransportChoice:
     name: str = "host"
     depth: int | None = None
     has_delegates: bool = False
+    delegates: DelegateOptions = field(default_factory=DelegateOptions)
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -60,8 +87,25 @@ class TransportChoice:
 
     def route(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates."""
-        if self.has_delegates and hasattr(transport, "route"):
+        if self.has_delegates:
             transport.route(frozenset(delegated))
+
+    def prepare(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links that are to be delegated, before they are needed; any thread may do that."""
+        if self.has_delegates and delegated and isinstance(transport, RoutedTransport):
+            transport.prepare(delegated)
+
+    def link_events(self, transport: Any) -> list[Event]:
+        """Links whose own interfaces died or came back since the last call, as far as delegates know."""
+        if self.has_delegates or self.name == "delegate":
+            found: list[Event] = transport.link_events()
+            return found
+        return []
+
+    def require_schedule(self, schedule: Schedule) -> None:
+        """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth."""
+        if self.depth is not None:
+            require_depth(schedule, self.depth)
 
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
         """What the simulator calls it, with these links delegated."""
@@ -69,7 +113,7 @@ class TransportChoice:
 
     def make(
         self,
-        group: dist.ProcessGroup,
+        peers: GroupPeers,
         tags: Tags,
         timeout: float,
         wiring: Wiring,
@@ -77,19 +121,51 @@ class TransportChoice:
         device: torch.device,
         conditions: Conditions | None,
     ) -> Any:
-        """One rank's end, with link conditions where they are given.
+        """One rank's end, with link conditions where they are given. Every rank must call it.
 
         Raises:
-            RuntimeFailure: "nccl" without a GPU or with dynamic dispatch.
+            RuntimeFailure: "nccl" without a GPU or with dynamic dispatch; a schedule that needs more than `depth`;
+                an interface that is not there.
         """
         if self.name == "nccl":
             self.require_dispatch(dispatch)
-            return _nccl(group, tags, timeout, wiring, device, conditions)
-        if self.name != "host":
-            raise RuntimeFailure(f"transport {self.name!r} runs between threads only, so far; use 'host'")
-        if conditions is not None:
+            return _nccl(peers.group, tags, timeout, wiring, device, conditions)
+        if self.name == "delegate":
+            return self._delegate(peers, tags, timeout, device, conditions)
+        base = self._base(peers.group, tags, timeout, wiring, conditions)
+        if not self.has_delegates:
+            return base
+        return RoutedTransport(base, self._delegate(peers, tags, timeout, device, conditions))
+
+    def _base(
+        self, group: dist.ProcessGroup, tags: Tags, timeout: float, wiring: Wiring, conditions: Conditions | None
+    ) -> GroupTransport:
+        if self.depth is None:
+            if conditions is None:
+                return GroupTransport(group, tags, timeout)
             return ConditionedTransport(group, tags, timeout, conditions=conditions)
-        return GroupTransport(group, tags, timeout)
+        require_depth(wiring.schedule, self.depth)
+        if conditions is None:
+            return DirectTransport(group, tags, timeout, self.depth)
+        return ConditionedDirect(group, tags, timeout, self.depth, conditions=conditions)
+
+    def _delegate(
+        self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, conditions: Conditions | None
+    ) -> DelegateTransport:
+        options = self.delegates
+        return DelegateTransport(
+            peers.here[0],
+            peers.num_ranks,
+            peers.gather,
+            tags,
+            timeout,
+            interfaces=local_addresses(options.interfaces),
+            num_lanes=options.num,
+            most_lanes=max(options.num, options.most),
+            host_memory=options.host_memory,
+            conditions=conditions,
+            device=device,
+        )
 
 
 def _nccl(

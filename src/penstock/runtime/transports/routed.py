@@ -54,6 +54,8 @@ class Delegates(Protocol):
 
     def link_events(self) -> list[Any]: ...
 
+    def prepare(self, links: Collection[tuple[int, int]]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -78,6 +80,10 @@ class RoutedTransport:
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates from now on. Every rank says the same."""
         self._delegated = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
+
+    def prepare(self, links: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links that are to be delegated, before they are needed. Any thread may call it."""
+        self._delegates.prepare(links)
 
     def begin(
         self,
