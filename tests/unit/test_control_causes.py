@@ -1,0 +1,189 @@
+"""What each kind of straggler leads to, in rehearsal: its cause named, the right remedy, near the best there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.control import (
+    Action,
+    Configuration,
+    ControlError,
+    Controller,
+    Decision,
+    Job,
+    Measured,
+    OpTimes,
+    Switched,
+    candidates,
+    measured_events,
+    rehearse,
+    replay,
+    run_once,
+)
+from penstock.control.changes import Sensitivity
+from penstock.control.compute import ComputeWatch, scaled
+from penstock.control.configuration import peaks
+from penstock.cost import LinkConditions
+
+pytestmark = pytest.mark.unit
+
+MB = 2.0**20
+COSTS = ps.Costs([10.0] * 4, [10.0] * 4, [10.0] * 4, message_bytes=[16 * MB] * 4)
+
+
+def job_of(name: str, **options: object) -> Job:
+    schedule = ps.build(name, 4, 12)
+    return Job(COSTS, Configuration(schedule, "frozen", (), tuple(peaks(schedule, COSTS))), **options)
+
+
+def after(job: Job, conditions: LinkConditions) -> tuple[list[Decision], float]:
+    """Ten healthy iterations and thirty under `conditions`: the decisions, and the last iteration's time."""
+    controller = Controller(job)
+    made: list[Decision] = []
+    now = 0.0
+    for number in range(40):
+        if controller.waiting is not None and number >= made[-1].iteration + 2:
+            controller.feed(Switched(controller.waiting.number))
+        links = conditions if number >= 10 else LinkConditions()
+        ran = run_once(job, controller.now, links, now)
+        for event in measured_events(ran, number, COSTS.message_bytes):
+            made += controller.feed(event)
+        now += ran.makespan
+    return made, ran.makespan
+
+
+def best(job: Job, conditions: LinkConditions) -> float:
+    """The best of candidates made for many delays, each simulated under just these conditions."""
+    found = []
+    for ms in (0.0, 10.0, 20.0, 40.0, 60.0, 80.0):
+        links = ps.Links(dict.fromkeys(conditions.conditions, ms))
+        every = candidates(job, job.start, Measured.steady(links, frozenset(conditions.conditions)))
+        found += [run_once(job, each.configuration, conditions).makespan for each in every]
+    return min(found)
+
+
+@pytest.mark.parametrize("host", [0.0, 8.0])
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("2:3=latency:60ms", "latency"),
+        ("0:1=latency:30ms", "latency"),
+        ("2:3=occupancy:25ms", "occupancy"),
+        ("0:1=occupancy:35ms", "occupancy"),
+        ("1:2=occupancy:28ms+latency:20ms", "occupancy"),
+        ("2:3=bandwidth:0.6GB/s", "occupancy"),  # all messages have one size: busy, whatever with
+    ],
+)
+def test_links_late_and_busy_are_told_apart_and_answered_as_well_as_can_be(
+    text: str, cause: str, host: float
+) -> None:
+    job, conditions = job_of("zb", host_memory=host), LinkConditions.parse(text)
+    made, last = after(job, conditions)
+    assert made
+    assert {each for decision in made for each in decision.causes} == {cause}
+    assert last <= best(job, conditions) * 1.001
+    assert made[-1].ms_then == pytest.approx(last, rel=0.02)  # what was predicted
+
+
+@pytest.mark.parametrize("text", ["2:3=latency:2ms+loss:0.002%,150ms", "0:1=latency:2ms+loss:0.002%,100ms#3"])
+def test_loss_is_named(text: str) -> None:
+    made, _ = after(job_of("zb"), LinkConditions.parse(text))
+    assert made
+    assert made[0].causes == ("loss",)
+
+
+def test_a_busy_link_is_not_simulated_as_a_late_one() -> None:
+    job = job_of("zb", dispatches=("frozen",))
+    busy, late = (LinkConditions.parse(f"2:3={kind}:40ms") for kind in ("occupancy", "latency"))
+    dynamic = replace(job.start, dispatch="dynamic", delegated=((2, 3),))
+    assert run_once(job, dynamic, busy).makespan > 1.15 * run_once(job, dynamic, late).makespan
+
+
+# Compute
+
+
+def slowed(stage: int, factor: float, kinds: str = "FIW") -> ps.Costs:
+    rows = {kind: [10.0] * 4 for kind in "FIW"}
+    for kind in kinds:
+        rows[kind][stage] *= factor
+    return ps.Costs(rows["F"], rows["I"], rows["W"])
+
+
+@pytest.mark.parametrize(
+    ("link", "costs", "dispatches", "action"),
+    [
+        ("0:1=20", slowed(1, 1.6), ("frozen",), Action.REPLAN),
+        ("0:1=20", slowed(3, 1.3), ("frozen",), Action.REPLAN),
+        ("2:3=15", slowed(1, 2.0, "I"), ("frozen", "dynamic"), Action.DISPATCH),
+    ],
+)
+def test_a_rank_that_turns_slow_is_planned_for(
+    link: str, costs: ps.Costs, dispatches: tuple[str, ...], action: Action
+) -> None:
+    job = job_of("zb-h1", dispatches=dispatches)
+    lines: list[str] = []
+    controller = Controller(job, log=lines.append)
+    run = rehearse(
+        controller, LinkConditions.parse(link), until=25_000, costs=lambda at: costs if at >= 8000 else COSTS
+    )
+    slow = next(each.number for each in run.iterations if each.start >= 8000)
+    (decision,) = [each for each in run.decisions if each.iteration >= slow]
+    assert decision.iteration <= slow + 2
+    assert (decision.action, decision.causes) == (action, ("compute",))
+    assert "compute" in decision.reason
+    assert decision.ms_now == run.iterations[slow].ms
+    assert run.iterations[-1].ms == pytest.approx(decision.ms_then, rel=0.01)
+    assert run.iterations[-1].ms < 0.98 * run.iterations[slow].ms
+    assert replay(lines) == run.decisions
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_where_a_slow_rank_sets_the_pace_nothing_is_changed(rank: int) -> None:
+    job = job_of("zb")
+    slow = slowed(rank, 1.3)
+    run = rehearse(Controller(job), LinkConditions(), until=20_000, costs=lambda at: slow if at >= 5000 else COSTS)
+    assert run.decisions == ()
+    # Rightly so: no schedule is shorter.
+    plan = ps.plan(slow, 4, 12, memory_limit=list(job.start.caps), time_limit=2.0)
+    assert run.iterations[-1].ms == pytest.approx(plan.lower_bound)
+
+
+def test_factors_are_those_of_each_kind_and_gone_with_the_straggler() -> None:
+    watch = ComputeWatch(1, 1, 1.0, Sensitivity())
+    changes = []
+    for number in range(60):
+        factor = 1.3 if 20 <= number < 30 else 1.0
+        watch.feed(OpTimes(1, 1, (("F", (10.0, 10.0)), ("I", (12.0 * factor,) * 2), ("W", (8.0 * factor,) * 2))))
+        if change := watch.end_iteration():
+            changes.append((number, change))
+    (up, slower), (down, faster) = changes
+    assert up == 22  # five halves
+    assert slower.num_iterations == 3
+    assert slower.factors == pytest.approx({"I": 1.3, "W": 1.3}, rel=0.01)
+    assert (slower.change.before, slower.change.after) == (30.0, 36.0)
+    assert down == 35  # twelve halves
+    assert faster.factors == {}
+
+
+def test_costs_follow_the_factors() -> None:
+    costs = ps.Costs([1.0, 2.0], [3.0, 4.0], [5.0, 6.0])
+    found = scaled(costs, ((1, "F", 2.0), (1, "I", 1.5)))
+    assert (found.f, found.i, found.w) == ((1.0, 4.0), (3.0, 6.0), (5.0, 6.0))
+    assert found.b == (8.0, 12.0)
+    whole = scaled(costs, ((0, "B", 2.0),))
+    assert (whole.b, whole.i, whole.w) == ((16.0, 10.0), (6.0, 4.0), (10.0, 6.0))
+    assert scaled(costs, ()) is costs
+
+
+def test_ops_of_ranks_that_are_not_there_are_refused() -> None:
+    controller = Controller(job_of("zb"))
+    for rank, stage in ((4, 0), (0, 4)):
+        with pytest.raises(ControlError, match="ranks go from 0 to 3, stages to 3"):
+            controller.feed(OpTimes(rank, stage, (("F", (1.0, 1.0)),)))
+    with pytest.raises(ControlError, match="count from 0"):
+        OpTimes(-1, 0, ())
+    with pytest.raises(ControlError, match="time of F"):
+        OpTimes(0, 0, (("F", (1.0, float("nan"))),))

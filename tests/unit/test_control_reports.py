@@ -1,0 +1,158 @@
+"""What ranks report of an iteration: small, read back as it was, and telling a busy link from a late one."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from penstock.control import Cause, ControlError, OpTimes, Transfers, estimate
+from penstock.control.events import event_from_json, event_to_json
+from penstock.control.link import cause_of
+from penstock.control.packed import pack, rounded, unpack
+from penstock.control.queueing import Row, busy_time, held_share
+
+pytestmark = pytest.mark.unit
+MB = 2.0**20
+
+
+def passed(began: list[float], latency: float, busy: float, noise: float = 0.0, seed: int = 0) -> list[Row]:
+    """Messages over a link that is busy so long with each, and late: by hand, not by the simulator."""
+    rng, free, last, rows = random.Random(seed), 0.0, 0.0, []
+    for begin in began:
+        free = max(free, begin) + busy * rng.gauss(1, noise)
+        last = max(last, free + latency * rng.gauss(1, noise))
+        rows.append((MB, begin, last))
+    return rows
+
+
+BURSTS = [10.0 * k + 200.0 * (k // 8) for k in range(32)]
+"""Eight messages 10 ms apart, then a pause, four times."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("latency", "busy"), [(0.0, 25.0), (5.0, 30.0), (30.0, 15.0), (60.0, 40.0)])
+def test_a_busy_link_is_told_from_a_late_one(latency: float, busy: float, noise: float, seed: int) -> None:
+    rows = passed(BURSTS, latency, busy, noise, seed)
+    found = Transfers.of((0, 1), rows)
+    assert found.busy == pytest.approx(busy, rel=0.02 if not noise else 0.15)
+    # What is left is what each takes by itself.
+    assert sum(found.ms) / 32 == pytest.approx(latency + busy, rel=0.01 if not noise else 0.1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("noise", [0.0, 0.03, 0.2])
+@pytest.mark.parametrize("latency", [15.0, 30.0, 60.0])
+def test_a_late_link_is_not_taken_for_a_busy_one(latency: float, noise: float, seed: int) -> None:
+    rows = passed(BURSTS, latency, 0.0, noise, seed)
+    found = Transfers.of((0, 1), rows)
+    assert found.busy == 0.0
+    assert found.ms == tuple(rounded(ended - began) for _, began, ended in rows)
+
+
+def test_messages_that_never_meet_do_not_tell() -> None:
+    rows = passed([100.0 * k for k in range(12)], 20.0, 10.0)
+    assert busy_time(rows) is None
+    assert Transfers.of((0, 1), rows).busy is None
+    # Nor do those that begin just as the one before ends.
+    assert busy_time(passed([30.0 * k for k in range(12)], 20.0, 10.0)) is None
+
+
+def test_bandwidth_is_told_by_sizes() -> None:
+    free, rows = 0.0, []
+    for number, began in enumerate(BURSTS):
+        size = (1 + 3 * (number % 2)) * MB
+        free = max(free, began) + 10.0 * size / MB
+        rows.append((size, began, free + 5.0))
+    found = busy_time(rows)
+    assert found is not None
+    assert (found.each, found.per_byte) == (0.0, pytest.approx(10.0 / MB))
+    times = Transfers.of((0, 1), rows)
+    assert set(times.ms) == {15.0, 45.0}
+
+
+def test_what_waits_for_a_lost_packet_arrives_with_it() -> None:
+    rows = [(MB, began, began + 5.0) for began in BURSTS]
+    for lost in (3, 12, 25):
+        rows[lost] = (MB, rows[lost][1], rows[lost][1] + 45.0)
+        for behind in range(lost + 1, 32):
+            rows[behind] = (MB, rows[behind][1], max(rows[behind][2], rows[lost][2]))
+    found = Transfers.of((0, 1), rows)
+    assert held_share(rows) == 11 / 32
+    assert found.held == 0.34
+    calm = estimate([(MB, 5.0)] * 32)
+    lossy = estimate(list(zip(found.num_bytes, found.ms, strict=True)), busy=[found.busy], held=[found.held])
+    assert cause_of(calm, lossy) is Cause.LOSS
+
+
+def test_the_cause_follows_from_what_is_reported() -> None:
+    calm = estimate([(MB, 1.0)] * 32)
+    for latency, busy, cause in ((40.0, 0.0, Cause.LATENCY), (0.0, 40.0, Cause.OCCUPANCY)):
+        found = Transfers.of((0, 1), passed(BURSTS, latency, busy))
+        now = estimate(list(zip(found.num_bytes, found.ms, strict=True)), busy=[found.busy])
+        assert cause_of(calm, now) is cause
+    assert cause_of(calm, estimate([(MB, 40.0)] * 32, busy=[None])) is Cause.DELAY
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-5, 1e-4, 9.996e-4, 0.123456, 9.994, 9.996, 30.0, 60.0, 99.96, 412.3, 99_900.0]
+)
+def test_packed_times_have_three_digits(value: float) -> None:
+    (back,) = unpack(pack([value]))
+    assert back == rounded(value) == rounded(back)
+    assert back == pytest.approx(value, rel=0.005, abs=1e-4)
+    assert back == (float(f"{value:.3g}") if value >= 1e-4 else 0.0)
+
+
+def test_even_times_pack_into_one_character_each() -> None:
+    rng = random.Random(1)
+    times = [rng.gauss(30, 1) for _ in range(32)]
+    text = pack(times)
+    assert len(text) <= 36
+    assert json.dumps(text) == f'"{text}"'
+    assert unpack(text) == tuple(map(rounded, times))
+
+
+@pytest.mark.parametrize("text", ["x", "~", "~!", '~""', "~~~", "ü"])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ControlError, match="packed"):
+        unpack(text)
+
+
+def test_reports_come_back_from_json() -> None:
+    sizes = [MB, 4 * MB] * 16
+    rows = [(size, began, began + 3.3) for size, began in zip(sizes, BURSTS, strict=True)]
+    same = [(MB, began, began + 3.3) for began in BURSTS]
+    events = [
+        Transfers.of((3, 2), rows),
+        Transfers.of((3, 2), same),
+        Transfers((0, 1), (0.0,), (5.0,)),
+        OpTimes.of(1, 2, [("F", 10.04), ("F", 10.0), ("F", 11.0), ("B", 20.0)]),
+    ]
+    for event in events:
+        assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+    assert len(json.dumps(event_to_json(events[1]), separators=(",", ":"))) < 80
+    assert events[3].ms == (("B", (20.0, 20.0)), ("F", (10.0, 11.0)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"transfers": {}},
+        {"transfers": {"0:1": [1.0, "", None, 0.0]}},
+        {"transfers": {"0:1": [1.0, "~U_", None]}},
+        {"transfers": {"0:1": [[1.0, 2.0], "~U_", None, 0.0]}},
+        {"transfers": {"0:1": [1.0, "~U_", -1.0, 0.0]}},
+        {"transfers": {"0:1": [1.0, "~U_", 1.0, 2.0]}},
+        {"transfers": {"1:1": [1.0, "~U_", 1.0, 0.0]}},
+        {"transfers": {"0-1": [1.0, "~U_", 1.0, 0.0]}},
+        {"ops": {"0:0": {"F": "~U_"}}},
+        {"ops": {"0": {"F": "~U_R"}}},
+        {"ops": {"0:-1": {"F": "~U_R"}}},
+    ],
+)
+def test_reports_that_make_no_sense_are_refused(value: dict[str, object]) -> None:
+    with pytest.raises(ControlError):
+        event_from_json(value)
