@@ -30,6 +30,17 @@ def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[
     return result
 
 
+def _uneven(values: Sequence[float]) -> tuple[float, ...]:
+    try:
+        result = tuple(float(v) for v in values)
+    except (TypeError, ValueError, OverflowError):
+        raise CostError(f"uneven is {reprlib.repr(values)}: give one number a microbatch") from None
+    for microbatch, value in enumerate(result):
+        if not 0 <= value < math.inf:
+            raise CostError(f"uneven of microbatch {microbatch} is {value}: give a number of at least 0")
+    return result
+
+
 OtherCosts = (
     Mapping[str | tuple[str, int], float | tuple[float, float]] | tuple[tuple[str, int | None, float, float], ...]
 )
@@ -65,6 +76,8 @@ class Costs:
             from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing.
         message_bytes: what a stage's forward sends on, and so what its gradient weighs coming back; 0 a stage where
             not given. It matters where a link has a bandwidth, and where messages are really sent.
+        uneven: how many times as long the ops of each microbatch take, as those of long and short sequences do; 1 for
+            those not given. Runs, simulated or emulated, take it; schedules are made as if all were 1.
 
     Messages as ops (SEND_F and the like) take no time: `Links` says how late they arrive.
 
@@ -81,6 +94,7 @@ class Costs:
     kept_by_recompute: float = 0.0
     other: OtherCosts = field(default=())
     message_bytes: Sequence[float] = ()
+    uneven: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -97,6 +111,7 @@ class Costs:
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
+        object.__setattr__(self, "uneven", _uneven(self.uneven))
         rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation, "message_bytes": message_bytes}
         for name, value in rows.items():
             object.__setattr__(self, name, value)
@@ -126,6 +141,10 @@ class Costs:
         """Milliseconds of one op."""
         by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b, "R": self.f}
         return by_kind[kind][stage] if kind in by_kind else self._other_cost(kind, stage)[0]
+
+    def factor(self, kind: str, microbatch: int) -> float:
+        """How many times as long as others of its kind an op of a microbatch takes; registered kinds are even."""
+        return self.uneven[microbatch] if kind in "FBIWR" and microbatch < len(self.uneven) else 1.0
 
     def memory_change(self, kind: str, stage: int) -> float:
         """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.

@@ -92,7 +92,7 @@ def plan(
 
     Raises:
         ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule.
-        CostError: costs or links for other stages or ranks.
+        CostError: costs or links for other stages or ranks, or uneven microbatches.
     """
     links = Links() if links is None else links
     placement = _placement(costs, num_ranks, num_microbatches, placement)
@@ -103,6 +103,8 @@ def plan(
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
+    if any(factor != 1 for factor in costs.uneven):
+        raise CostError("ps.plan takes microbatches that cost alike; leave `uneven` out of the costs")
     if placement.shared:
         if goal != "makespan" or mode is Dispatch.DYNAMIC:
             raise ScheduleError(

@@ -177,7 +177,7 @@ class Runner:
                 for name, attribute in (("rank_of", "rank"), *((each, each) for each in _AS_THEY_ARE))
             },
             np.array(graph.num_needed, np.int64),
-            np.array([duration[op.kind, op.stage] for op in graph.ops], np.float64),
+            np.array([duration[op[:2]] * self.costs.factor(op.kind, op.microbatch) for op in graph.ops], np.float64),
             np.array(memory_changes(graph, self.costs), np.float64),
         )
         mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}

@@ -43,7 +43,7 @@ class EmulatedDevice:
         self.late: list[int] = []
         self._wiring, self._costs = wiring, costs
         self._stretch = stretch
-        self._durations: dict[tuple[str, int], int] = {}
+        self._durations: dict[Op, int] = {}
         self._bodies: dict[int, torch.Tensor] = {}
         self._free: int | None = None
         self._op: Op | None = None
@@ -63,10 +63,10 @@ class EmulatedDevice:
             stamp = payload.leaves[0] if payload.leaves else None
             if stamp is not None and stamp.tolist() != self._stamp(edge):
                 raise RuntimeFailure(f"{op} received something else than {edge}")
-        key = op.kind, op.stage
-        duration = self._durations.get(key)
+        duration = self._durations.get(op)
         if duration is None:
-            duration = self._durations[key] = round(self._costs.duration(*key) * 1e6 * self._stretch)
+            ms = self._costs.duration(op.kind, op.stage) * self._costs.factor(op.kind, op.microbatch)
+            duration = self._durations[op] = round(ms * 1e6 * self._stretch)
         due = (perf_counter_ns() if self._free is None else self._free) + duration
         while (left := due - perf_counter_ns()) > 0:
             sleep(left / 1e9)
