@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import pytest
@@ -16,10 +16,12 @@ from emulated_processes import step, tags_of, world
 from emulated_ranks import Ran, blocked_starts
 from penstock.cost import LinkConditions
 from penstock.runtime.message import Edge
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transports.delegate import Counters, DelegateTransport
 from penstock.runtime.transports.direct import ConditionedDirect
-from penstock.runtime.transports.routed import RoutedTransport
+from penstock.runtime.transports.routed import Delegates, RoutedTransport
 from penstock.runtime.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
@@ -40,22 +42,29 @@ class Second(ConditionedTransport):
         assert select.select([self.inbox.fileno(), self.watched], [], [], 20.0)[0], who()
         return self.inbox.poll() or []
 
+    def prepare(self, links: Collection[tuple[int, int]]) -> None:
+        pass
+
     def link_events(self) -> list[str]:
         return ["what it tells"]
 
 
-def routed(tags: Tags, links: str, depth: int) -> RoutedTransport:
+def routed(second: str, tags: Tags, links: str, depth: int) -> RoutedTransport:
     """Bounded channels as the base, and others beside."""
-    second, nothing = dist.new_group(), Conditions(LinkConditions())
+    nothing = Conditions(LinkConditions())
     base = ConditionedDirect(world(), tags, 20.0, depth, conditions=nothing)
-    transport = RoutedTransport(base, Second(second, tags, 20.0, conditions=nothing))
+    delegates: Delegates = Second(dist.new_group(), tags, 20.0, conditions=nothing)
+    if second == "delegates":
+        gather = GroupPeers(world(), 20.0).gather
+        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0, conditions=nothing)
+    transport = RoutedTransport(base, delegates)
     transport.conditions = Conditions(LinkConditions.parse(links))
     return transport
 
 
-def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
+def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
-    transport = routed(tags_of(schedule), "0:1=latency:20ms 1:2=latency:45ms", 1)
+    transport = routed(second, tags_of(schedule), "0:1=latency:20ms 1:2=latency:45ms", 1)
     wiring, costs = wire(schedule), ps.Costs.uniform(3, 1, 1, 1)
     found = []
     for delegated in [(), [(0, 1), (1, 2)], (), [(1, 0)], [(1, 2)], [(1, 2), (0, 1)]]:
@@ -63,8 +72,8 @@ def emulated(rank: int, dispatch: str) -> list[tuple[int, int]]:
         seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
-    assert transport.link_events() == ["what it tells"]
-    assert transport.counters == {}
+    assert transport.link_events() == (["what it tells"] if second == "group" else [])
+    assert isinstance(transport.counters, dict if second == "group" else Counters)
     transport.close()
     return found
 
@@ -77,16 +86,16 @@ def delay_count(seen: Ran, link: tuple[int, int]) -> int:
         return -1
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-def test_each_link_goes_its_own_way_and_both_ends_switch(dispatch: str) -> None:
-    outcomes = run_ranks(3, emulated, dispatch)
+@pytest.mark.parametrize(("second", "dispatch"), [("group", "dynamic"), ("delegates", "frozen")])
+def test_each_link_goes_its_own_way_and_both_ends_switch(second: str, dispatch: str) -> None:
+    outcomes = run_ranks(3, emulated, second, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     for found in (o.value for o in outcomes):
         assert [(a > 0, b > 0) for a, b in found[2:]] == [(True, True), (False, True), (True, False), (False, False)]
         assert [min(pair) for pair in found[3:]] == [-1, -1, -1], "without bound, more is under way"
 
 
-def train(rank: int, dispatch: str) -> list[bool]:
+def train(rank: int, second: str, dispatch: str) -> list[bool]:
     """Steps of changing shapes, and evaluation, by one transport and by two between which links change."""
     found: list[list[torch.Tensor]] = []
     ways = [(), [(0, 1)], [(0, 1), (1, 2)], [(2, 1)], ()]
@@ -95,7 +104,7 @@ def train(rank: int, dispatch: str) -> list[bool]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
         schedule = ps.build("zb-v", 3, 6)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
-        way = routed(pipe._tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
+        way = routed(second, pipe._tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
         if way is not None:
             pipe._transport = way  # type: ignore[assignment]
         numbers = []
@@ -108,11 +117,13 @@ def train(rank: int, dispatch: str) -> list[bool]:
         mine = {n: p.grad for n, p in pipe.named_parameters()}
         found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
         pipe.zero_grad()
+        if way is not None:
+            way.close()
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-def test_training_has_the_same_numbers_whatever_way_links_go(dispatch: str) -> None:
-    outcomes = run_ranks(3, train, dispatch)
+@pytest.mark.parametrize(("second", "dispatch"), [("delegates", "frozen"), ("delegates", "dynamic")])
+def test_training_has_the_same_numbers_whatever_way_links_go(second: str, dispatch: str) -> None:
+    outcomes = run_ranks(3, train, second, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
