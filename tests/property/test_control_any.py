@@ -50,7 +50,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(
         costs,
         start,
-        host_memory=draw(st.sampled_from([0.0, 2.0, 20.0])),
+        host_memory=draw(st.sampled_from([0.0, 2.0, 20.0, tuple(3.0 * rank for rank in range(num_ranks))])),
         depth=draw(st.integers(0, 2)),
         delegate_ms=draw(st.sampled_from([0.0, 3.0])),
         prices=draw(st.sampled_from([Prices(), Prices(0, 0, 0), Prices(10, 50, 200)])),
@@ -82,8 +82,13 @@ def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject)
         assert all(peak <= cap * (1 + 1e-6) for peak, cap in zip(each.peaks, caps, strict=True))
     for decision in run.decisions:
         ps.check(decision.configuration.schedule)
-        lifted = job.host_memory if decision.configuration.delegated else 0.0
-        assert decision.configuration.caps == tuple(cap + lifted for cap in job.start.caps)
+        limits = job.host_limits if decision.configuration.delegated else (0.0,) * job.num_ranks
+        assert decision.configuration.caps == tuple(
+            cap + more for cap, more in zip(job.start.caps, limits, strict=True)
+        )
+        assert all(waits <= more + 1e-6 for waits, more in zip(decision.in_host, limits, strict=True))
+        for peak, waits, cap in zip(decision.peaks, decision.in_host, job.start.caps, strict=True):
+            assert waits == pytest.approx(max(0.0, peak - cap), abs=1e-6)
         assert decision.configuration.dispatch in {job.start.dispatch, *job.dispatches}
     assert controller.paid <= controller.lost
     assert [decision.number for decision in run.decisions] == list(range(1, len(run.decisions) + 1))

@@ -187,6 +187,22 @@ def test_host_memory_lets_algorithm_2_run() -> None:
     assert max(warmups) > 4
 
 
+def test_decisions_say_what_waits_in_host_memory_and_it_stays_within_each_rank_s_limit() -> None:
+    tight = Configuration(ps.build("zb-h1", 4, 12), "frozen", (), (4.0, 4.0, 4.0, 4.0))
+    late = ps.Links({(0, 1): 60.0})
+    for limits, more in (((0.0, 0.0, 0.0, 0.0), 0), ((3.0, 2.0, 0.0, 1.0), 2), (8.0, 4)):
+        job = Job(COSTS, tight, host_memory=limits, prices=Prices(0, 0, 0))
+        made = drive(Controller(job), [HEALTHY] * 10 + [late] * 8)
+        held = run_once(job, made[-1].configuration, late).peak_activations
+        assert made[-1].peaks == held
+        assert made[-1].in_host == tuple(max(0.0, peak - 4.0) for peak in held)
+        assert all(waits <= limit for waits, limit in zip(made[-1].in_host, job.host_limits, strict=True))
+        assert max(made[-1].in_host) >= more
+        assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
+    with pytest.raises(ControlError, match="one a rank"):
+        replace(JOB, host_memory=(1.0, 2.0))
+
+
 def test_a_job_may_forbid_remedies() -> None:
     measured = Measured.steady(LATE, frozenset({(2, 3)}))
     only_dispatch = replace(JOB, may_replan=False, may_delegate=False)

@@ -117,7 +117,7 @@ class Job:
         costs: per stage.
         start: what runs first, and what the job goes back to on healthy links; its caps are the device's memory.
         host_memory: how much more each rank may hold while some link is delegated, since activations may then wait
-            in host memory; in the units of the costs.
+            in host memory; in the units of the costs, one number for all ranks or one a rank.
         depth: messages a link that is not delegated holds under way before its sender blocks; 0: never blocks.
         delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
@@ -132,7 +132,7 @@ class Job:
 
     costs: Costs
     start: Configuration
-    host_memory: float = 0.0
+    host_memory: float | tuple[float, ...] = 0.0
     depth: int = 2
     delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
@@ -144,7 +144,16 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dispatches", tuple(Dispatch(each) for each in self.dispatches))
-        for name in ("host_memory", "delegate_ms", "least_gain", "depth"):
+        if isinstance(self.host_memory, Sequence):
+            object.__setattr__(self, "host_memory", tuple(self.host_memory))
+        for limit in self.host_limits:
+            if not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
+                raise ControlError(f"host_memory is {self.host_memory!r}: give a number of at least 0, or one a rank")
+        if len(self.host_limits) != self.num_ranks:
+            raise ControlError(
+                f"host_memory has {len(self.host_limits)} entries, one a rank is needed: {self.num_ranks}"
+            )
+        for name in ("delegate_ms", "least_gain", "depth"):
             value = getattr(self, name)
             if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
                 raise ControlError(f"{name} is {value!r}: give a number of at least 0")
@@ -175,12 +184,27 @@ class Job:
         """The smallest delay, and change of one, that matters (ms)."""
         return self.mean_op / 10 if self.least_delay is None else self.least_delay
 
+    @property
+    def host_limits(self) -> tuple[float, ...]:
+        """Most that each rank may hold in host memory, in the units of the costs."""
+        given = self.host_memory
+        return given if isinstance(given, tuple) else (given,) * self.num_ranks
+
     def caps(self, delegated: Sequence[Link]) -> tuple[float, ...]:
         """What each rank may hold: its device's memory, and host memory while some link is delegated.
 
         All ranks, since a late link asks for more warm-up forwards on every stage above it.
         """
-        return tuple(cap + (self.host_memory if delegated else 0.0) for cap in self.start.caps)
+        if not delegated:
+            return self.start.caps
+        return tuple(cap + more for cap, more in zip(self.start.caps, self.host_limits, strict=True))
+
+    def in_host(self, peaks: Sequence[float]) -> tuple[float, ...]:
+        """What of the activations that each rank holds at most waits in host memory."""
+        return tuple(
+            peak - cap if peak > cap * (1 + EPSILON) else 0.0
+            for peak, cap in zip(peaks, self.start.caps, strict=True)
+        )
 
     def transport(self, delegated: Sequence[Link]) -> Blocking | Decoupled:
         return transport_of(self.depth, delegated)
@@ -223,6 +247,8 @@ def job_from_json(value: Mapping[str, Any]) -> Job:
         costs["other"] = tuple(tuple(entry) for entry in costs["other"])
         start = Configuration.from_json(json.dumps(fields.pop("start")))
         prices = Prices(**fields.pop("prices"))
+        if isinstance(fields["host_memory"], list):
+            fields["host_memory"] = tuple(fields["host_memory"])
         return Job(Costs(**costs), start, prices=prices, **fields)
     except (KeyError, TypeError) as error:
         raise ControlError(f"no job that this version wrote: {error}") from None

@@ -242,6 +242,8 @@ class Controller:
             chosen.ms,
             chosen.candidate.price,
             tuple(dict.fromkeys(str(change.cause) for change in recent)),
+            chosen.peaks,
+            self.job.in_host(chosen.peaks),
         )
         return self._waiting
 

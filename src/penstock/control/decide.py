@@ -32,24 +32,29 @@ class Scored:
 
     Attributes:
         each: the time in each scenario, where there are several.
+        peaks: most activations that each rank holds in any of them.
     """
 
     candidate: Candidate
     ms: float
     each: tuple[float, ...] = ()
+    peaks: tuple[float, ...] = ()
 
 
 def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
     """Simulates a candidate on each scenario."""
-    each = tuple(predict(job, candidate.configuration, [links]) for links in measured.scenarios)
-    return Scored(candidate, fmean(each), each)
+    found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
+    times = tuple(ms for ms, _ in found)
+    return Scored(candidate, fmean(times), times, tuple(map(max, zip(*(peaks for _, peaks in found), strict=True))))
 
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
     """Mean simulated iteration time (ms) of a configuration over scenarios of links' own paths."""
-    return fmean(
-        _one(job.costs, job.depth, job.delegate_ms, configuration, LinkConditions.of(links)) for links in scenarios
-    )
+    return fmean(_tried(job, configuration, links)[0] for links in scenarios)
+
+
+def _tried(job: Job, configuration: Configuration, links: Links | LinkConditions) -> tuple[float, tuple[float, ...]]:
+    return _one(job.costs, job.depth, job.delegate_ms, configuration, LinkConditions.of(links))
 
 
 def choose(
@@ -98,12 +103,13 @@ def _rank(scored: Scored) -> tuple[float, int, bool]:
 @lru_cache(maxsize=4096)
 def _one(
     costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
-) -> float:
-    """One simulation. The conditions are those of the links' own paths; delegates add their time."""
+) -> tuple[float, tuple[float, ...]]:
+    """One simulation: time and peaks. The conditions are those of the links' own paths; delegates add their time."""
     if delegate_ms and configuration.delegated:
         conditions = _through_delegates(conditions, configuration, delegate_ms)
     links = _as_links(conditions)
-    return trial(costs, depth, configuration, conditions if links is None else links).makespan
+    ran = trial(costs, depth, configuration, conditions if links is None else links)
+    return ran.makespan, ran.peaks
 
 
 def trial(costs: Costs, depth: int, configuration: Configuration, links: Links | LinkConditions) -> Ran:

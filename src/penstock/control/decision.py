@@ -24,6 +24,9 @@ class Decision:
         price: of the switch (ms).
         causes: what the changes that led to it are put down to: "latency", "bandwidth", "occupancy", "loss", "delay"
             (of a link), "compute" (of a stage's ops); none where nothing had changed.
+        peaks: most activations that each rank holds, simulated under the measured links, in the units of the costs.
+        in_host: what of them is above what its device holds, and waits in host memory: at most the job's
+            `host_memory`.
     """
 
     number: int
@@ -35,6 +38,8 @@ class Decision:
     ms_then: float
     price: float
     causes: tuple[str, ...] = ()
+    peaks: tuple[float, ...] = ()
+    in_host: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The decision as a JSON object."""

@@ -24,7 +24,6 @@ from penstock.control.events import (
     Transfer,
     Transfers,
     event_from_json,
-    show_link,
     undirected,
 )
 from penstock.control.hindsight import Seen
@@ -133,12 +132,17 @@ def _news(told: Told, event: Event, last: int) -> None:
     """A link that went or came back, a decision given up."""
     if isinstance(event, LinkDown):
         told.book.down.add(undirected(event.link))
-        told.faults.append(Fault(last + 1, f"link {show_link(undirected(event.link))} went down"))
+        told.faults.append(Fault(last + 1, f"link {_shown(event.link)} went down"))
     elif isinstance(event, LinkUp):
         told.book.down.discard(undirected(event.link))
-        told.faults.append(Fault(last + 1, f"link {show_link(undirected(event.link))} came back"))
+        told.faults.append(Fault(last + 1, f"link {_shown(event.link)} came back"))
     elif isinstance(event, Dropped) and event.number in told.chosen:
         told.chosen[event.number].outcome = "given up"
+
+
+def _shown(link: Link) -> str:
+    low, high = undirected(link)
+    return f"{low}–{high}"
 
 
 def _switch(told: Told, before: int, now: int) -> None:
