@@ -19,6 +19,7 @@ from penstock.runtime.launch.report import CONTEXT, Kind, Report, context_of
 __all__ = ["FolderDesk", "Reporter", "StoreDesk", "report_failure"]
 
 KEY = "penstock/failure"
+ANSWER = 1.0  # seconds that the store may take to answer
 LINGER = 1.0  # seconds a failed rank may take to run its exit handlers
 
 
@@ -42,7 +43,8 @@ class FolderDesk:
 class StoreDesk:
     """Under torchrun: the first failed rank leaves its report in the store and prints it, the others a line.
 
-    `patience` is how long a rank that merely lost a peer looks for the cause.
+    `patience` is how long a rank that merely lost a peer looks for the cause. A store that can't be reached answers
+    neither yes nor no: it has a second more, and then a rank speaks for itself.
     """
 
     def __init__(self, store: dist.Store, patience: float = 2.0) -> None:
@@ -51,14 +53,20 @@ class StoreDesk:
     def take(self, report: Report) -> None:
         if not report.final or report.kind is Kind.INTERRUPT:
             return
-        root: Report | None = None
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):  # the store may be gone too
-            root = self._root(report)
+        found: list[Report | None] = []
+        asking = threading.Thread(target=self._look, args=(report, found), daemon=True)
+        asking.start()
+        asking.join(self._patience + ANSWER)
+        root = found[0] if found else None
         if root is None or root == report:
             shown = [] if report.kind is Kind.LOST else details(report)
             print("\n".join([f"penstock: {one_line(report)}", *shown]), file=sys.stderr, flush=True)
         else:
             print(f"penstock: rank {report.rank} ended because rank {root.rank} failed", file=sys.stderr, flush=True)
+
+    def _look(self, report: Report, found: list[Report | None]) -> None:
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):  # the store may be gone too
+            found.append(self._root(report))
 
     def _root(self, report: Report) -> Report | None:
         if report.kind is not Kind.LOST:
