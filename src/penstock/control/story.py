@@ -22,6 +22,7 @@ from penstock.control.told import Chosen, Told, add_record, json_lines, read_log
 from penstock.draw.report.story import (
     Alarms,
     Decided,
+    Fault,
     Iteration,
     Memory,
     Ran,
@@ -37,6 +38,16 @@ MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
 AROUND = 5
 """Iterations each side of a switch that tell what it changed."""
+COUNTED = {
+    "failovers": "connections that went on over another interface",
+    "failbacks": "connections that went back to a better interface",
+    "reconnects": "connections made again over the same interface",
+    "resent": "messages sent again",
+    "doubled": "messages that came twice, and were dropped",
+    "restarts": "delegates started again",
+    "starved": "messages that waited for room in host memory",
+}
+"""What delegates count, in words; where none of it happened nothing is said."""
 BYTES = 1e4
 """Activations above this are bytes, not units."""
 
@@ -103,7 +114,8 @@ def read_story(
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
-        faults=tuple(told.faults),
+        faults=tuple(sorted((*told.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
+        counters=_counters(records),
         shown=_shown(told, decided, ran, json_lines(timelines, "timelines.jsonl")),
     )
 
@@ -224,6 +236,26 @@ def _memory(told: Told, ran: Iterable[Timeline], records: Iterable[Mapping[str, 
         "MiB of activations" if in_bytes else "activations",
         "measured" if measured else "simulated",
     )
+
+
+def _counters(records: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+    """What the delegates of all ranks had counted in the end."""
+    last: Mapping[str, Any] = next((record["counters"] for record in reversed(records) if record.get("counters")), {})
+    return tuple((words, float(last[name])) for name, words in COUNTED.items() if last.get(name))
+
+
+def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    """Iterations in which a count rose that speaks of a fault."""
+    found, before = [], dict.fromkeys(COUNTED, 0)
+    for record in records:
+        now = record.get("counters") or {}
+        rose = {name: now[name] - before[name] for name in COUNTED if now.get(name, 0) > before[name]}
+        before |= {name: now[name] for name in rose}
+        rose.pop("starved", None)
+        if rose:
+            said = ", ".join(f"{COUNTED[name]}: {count}" for name, count in rose.items())
+            found.append(Fault(int(record["iteration"]), said))
+    return found
 
 
 def _shown(

@@ -46,7 +46,7 @@ def times(count: int, noun: str) -> str:
 
 def headline(story: RunStory) -> str:
     """The one sentence that the page begins with."""
-    parts = [_late(story), _answer(story), _saved(story)]
+    parts = [_broken(story), _late(story), _answer(story), _saved(story)]
     return _sentence("; ".join(part for part in parts if part))
 
 
@@ -74,14 +74,25 @@ def alarms(story: RunStory) -> str:
     )
 
 
+def _broken(story: RunStory) -> str:
+    if not story.faults:
+        return ""
+    first = story.faults[0]
+    where = "" if first.iteration is None else f" in iteration {first.iteration}"
+    others = f", and {times(len(story.faults) - 1, 'more event')} like it" if len(story.faults) > 1 else ""
+    return f"{first.what}{where}{others}"
+
+
 def _late(story: RunStory) -> str:
     spells = story.spells
     count = times(len(story.iterations), "iteration")
+    if not spells and story.faults:
+        return ""
     if not spells:
         return f"no link was late in {count}"
     links = sorted({spell.link for spell in spells})
     if len(links) == 1 and len(spells) == 1:
-        return f"link {link_name(links[0])} was {short(spells[0].ms)} ms late for {_for(spells[0], story)}"
+        return f"link {link_name(links[0])} was {_range([spells[0].ms])} ms late for {_for(spells[0], story)}"
     if len(links) == 1:
         ms = [spell.ms for spell in spells]
         total = sum(spell.num_late for spell in spells)
@@ -89,7 +100,11 @@ def _late(story: RunStory) -> str:
         return f"link {link_name(links[0])} was {late}"
     named = f"links {_listed([link_name(link) for link in links])}" if len(links) <= FEW else f"{len(links)} links"
     ms = [max(spell.ms for spell in spells if spell.link == link) for link in links]
-    return f"{named} were {_range(ms)} ms late, some of them in {len(story.late)} of {count}"
+    together = len(spells) == len(links) and all(spell.num_late == len(story.late) for spell in spells)
+    how_long = (
+        f"for {_for(spells[0], story)}" if together else f"at one time or another, in {len(story.late)} of {count}"
+    )
+    return f"{named} were {_range(ms)} ms late {how_long}"
 
 
 def _for(spell: Spell, story: RunStory) -> str:
@@ -99,7 +114,7 @@ def _for(spell: Spell, story: RunStory) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = short(min(values)), short(max(values))
+    low, high = (short(float(f"{value:.3g}")) for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

@@ -1,0 +1,116 @@
+"""Runs whose reports tests look at, stories made by hand, and a page taken apart."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from html.parser import HTMLParser
+from typing import Any
+
+import penstock as ps
+from penstock.control import (
+    Configuration,
+    Controller,
+    Job,
+    rehearse,
+)
+from penstock.control.configuration import peaks
+from penstock.control.story import read_story
+from penstock.cost import LinkConditions
+from penstock.draw.report import RunStory
+from penstock.draw.report.story import (
+    Alarms,
+    Decided,
+    Iteration,
+    spells_of,
+)
+
+COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
+LATE = "2:3=latency:steps:0ms/0ms,1600ms/60ms,6s/0ms"
+
+
+def job(**more: Any) -> Job:
+    zb = ps.build("zb", 4, 8)
+    return Job(COSTS, Configuration(zb, "frozen", (), tuple(peaks(zb, COSTS))), **more)
+
+
+@lru_cache(maxsize=8)
+def log_of(link: str = LATE, until: float = 12_000) -> tuple[str, ...]:
+    lines: list[str] = []
+    rehearse(Controller(job(), log=lines.append), LinkConditions.parse(link), until=until)
+    return tuple(lines)
+
+
+@lru_cache(maxsize=8)
+def story_of(link: str = LATE, until: float = 12_000) -> RunStory:
+    return read_story(log_of(link, until), name="late & last")
+
+
+class Page(HTMLParser):
+    """Tags, the text of each element, and the rows of tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.stack: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.tables: dict[str, list[list[str]]] = {}
+        self.table: list[list[str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.stack.append(tag)
+        self.texts.setdefault(tag, []).append("")
+        if tag == "table":
+            self.table = self.tables.setdefault(dict(attrs).get("aria-label") or "", [])
+        if tag == "tr":
+            self.table.append([])
+        if tag in ("td", "th"):
+            self.table[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.stack and self.stack.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.stack:
+            self.texts[self.stack[-1]][-1] += data
+        if self.stack and self.stack[-1] in ("td", "th"):
+            self.table[-1][-1] += data
+
+    @property
+    def data(self) -> Any:
+        return json.loads(next(text for text in self.texts["script"] if text.startswith("{")))
+
+
+def iteration(number: int, ms: float, decision: int = 0, kept: float | None = None, *delays: float) -> Iteration:
+    return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays)
+
+
+def told(iterations: list[Iteration], decisions: list[Decided] | None = None) -> RunStory:
+    links = ((0, 1), (1, 0), (1, 2), (2, 1))[: len(iterations[0].delays)]
+    return RunStory(
+        "run", (), links, tuple(iterations), tuple(decisions or ()), spells_of(iterations, links, 1.0), (), None,
+        Alarms(0, 0, 0), 1.0, 100.0, "given",
+    )  # fmt: skip
+
+
+def decided(number: int, made: int, first: int | None, action: str = "delegate", outcome: str = "ran") -> Decided:
+    return Decided(
+        number,
+        action,
+        "why",
+        "zb, dynamic, delegated 0–1",
+        made - 1,
+        made,
+        first,
+        outcome,
+        2.0,
+        1.0,
+        0,
+        None,
+        None,
+        5,
+    )

@@ -1,0 +1,182 @@
+"""What the logs of a run tell: every iteration, late links, what was saved, alarms, faults."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.control import (
+    ControlError,
+    Controller,
+    IterationEnded,
+    LinkDown,
+    Switched,
+    Transfers,
+    rehearse,
+    run_once,
+)
+from penstock.control.story import read_story
+from penstock.cost import LinkConditions
+from penstock.draw.report import to_page
+from penstock.draw.report.story import (
+    Alarms,
+)
+from report_cases import LATE, job, log_of, story_of
+
+pytestmark = pytest.mark.unit
+
+
+def test_the_story_has_every_iteration_as_it_was_rehearsed() -> None:
+    lines: list[str] = []
+    run = rehearse(Controller(job(), log=lines.append), LinkConditions.parse(LATE), until=12_000)
+    story = read_story(lines, name="run")
+    assert [(each.number, each.decision) for each in story.iterations] == [
+        (each.number, each.decision) for each in run.iterations
+    ]
+    assert [each.ms for each in story.iterations] == pytest.approx([each.ms for each in run.iterations], rel=1e-3)
+    assert [each.number for each in story.decisions] == [each.number for each in run.decisions]
+    assert [each.made for each in story.decisions] == [each.iteration for each in run.decisions]
+    assert len(run.decisions) >= 1
+
+
+def test_late_links_are_found_with_their_time_and_delay() -> None:
+    (spell,) = story_of().spells
+    late = [each.number for each in story_of().iterations if max(each.delays) >= 1]  # type: ignore[type-var]
+    assert (spell.link, spell.first, spell.last, spell.num_late) == ((2, 3), late[0], late[-1], len(late))
+    assert spell.ms == pytest.approx(60, rel=0.01)
+    assert story_of().late == set(late)
+
+
+def test_saved_is_what_the_first_configuration_would_have_taken_less_what_was_taken() -> None:
+    story = story_of()
+    late = run_once(job(), job().start, LinkConditions.parse("2:3=latency:60ms")).makespan
+    healthy = run_once(job(), job().start, LinkConditions()).makespan
+    assert story.undisturbed == healthy
+    switched = [each for each in story.iterations if each.decision and each.number in story.late]
+    steady = [each for each in switched if each.number < story.spells[0].last]
+    assert [each.kept for each in steady] == pytest.approx([late] * len(steady), rel=1e-6)
+    assert story.saved == pytest.approx(sum(each.kept - each.ms for each in story.iterations if each.decision))  # type: ignore[operator]
+    cost = sum(each.ms for each in story.iterations) - healthy * len(story.iterations)
+    assert story.lost == pytest.approx(story.saved + cost, rel=0.02)
+    assert story.decisions[0].saved == pytest.approx(story.saved, rel=0.05)
+
+
+def test_what_ran_is_simulated_as_it_was() -> None:
+    assert story_of().error == pytest.approx(0, abs=0.005)
+    for each in story_of().ran:
+        assert each.simulated == pytest.approx(each.measured, rel=0.01)
+        assert each.shares is not None
+        shares = each.shares
+        assert shares.busy + shares.dependency + shares.head_of_line + shares.warm_up_and_drain == pytest.approx(1)
+    assert story_of().ran[0].shares.busy < story_of().ran[1].shares.busy  # type: ignore[union-attr]
+
+
+def test_some_iterations_may_stand_for_all() -> None:
+    few = read_story(log_of(), name="few", most=6)
+    assert sum(each.simulated is not None for each in few.iterations) < len(few.iterations)
+    assert few.saved == pytest.approx(story_of().saved, rel=0.25)
+    assert few.total == story_of().total
+
+
+def test_memory_stays_within_its_caps() -> None:
+    memory = story_of().memory
+    assert memory is not None
+    assert all(peak <= cap for peak, cap in zip(memory.peaks, memory.caps, strict=True))
+    assert memory.caps == job().start.caps
+
+
+def test_alarms_are_counted_as_the_controller_counted_them() -> None:
+    link = "1:2=latency:steps:0ms/0ms,3s/40ms,3300ms/0ms,6s/60ms,12s/0ms"
+    lines: list[str] = []
+    controller = Controller(job(may_replan=False), log=lines.append)
+    rehearse(controller, LinkConditions.parse(link), until=20_000)
+    story = read_story(lines, name="noise")
+    counts = controller.counts
+    assert counts.suspected > counts.verified > 0
+    assert counts.false > 0
+    assert story.alarms == Alarms(counts.suspected, counts.verified, counts.false)
+
+
+def test_a_log_cut_off_anywhere_is_read_as_far_as_it_goes() -> None:
+    lines = log_of()
+    text = "\n".join(lines)
+    cut = text[: len(text) * 2 // 3].splitlines()
+    story = read_story(cut, name="cut")
+    assert 0 < len(story.iterations) < len(story_of().iterations)
+    assert to_page(story)
+
+
+def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> None:
+    lines = log_of()
+    story = story_of()
+    first = story.decisions[0].first
+    assert first is not None
+    early = json.dumps({"iteration": -1, "ms": 500.0, "number": 0, "links": {"0:1": 0.5, "2:3": 0.1}})
+    op = [0, "F", 0, 0, 0.0, 10.0]
+    timelines = [
+        json.dumps({"iteration": first - 1, "number": 0, "why": "before 1", "ops": [op]}),
+        json.dumps({"iteration": first + 2, "number": 1, "why": "after 1", "ops": [op, [1, "F", 1, 0, 10.0, 20.0]]}),
+    ]
+    told = read_story(lines, name="run", iterations=[early], timelines=timelines)
+    assert told.iterations[0].number == -1
+    assert told.iterations[0].ms == 500
+    assert [each.timeline.source for each in told.shown] == ["measured", "measured"]
+    assert [len(each.timeline.ops) for each in told.shown] == [1, 2]
+
+
+def test_a_dead_link_is_a_fault_and_keeping_is_not_counted() -> None:
+    lines: list[str] = []
+    controller = Controller(job(), log=lines.append)
+    for number in range(6):
+        controller.feed(Transfers.of((0, 1), [(1.0, 10.0 * at, 10.0 * at + 0.1) for at in range(8)]))
+        controller.feed(IterationEnded(number, 390.0))
+        if number == 2:
+            (decision,) = controller.feed(LinkDown((0, 1)))
+            controller.feed(Switched(decision.number))
+    story = read_story(lines, name="dead")
+    assert [(each.iteration, each.what) for each in story.faults] == [(3, "link 0–1 went down")]
+    assert [each.kept for each in story.iterations[3:]] == [None] * 3
+    assert story.saved is None
+    assert "link 0–1 went down" in to_page(story)
+
+
+def test_what_delegates_counted_is_told_where_it_rose() -> None:
+    rows: list[dict[str, Any]] = [
+        {"iteration": each.number, "ms": each.ms, "number": each.decision, "links": {}}
+        for each in story_of().iterations
+    ]
+    for row in rows[4:]:
+        row["counters"] = {"messages": 900, "failovers": 1, "resent": 3, "doubled": 0}
+    told = read_story(log_of(), name="run", iterations=map(json.dumps, rows))
+    assert told.counters == (
+        ("connections that went on over another interface", 1.0),
+        ("messages sent again", 3.0),
+    )
+    assert [(each.iteration, each.what) for each in told.faults] == [
+        (4, "connections that went on over another interface: 1, messages sent again: 3")
+    ]
+    assert "Faults" in to_page(told)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "empty log"),
+        (["{}"], "no controller's log"),
+        (["nonsense", "{}"], "line 1 of the log is not JSON"),
+        (log_of()[:1], "no iteration that ended"),
+        ([log_of()[0], '{"event": {"switched": {"number": 7}}}'], "decision 7, which it does not have"),
+        ([log_of()[0], '{"decision": {"number": 1}}'], "a decision that this version did not write"),
+        ([log_of()[0], "[1]"], "no JSON object"),
+    ],
+)
+def test_a_log_that_makes_no_sense_is_an_error(lines: list[str], message: str) -> None:
+    with pytest.raises(ControlError, match=message):
+        read_story(lines, name="run")
+
+
+def test_a_record_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(ControlError, match=r"iterations\.jsonl: a line that does not fit the log"):
+        read_story(log_of(), name="run", iterations=['{"iteration": 3, "ms": 1.0, "number": 99, "links": {}}'])

@@ -1,0 +1,74 @@
+"""A story in plain words."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.draw.report import RunStory
+from penstock.draw.report.story import (
+    Shares,
+    runs_of,
+)
+from penstock.draw.report.words import headline, more, seconds
+from report_cases import COSTS, decided, iteration, told
+
+pytestmark = pytest.mark.unit
+
+
+def test_one_late_link_is_told_in_one_sentence() -> None:
+    calm = [iteration(n, 100, 0, None, 0.0, 0.1) for n in range(3)]
+    slow = [iteration(n, 1100, 0, None, 60.0, 0.1) for n in range(3, 6)]
+    after = [iteration(n, 150, 1, 1100, 60.0, 0.1) for n in range(6, 10)]
+    story = told([*calm, *slow, *after], [decided(1, 4, 6)])
+    assert story.lost == pytest.approx(7 * 1000)
+    assert story.saved == pytest.approx(4 * 950)
+    assert headline(story) == (
+        "Link 0–1 was 60 ms late for 7 iterations; it was delegated after 3; 3.8 s of 7.0 s lost time was saved."
+    )
+
+
+@pytest.mark.parametrize(
+    ("story", "said"),
+    [
+        (told([iteration(n, 100, 0, None, 0.2) for n in range(5)]), "No link was late in 5 iterations."),
+        (
+            told([iteration(n, 100.1, 0, None, 10.0) for n in range(5)]),
+            "Link 0–1 was 10 ms late for all 5 iterations; what runs was never changed; "
+            "that cost next to nothing (0 ms).",
+        ),
+        (
+            told([iteration(n, 200, 0, None, 30.0, 30.0, 40.0, 1.0) for n in range(5)]),
+            "Links 0–1 and 1–2 were 30 to 40 ms late for all 5 iterations; "
+            "what runs was never changed; 500 ms were lost, none of it saved.",
+        ),
+        (
+            told(
+                [iteration(n, 200, 0, None, 30.0 if n in (1, 9) else 0.0) for n in range(12)],
+                [decided(1, 5, None, outcome="given up")],
+            ),
+            "Link 0–1 was 30 ms late 2 times, for 2 iterations in all; what runs was never changed; "
+            "200 ms were lost, none of it saved.",
+        ),
+    ],
+)
+def test_other_runs_are_told_in_one_sentence_too(story: RunStory, said: str) -> None:
+    assert headline(story) == said
+    assert len(more(story)) == 3
+
+
+def test_iterations_near_each_other_are_one_spell() -> None:
+    assert runs_of([1, 2, 4, 9, 10], 3) == [[1, 2, 4], [9, 10]]
+    assert runs_of([], 3) == []
+
+
+@pytest.mark.parametrize(("ms", "said"), [(840, "840 ms"), (28_250, "28.2 s"), (128_000, "128 s"), (6e5, "10.0 min")])
+def test_long_times_read_easily(ms: float, said: str) -> None:
+    assert seconds(ms) == said
+
+
+def test_shares_add_up_where_a_sender_stands_still() -> None:
+    links = ps.Links({(1, 2): 40.0})
+    shares = Shares.of(ps.simulate(ps.build("1f1b", 4, 12), COSTS, links=links, transport=ps.Blocking(2)))
+    assert shares.head_of_line > 0
+    assert shares.busy + shares.dependency + shares.head_of_line + shares.warm_up_and_drain == pytest.approx(1)
