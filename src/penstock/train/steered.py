@@ -112,8 +112,8 @@ class Steered:
             what = f"{each.number}, after iteration {each.iteration}: {each.action}"
             rows.append(("decided" if place == 0 else "", what))
             rows += [("", f"   {line}") for line in textwrap.wrap(each.reason, WIDTH - 3)]
-            if each.num_iterations:
-                rows.append(("", f"   {each.num_iterations} iterations took {each.ms:.1f} ms (median)"))
+            ran = f"{each.num_iterations} iterations took {each.ms:.1f} ms (median)" if each.ms is not None else ""
+            rows.append(("", f"   {ran or 'no iteration ran with it'}"))
         if self.saved > 0:
             rows.append(("saved", f"about {self.saved / 1e3:.1f} s, against staying with each former plan"))
         return rows

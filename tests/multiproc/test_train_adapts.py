@@ -1,0 +1,56 @@
+"""`penstock train --adapt`: a link is late, the plan changes while it trains, and the losses are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from train_runs import Run, losses, metrics
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
+    pytest.mark.timeout(120),
+]
+
+TINY = (
+    "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 16 --microbatches 8 --evaluate-every 0 "
+    "--sample 0 --save-every 0 --schedule zb --ranks 4 --steps 30 --threads 1"
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    draw = random.Random(1)
+    path.write_text(" ".join(draw.choice(["rank", "stage", "link", "op", "slack", "plan"]) for _ in range(3000)))
+    return path
+
+
+def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> None:
+    plain, late = tmp_path / "plain", tmp_path / "late"
+    assert main(f"train {TINY} --data {text} --in-process --out {plain} --json".split()) == 0
+    with Run(late, f"{TINY} --data {text} --out {late} --adapt --link 2:3=latency:20ms --json") as run:
+        ended = run.end(within=100)
+    assert ended.code == 0, ended.err
+    assert losses(late) == losses(plain)
+
+    report = ended.json
+    assert report == json.loads((late / "report.json").read_text())
+    steered = report["steered"]
+    slow = {link["link"] for link in steered["links"] if link["delay"] >= 20}
+    assert {"2>3", "3>2"} <= slow
+    assert steered["decisions"], "readiness or another plan saves a third of each step"
+    first = steered["decisions"][0]
+    assert first["ms_then"] < first["ms_now"]
+    assert first["num_iterations"] > 0
+    plans = [row["plan"] for row in metrics(late)]
+    assert plans[0] == 0
+    assert plans == sorted(plans)
+    assert plans[-1] == steered["decisions"][-1]["number"] or steered["decisions"][-1]["num_iterations"] == 0
+    assert (late / "control.jsonl").exists()
+    assert "penstock report" in report["files"]["page"]
