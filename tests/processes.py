@@ -48,7 +48,8 @@ class Outcome:
 _context: list[ForkServerContext] = []
 
 
-def _server() -> ForkServerContext:
+def forkserver() -> ForkServerContext:
+    """Starts processes that have torch loaded."""
     if not _context:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime"])
@@ -58,7 +59,7 @@ def _server() -> ForkServerContext:
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
     """Runs `function(rank, *args)` on every rank inside a gloo group; what is left at the deadline is killed."""
-    context = _server()
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         children = [

@@ -28,6 +28,8 @@ from penstock.runtime.steering.report import Report, events_of
 
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
+ENDS = 1.0
+"""Seconds that the thread has to end: it may wait for a decider that is far behind."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,14 @@ class Captain:
         """Hands the last plan out again, to those whose copy may be lost."""
         self._again.put(processes)
 
-    def close(self) -> None:
-        """Ends the threads and the decider."""
+    def stop(self) -> None:
+        """Asks the thread to end; what the decider still says is not heard."""
         self._closed.set()
-        self._thread.join(2 * WAIT + self._steering.patience if self._line.silent() == 0 else 2 * WAIT)
+
+    def close(self) -> None:
+        """Ends the thread and the decider."""
+        self._closed.set()
+        self._thread.join(ENDS)
         if self._decider is not None:
             self._decider.close()
         self._records.close()

@@ -67,13 +67,12 @@ class Decider:
     def close(self) -> None:
         """Ends the process, with what it was doing."""
         self._closed = True
+        late = threading.Timer(END, self._process.kill)
+        late.start()
         with contextlib.suppress(OSError, ValueError):
             self._input.close()
-        try:
-            self._process.wait(END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
+        late.cancel()
         self._reader.join(END)
 
     @property

@@ -33,6 +33,8 @@ WAIT = 0.1
 """Seconds that one look at the queue of plans may last."""
 KEPT = 64
 """Reports kept while the store is gone; older ones are dropped."""
+ENDS = 1.0
+"""Seconds that threads have to end, and other processes to say that they have."""
 RESEND, GIVE_UP = 1.0, 15.0
 """Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
 
@@ -161,13 +163,14 @@ class Helm:
         self._closed.set()
         self._out.put(None)
         for thread in self._threads:
-            thread.join(1.0)
+            thread.join(ENDS)
         if self._captain is not None:
             self._captain.close()
-        for line in self._lines:
-            if line.silent() == 0:
+        if all(line.silent() == 0 for line in self._lines):  # else a thread stands still in one of them
+            self._meeting.part(ENDS)
+            for line in self._lines:
                 line.close()
-        self._meeting.close()
+            self._meeting.close()
 
     def _follow_up(self, captain: Captain, number: int, refused: int | None, missing: Sequence[int]) -> None:
         """Rank 0 sees to a plan that not all ranks hold."""
@@ -201,6 +204,8 @@ class Helm:
             self.notices.append(f"steering has ended, training goes on with plan {self.number}: {reason}")
             self._closed.set()
             self._out.put(None)
+            if self._captain is not None:
+                self._captain.stop()
         self._stopped = reason
 
     def _stop_later(self, reason: str) -> None:

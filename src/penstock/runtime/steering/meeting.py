@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,18 @@ class Meeting:
     def plans(self, first: int) -> str:
         """The queue of the plans for a process."""
         return f"{self.name}/plans/{first}"
+
+    def part(self, seconds: float) -> None:
+        """Tells rank 0 that this process leaves the store alone. Rank 0 waits for that: the store may end with it."""
+        try:
+            if self.first != self.processes[0]:
+                self.store.push(f"{self.name}/gone", b"")
+                return
+            end, left = time.monotonic() + seconds, len(self.processes) - 1
+            while left and (rest := end - time.monotonic()) > 0:
+                left -= self.store.pop(f"{self.name}/gone", rest) is not None
+        except StoreLost:
+            pass
 
     def close(self) -> None:
         self.store.close()

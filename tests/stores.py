@@ -1,0 +1,94 @@
+"""Servers that tests of stores start, stop for a while and end, by their process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from processes import forkserver
+
+
+def _serve(port: int) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while store.port:
+        time.sleep(60)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Server:
+    """A store's server in a process of its own.
+
+    Attributes:
+        address: as users write it.
+    """
+
+    def __init__(self, kind: str, password: str | None = None) -> None:
+        self.kind, self.port, self.password = kind, free_port(), password
+        self._folder = tempfile.TemporaryDirectory()
+        self._pid: int | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"{self.kind}://127.0.0.1:{self.port}" + ("/0" if self.kind == "redis" else "")
+
+    def start(self) -> None:
+        if self.kind == "redis":
+            line = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+            line += ["--dir", self._folder.name, *(["--requirepass", self.password] if self.password else [])]
+            redis = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            self._pid, self._wait = redis.pid, redis.wait
+        else:
+            child = forkserver().Process(target=_serve, args=(self.port,))
+            child.start()
+            assert child.pid is not None
+            self._pid, self._wait = child.pid, child.join
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise AssertionError(f"nobody listens at {self.address}")
+
+    def kill(self) -> None:
+        if self._pid is not None:
+            self.signal(signal.SIGKILL)
+            self._wait()
+            self._pid = None
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._pid is not None
+        os.kill(self._pid, number)
+
+    def close(self) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+@contextmanager
+def running(kind: str, password: str | None = None) -> Iterator[Server]:
+    """A server; the test is skipped where there is no redis-server."""
+    if kind == "redis" and shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    server = Server(kind, password)
+    try:
+        yield server
+    finally:
+        server.close()
