@@ -273,8 +273,8 @@ def waits(crossings: Sequence[Sequence[int]], at: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for source, target in sorted({(one[0], one[1]) for one in crossings}):
         before = at
-        ways = sorted(one[5:2:-1] for one in crossings if (one[0], one[1]) == (source, target))
-        for arrived, _, sent in ways:
+        ways = sorted((one[5], one[3]) for one in crossings if (one[0], one[1]) == (source, target))
+        for arrived, sent in ways:
             if arrived > at:
                 name = f"{source}>{target}"
                 found[name] = max(found.get(name, 0.0), (arrived - max(before, sent)) / 1e9)

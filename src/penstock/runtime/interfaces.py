@@ -14,18 +14,21 @@ from penstock.runtime.errors import RuntimeFailure
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR: the IPv4 address of an interface (Linux)."""
 LOOPBACK = "127.0.0.1"
+VARIABLES = ("PENSTOCK_INTERFACES", "GLOO_SOCKET_IFNAME")
+"""Environment variables that name interfaces, apart by commas, the preferred one first."""
 
 
 def local_addresses(given: Sequence[str] | None = None) -> tuple[str, ...]:
     """Addresses of this host, the preferred one first.
 
-    Those given, as addresses or interfaces' names; else the interfaces in GLOO_SOCKET_IFNAME; else the address from
-    which MASTER_ADDR is reached; else loopback.
+    Those given, as addresses or interfaces' names; else those in PENSTOCK_INTERFACES, or in GLOO_SOCKET_IFNAME; else
+    the address from which MASTER_ADDR is reached; else loopback.
 
     Raises:
         RuntimeFailure: an interface that is not there, or has no IPv4 address.
     """
-    names = list(given) if given else [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    names = list(given) if given else [name for name in told.split(",") if name]
     if names:
         return tuple(dict.fromkeys(_address_of(name) for name in names))
     return (_address_towards(os.environ.get("MASTER_ADDR", "")),)

@@ -40,7 +40,8 @@ class DelegateOptions:
     Attributes:
         num: of each direction and kind of a link, to begin with; most: as many as measured rates may ask for.
         interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
-            the next. None: those in GLOO_SOCKET_IFNAME, or that from which MASTER_ADDR is reached.
+            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else that which reaches
+            MASTER_ADDR.
         host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
     """
 
