@@ -35,6 +35,7 @@ from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
 from penstock.models import presets
 from penstock.train import command as train_command
+from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.folder import RunFolder
 from penstock.train.model import model_config, stage_builders
 from penstock.train.order import Order
@@ -126,7 +127,12 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
             folder.file("control.jsonl").write_text(rehearsed_log(), encoding="utf-8")
         return 0
 
+    def only_check_emulated(order: EmulatedOrder, port: int | None) -> int:
+        order.settings.read_costs(order.settings.build_schedule())
+        return 0
+
     monkeypatch.setattr(train_command, "_carry_out", only_check)
+    monkeypatch.setattr(train_command, "_carry_out_emulated", only_check_emulated)
     really_tune = session.tune
 
     class NoLab:
