@@ -119,7 +119,11 @@ class EmulatedPipeline:
         self._helm = None
         if steering is not None:
             known = steering.costs or costs
-            self._helm = steer(steering, peers, self.configuration, known, self._choice, self._ready, stretch)
+            try:
+                self._helm = steer(steering, peers, self.configuration, known, self._choice, self._ready, stretch)
+            except BaseException:
+                self._ranks.close()
+                raise
 
     def __enter__(self) -> EmulatedPipeline:
         return self

@@ -81,8 +81,10 @@ def agree(offers: Sequence[Offer]) -> Outcome:
     refused = next(
         (r for r, o in enumerate(offers) if o.held == first.held and o.held_digest != first.held_digest), None
     )
-    if first.held_digest == REFUSED or refused is not None:
-        return Outcome(refused=refused or 0)
+    if first.held_digest == REFUSED:
+        return Outcome(refused=0)
+    if refused is not None:
+        return Outcome(refused=refused)
     if len(theirs) == len(offers):
         return Outcome(switch=first.held)
     return Outcome(missing=tuple(rank for rank, offer in enumerate(offers) if offer.held != first.held))

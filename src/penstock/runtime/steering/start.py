@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.control import Configuration
 from penstock.cost import Costs
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
 from penstock.runtime.steering.captain import Setting
 from penstock.runtime.steering.helm import Helm
@@ -42,4 +43,14 @@ def steer(
     steering.job(costs or Costs.uniform(start.schedule.num_stages), start, depth, choice.has_delegates)
     meeting = meet(steering.store, peers)
     setting = Setting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
-    return Helm(steering, setting, meeting, ready)
+    helm, error = None, ""
+    try:
+        helm = Helm(steering, setting, meeting, ready)
+    except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
+        error = str(failure)
+    failed = next((text for text in peers.gather(error) if text), "")
+    if failed or helm is None:
+        if helm is not None:
+            helm.close()
+        raise RuntimeFailure(failed)
+    return helm

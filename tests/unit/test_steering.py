@@ -1,0 +1,205 @@
+"""The pure parts of steering: what ranks agree on, reports, clocks, costs; and the controller as a filter."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+
+import penstock as ps
+from penstock.control import (
+    Configuration,
+    ControlError,
+    Controller,
+    Event,
+    IterationEnded,
+    Job,
+    LinkDown,
+    Sensitivity,
+    measured_events,
+    replay,
+)
+from penstock.control.__main__ import follow
+from penstock.control.configuration import peaks
+from penstock.control.log import event_line, header
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.steering.clock import Trip, ahead
+from penstock.runtime.steering.gathering import Gathering
+from penstock.runtime.steering.measured import COUNT, FIRST, MeasuredCosts
+from penstock.runtime.steering.offer import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
+from penstock.runtime.steering.report import Report, events_of
+from penstock.runtime.transports.crossing import Crossing
+from penstock.schedule import Op
+
+pytestmark = pytest.mark.unit
+
+RUNS = Offer(2, 77)
+HOLDS = Offer(2, 77, 3, 99)
+
+
+# Agreeing
+
+
+@pytest.mark.parametrize(
+    ("offers", "outcome"),
+    [
+        ([RUNS, RUNS, RUNS], Outcome()),
+        ([HOLDS, HOLDS, HOLDS], Outcome(switch=3)),
+        ([HOLDS, RUNS, HOLDS], Outcome(missing=(1,))),
+        ([RUNS, HOLDS, HOLDS], Outcome()),  # rank 0 has withdrawn it
+        ([HOLDS, Offer(2, 77, 1, 55), HOLDS], Outcome(missing=(1,))),  # an old one
+        ([HOLDS, HOLDS, Offer(2, 77, 3, REFUSED)], Outcome(refused=2)),
+        ([Offer(2, 77, 3, REFUSED), HOLDS, HOLDS], Outcome(refused=0)),
+        ([HOLDS, Offer(2, 77, 3, 98), HOLDS], Outcome(refused=1)),  # another text under the same number
+        ([HOLDS, Offer(2, 77, STOPPED), HOLDS], Outcome(stopped=1)),
+        ([Offer(2, 77, 2, 77)] * 2, Outcome()),
+    ],
+)
+def test_all_ranks_or_none(offers: Sequence[Offer], outcome: Outcome) -> None:
+    assert agree(offers) == outcome
+
+
+def test_ranks_that_ran_different_plans_are_an_error() -> None:
+    for other in (Offer(3, 77), Offer(2, 78)):
+        with pytest.raises(RuntimeFailure, match="rank 1 ran plan"):
+            agree([RUNS, other])
+
+
+def test_a_switch_needs_every_single_rank() -> None:
+    """Of all that four ranks may hold, only one case switches."""
+    held = [RUNS, HOLDS, Offer(2, 77, 3, REFUSED), Offer(2, 77, 4, 11), Offer(2, 77, STOPPED)]
+    found = [offers for offers in itertools.product(held, repeat=4) if agree(offers).switch is not None]
+    assert found == [(HOLDS,) * 4, (Offer(2, 77, 4, 11),) * 4]
+
+
+def test_a_double_carries_a_digest() -> None:
+    schedule = ps.build("1f1b", 2, 2)
+    digest = Configuration(schedule, "frozen", (), tuple(peaks(schedule, ps.Costs.uniform(2)))).digest  # type: ignore[arg-type]
+    assert int(float(short_digest(digest))) == short_digest(digest) == int(digest[:12], 16)
+    assert short_digest("0" * 64) != REFUSED
+
+
+# Reports
+
+
+def report(iteration: int, rank: int, **more: object) -> Report:
+    ops = [(Op("F", rank, 0), 1_000_000, 11_000_000), (Op("B", rank, 0), 31_000_000, 51_000_000)]
+    return Report(iteration, rank, 1_000_000, 51_000_000 + rank * 1_000_000, ops, **more)  # type: ignore[arg-type]
+
+
+def test_a_report_comes_back_as_it_was() -> None:
+    sent = report(7, 1, crossings=[Crossing(0, 1, 100, 5, 6, 9)], offset=-3, events=[LinkDown((0, 1))])
+    assert Report.from_json(sent.to_json()) == sent
+
+
+def test_iterations_come_out_whole_and_in_order() -> None:
+    gathering = Gathering(2)
+    order = [(0, 1), (1, 1), (0, 0), (2, 0), (3, 1), (3, 0), (1, 0), (2, 1), (4, 0), (4, 1)]
+    found = [complete for each in order if (complete := gathering.add(report(*each))) is not None]
+    # Of iteration 1 and 2 a report came after those of iteration 3: they are left out.
+    assert [[(r.iteration, r.rank) for r in complete] for complete in found] == [
+        [(0, 0), (0, 1)],
+        [(3, 0), (3, 1)],
+        [(4, 0), (4, 1)],
+    ]
+
+
+def test_what_a_controller_is_told_does_not_depend_on_who_reported_first() -> None:
+    crossings = [Crossing(0, 1, 10, 0, 0, 30_000_000), Crossing(0, 1, 10, 5_000_000, 20_000_000, 35_000_000)]
+    rows = [report(4, 0, events=[LinkDown((0, 1))]), report(4, 1, crossings=crossings[::-1])]
+    events = events_of(rows)
+    assert events_of([rows[0], report(4, 1, crossings=crossings)]) == events
+    lines = [event_line(event) for event in events]
+    assert [next(iter(json.loads(line)["event"])) for line in lines] == [
+        "down",
+        "ops",
+        "transfers",
+        "ops",
+        "iteration",
+    ]
+    transfers = next(event for event in events if getattr(event, "link", None) == (0, 1) and hasattr(event, "ms"))
+    assert transfers.ms == (30.0, 15.0), "from when both sides were ready"  # type: ignore[union-attr]
+    assert events[-1] == IterationEnded(4, 51.0)
+    slow = events_of([rows[0], report(4, 1)], stretch=2.0)
+    assert slow[-1] == IterationEnded(4, 25.5)
+
+
+@pytest.mark.parametrize("posted_ahead", [True, False])
+def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
+    """Rank 1's clock is a second ahead of rank 0's; the message took 30 ms."""
+    second = 1_000_000_000
+    sent, arrived = 2_000_000, 32_000_000 + second
+    posted = 1_000_000 + second if posted_ahead else sent
+    crossing = Crossing(0, 1, 10, sent, posted, arrived)
+    events = events_of([report(0, 0), report(0, 1, crossings=[crossing], offset=second)])
+    assert [event.ms for event in events if getattr(event, "link", None) == (0, 1)] == [(30.0,)]  # type: ignore[union-attr]
+
+
+def test_the_shortest_trip_tells_the_clock() -> None:
+    assert ahead([Trip(1000, 1900, 400), Trip(2000, 2100, 1050), Trip(3000, 3500, 2300)]) == 1000
+    assert ahead([Trip(10, 20, 15)]) == 0
+
+
+def test_costs_are_read_off_the_first_iterations() -> None:
+    measuring = MeasuredCosts(2, stretch=2.0)
+    reports = [report(0, 0), report(0, 1)]
+    found = [measuring.feed(reports) for _ in range(FIRST + COUNT)]
+    assert found[:-1] == [None] * (FIRST + COUNT - 1)
+    assert found[-1] == ps.Costs(f=[5.0, 5.0], i=[5.0, 5.0], w=[5.0, 5.0], b=[10.0, 10.0])
+
+
+# The controller as a filter
+
+
+COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
+ZB = ps.build("zb", 4, 8)
+JOB = Job(COSTS, Configuration(ZB, "frozen", (), tuple(peaks(ZB, COSTS))))  # type: ignore[arg-type]
+
+
+def test_the_filter_decides_what_the_controller_decides_and_writes_its_log() -> None:
+    events: list[Event] = []
+    for number in range(14):
+        late = 60.0 if number >= 8 else 0.0
+        links = ps.Links({(2, 3): late, (3, 2): late})
+        timeline = ps.simulate(ZB, COSTS, links=links, transport="blocking")
+        events += measured_events(timeline, number, COSTS.message_bytes)
+    want: list[str] = []
+    controller = Controller(JOB, log=want.append)
+    for event in events:
+        controller.feed(event)
+    lines = [header(JOB, Sensitivity()), *map(event_line, events)]
+    got: list[str] = []
+    follow(io.StringIO("\n".join(lines) + "\n"), got.append)
+    assert got == want
+    assert len(replay(got)) == 1
+
+
+def test_a_record_comes_back_with_its_simulated_time() -> None:
+    record = {"record": {"iteration": 3, "links": {"2:3": 60.0, "3:2": 60.0}}}
+    got: list[str] = []
+    follow([header(JOB, Sensitivity()), json.dumps(record)], got.append)
+    late = ps.simulate(ZB, COSTS, links=ps.Links({(2, 3): 60.0, (3, 2): 60.0}), transport="blocking")
+    found = json.loads(got[-1])["record"]
+    assert (found["iteration"], found["simulated_ms"]) == (3, late.makespan)
+
+
+def test_what_the_filter_does_not_take() -> None:
+    with pytest.raises(ControlError, match="neither an event nor a record"):
+        follow([header(JOB, Sensitivity()), '{"else": 1}'], lambda line: None)
+    with pytest.raises(ControlError, match="no controller's log"):
+        follow(['{"event": {}}'], lambda line: None)
+
+
+def test_options_that_make_no_sense() -> None:
+    with pytest.raises(RuntimeFailure, match="a patience of 0 s"):
+        ps.Steering(patience=0.0)
+    zb = ps.build("zb", 2, 2)
+    with pytest.raises(ControlError, match="least_gain is -1"):
+        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(least_gain=-1.0))
+    with pytest.raises(ps.ScheduleError, match="cap is 1"):
+        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(max_held=1.0))
+    with pytest.raises(RuntimeFailure, match="give another folder"):
+        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(folder="/proc/nowhere"))
