@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from penstock.runtime.message import Payload
-from penstock.runtime.transports.delegate.fleet import Fleet
-from penstock.runtime.wire_format import Packet
+from penstock.runtime.transports.delegate.gpu_copying import GpuCopying
+from penstock.runtime.transports.delegate.packets import SlotPacket
 
 
 class Copying(Protocol):
     """Copies between payloads and packets in shared memory."""
 
-    def pack(self, packet: Packet, payload: Payload, packed: Callable[[], None]) -> None:
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
         """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
 
-    def unpack(self, packet: Packet, unpacked: Callable[[], None]) -> Payload:
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
 
     def progress(self) -> None:
@@ -34,11 +35,11 @@ class Copying(Protocol):
 class HostCopying:
     """From and to host memory."""
 
-    def pack(self, packet: Packet, payload: Payload, packed: Callable[[], None]) -> None:
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
         packet.pack(payload)
         packed()
 
-    def unpack(self, packet: Packet, unpacked: Callable[[], None]) -> Payload:
+    def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         payload = packet.unpack()
         unpacked()
         return payload
@@ -53,6 +54,6 @@ class HostCopying:
         pass
 
 
-def copying_for(device: torch.device, fleet: Fleet) -> Copying:
-    """The way of copying for payloads on a device."""
-    return HostCopying()
+def copying_for(device: torch.device, lock: threading.RLock) -> Copying:
+    """The way of copying for payloads on a device; `lock` is held where messages are handed over beside."""
+    return GpuCopying(device, lock) if device.type == "cuda" else HostCopying()

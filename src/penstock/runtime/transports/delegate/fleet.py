@@ -23,6 +23,9 @@ from penstock.runtime.transports.delegate.listeners import KINDS, PRESENCE, List
 from penstock.runtime.transports.delegate.memory import Memory
 from penstock.runtime.transports.delegate.process import DelegateProcess, cannot
 
+MOST_GRANTED = 8
+"""How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
+
 
 class Post(NamedTuple):
     """Names a delegate of a rank: its direction, kind (0 forward, 1 backward) and place."""
@@ -44,6 +47,7 @@ class Fleet:
     gather: everyone's value, by rank.
     num_places: most delegates of one kind and direction.
     host_memory: bytes that messages on their way out may take, and those that came in.
+    pinned: whether CUDA is to know the memory.
 
     Raises:
         RuntimeFailure: see `Listeners`; ranks that differ in what they must share.
@@ -57,7 +61,9 @@ class Fleet:
         interfaces: Sequence[str],
         num_places: int,
         host_memory: int,
+        pinned: bool = False,
     ) -> None:
+        self._pinned = pinned
         self.rank, self.host_memory = rank, host_memory
         self._stack = contextlib.ExitStack()
         self._delegates: dict[Post, DelegateProcess] = {}
@@ -76,8 +82,7 @@ class Fleet:
             self._voices, self._watched = select.epoll(), select.epoll()
             self._stack.callback(self._voices.close)
             self._stack.callback(self._watched.close)
-            self.out_memory = Memory(host_memory)
-            self._stack.callback(self.out_memory.close)
+            self.out_memory = self._memory(host_memory)
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
             self._stack.callback(os.close, self._stop)
             self._watched.register(self._stop, select.EPOLLIN)
@@ -133,9 +138,9 @@ class Fleet:
         if post.outgoing:
             memory, listeners = self.out_memory, []
         else:
-            # All of it may be granted to one, where the others need none.
-            memory = self._memories[post] = Memory(2 * self.host_memory)
-            self._stack.callback(memory.close)
+            # All of it, and more where the rank waits for just that, may be granted to one. Pinned memory takes its
+            # pages at once, so that there it ends sooner.
+            memory = self._memories[post] = self._memory(self.host_memory * (1 if self._pinned else MOST_GRANTED))
             listeners = [one.fileno() for one in self._listeners.of(kind, place)]
             for number in listeners:
                 del self._waiting[number]
@@ -159,6 +164,13 @@ class Fleet:
             limit=self.host_memory // KINDS,
             listeners=listeners,
         )
+
+    def _memory(self, span: int) -> Memory:
+        memory = Memory(span)
+        self._stack.callback(memory.close)
+        if self._pinned:
+            memory.pin()
+        return memory
 
     # What delegates say.
 

@@ -9,6 +9,10 @@ from mmap import MAP_SHARED, mmap
 import torch
 from torch import Tensor
 
+from penstock.runtime.errors import RuntimeFailure
+
+_PORTABLE = 1  # known to all contexts, whichever thread registers it
+
 
 class Memory:
     """Anonymous memory behind a descriptor. What was never written takes no pages.
@@ -27,7 +31,7 @@ class Memory:
             os.close(self.descriptor)
             raise
         self._whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = 0
+        self._pinned = False
 
     def part(self, offset: int, num_bytes: int) -> Tensor:
         """A part of it, as bytes."""
@@ -40,22 +44,26 @@ class Memory:
     def write(self, offset: int, data: bytes) -> None:
         self._map[offset : offset + len(data)] = data
 
-    def pin(self, num_bytes: int) -> None:
-        """Registers the first bytes with CUDA, once, so that copies from and to a GPU are asynchronous.
+    def pin(self) -> None:
+        """Registers it with CUDA, once, so that copies from and to a GPU are asynchronous. It takes all its pages.
 
         Raises:
-            RuntimeError: CUDA refuses.
+            RuntimeFailure: CUDA refuses.
         """
-        size = min(num_bytes, self.span)
-        code = torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), size, 0)
-        torch.cuda.check_error(code)
-        self._pinned = size
+        try:
+            code = torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), self.span, _PORTABLE)
+            torch.cuda.check_error(code)
+        except RuntimeError as error:
+            raise RuntimeFailure(
+                f"{self.span} bytes of host memory for delegates can't be pinned ({error}); give host_memory= less"
+            ) from None
+        self._pinned = True
 
     def close(self) -> None:
         """Lets go of it; tensors that still look at a part keep that alive."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._whole.data_ptr())
-            self._pinned = 0
+            self._pinned = False
         os.close(self.descriptor)
         del self._whole
         with contextlib.suppress(BufferError):

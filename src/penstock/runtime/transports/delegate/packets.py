@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Payload
 from penstock.runtime.transports.channel import ChannelKey
-from penstock.runtime.wire_format import Packet, Spec
+from penstock.runtime.wire_format import Packet, Place, Spec
 
 
 class SlotPacket(Packet):
@@ -17,6 +20,21 @@ class SlotPacket(Packet):
         self.spec = spec
         self.buffer = buffer
         self._lay_out()
+
+    def parts(self, payload: Payload) -> Iterator[tuple[Tensor, Place, Tensor]]:
+        """Each leaf of a payload, with where it lies and a view of that."""
+        for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
+            if leaf is not None and view is not None and place is not None:
+                yield view, place, leaf
+
+    def unpack_with(self, copy: Callable[[Tensor, Place], Tensor]) -> Payload:
+        """The payload, each of its leaves copied out by `copy` from its view."""
+        spec = self.spec
+        leaves = [
+            None if view is None or place is None else copy(view, place)
+            for view, place in zip(self._views, spec.places, strict=True)
+        ]
+        return Payload(leaves, json.loads(spec.skeleton), spec.needs_grad)
 
 
 class Specs:

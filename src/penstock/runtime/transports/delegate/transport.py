@@ -89,13 +89,14 @@ class DelegateTransport:
         self._tags, self._timeout = tags, timeout
         self.conditions = conditions
         self.counters = Counters()
-        self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory)
+        place = torch.device(device)
+        pinned = place.type == "cuda"
+        self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
         self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
         self._inbox = Inbox(self._fleet)
         self._health = Health(rank, self._fleet.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = Specs()
-        self._copying: Copying = copying_for(torch.device(device), self._fleet)
         self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
         self._arrived: list[Edge] = []
@@ -103,6 +104,7 @@ class DelegateTransport:
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; the other one is the supervisor.
         self._lock = threading.RLock()
+        self._copying: Copying = copying_for(place, self._lock)
         self._supervisor = Supervisor(self._fleet, self._lock, self._revive)
 
     # Steps.
@@ -302,6 +304,11 @@ class DelegateTransport:
         with self._lock:
             found = [self._fleet.get(post) for post in self._fleet.posts()]
             return {delegate.name: delegate.pid for delegate in found}
+
+    @property
+    def memory_is_pinned(self) -> bool:
+        """Whether CUDA knows the memory of messages, so that copies are asynchronous."""
+        return bool(self._fleet.out_memory.part(0, 1).is_pinned())
 
     def lanes_to(self, target: int) -> tuple[int, int]:
         """How many delegates send to a rank, forward and backward."""
