@@ -1,0 +1,299 @@
+"""Several helms over one store, as in several processes. Iterations are simulated: nothing depends on the clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.control import Configuration, Dropped, Switched, replay
+from penstock.control.configuration import peaks
+from penstock.control.events import event_from_json
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.steering import Helm, Measured, helm
+from penstock.runtime.steering.captain import Setting
+from penstock.runtime.steering.meeting import Meeting
+from penstock.runtime.stores import InProcessStore, Store, StoreLost
+from penstock.runtime.transports.crossing import Crossing
+
+pytestmark = pytest.mark.unit
+
+NUM_RANKS = 4
+COSTS = ps.Costs.uniform(NUM_RANKS, f=10, i=10, w=10)
+ZB = ps.build("zb", NUM_RANKS, 8)
+START = Configuration(ZB, "frozen", (), tuple(peaks(ZB, COSTS)))  # type: ignore[arg-type]
+HEALTHY, LATE = ps.Links(), ps.Links({(2, 3): 60.0, (3, 2): 60.0})
+DEADLINE = 60.0
+
+Ready = Callable[[Configuration], Any]
+
+
+class Group:
+    """Helms of four processes, and what each of them runs."""
+
+    def __init__(self, folder: Path, stores: Sequence[Store], readies: Sequence[Ready], **options: Any) -> None:
+        self.folder = folder
+        self.running = [START] * NUM_RANKS
+        self.numbers: list[int] = []
+        setting = Setting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
+        steering = ps.Steering(folder=folder, **options)
+        self.helms = [
+            Helm(steering, setting, Meeting(stores[rank], "test", rank, range(NUM_RANKS)), readies[rank])
+            for rank in range(NUM_RANKS)
+        ]
+
+    def step(self, links: ps.Links, heard: bool = True) -> None:
+        """One iteration on these links; then waits until the controller has heard of it."""
+        assert len({each.digest for each in self.running}) == 1, "all ranks run the same"
+        now = self.running[0]
+        timeline = ps.simulate(
+            now.schedule,
+            COSTS,
+            links=links,
+            dispatch=now.dispatch,
+            transport=ps.Blocking(2, frozenset(now.delegated)),
+            max_held=now.caps if now.dispatch == "dynamic" else None,
+        )
+        number = len(self.numbers)
+        begin = number * 10**10
+        for rank, one in enumerate(self.helms):
+            ops = [(t.op, begin + round(t.start * 1e6), begin + round(t.end * 1e6)) for t in timeline.rows[rank]]
+            crossings = [
+                Crossing(m.source_rank, rank, 0, sent, sent, sent + round(links.delay(m.source_rank, rank) * 1e6))
+                for m in timeline.messages
+                if m.target_rank == rank
+                for sent in [begin + round(m.sent * 1e6)]
+            ]
+            one.ended([Measured(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
+        self.numbers.append(self.helms[0].number)
+        if heard:
+            self.wait_for(lambda: len(self.records()) > number)
+        self.settle()
+
+    def settle(self) -> None:
+        offers = [one.offer() for one in self.helms]
+        found = [one.settle(offers) for one in self.helms]
+        assert len({None if each is None else each.number for each in found}) == 1
+        for rank, each in enumerate(found):
+            if each is not None:
+                assert each.made == (rank, each.configuration.digest)
+                self.running[rank] = each.configuration
+
+    def until(self, links: ps.Links, what: Callable[[], bool], most: int = 60) -> None:
+        for _ in range(most):
+            if what():
+                return
+            self.step(links)
+            time.sleep(0.02)
+        raise AssertionError(f"not within {most} iterations: {self.log()[-1][:300]}")
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not what():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def log(self) -> list[str]:
+        return (self.folder / "control.jsonl").read_text().splitlines()
+
+    def records(self) -> list[dict[str, Any]]:
+        text = (self.folder / "iterations.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines() if text.endswith("\n")]
+
+    def news(self, kind: type[Any]) -> list[int]:
+        events = [json.loads(line).get("event") for line in self.log()]
+        found = [event_from_json(event) for event in events if event is not None]
+        return [event.number for event in found if isinstance(event, kind)]
+
+
+def ready_of(rank: int) -> Ready:
+    return lambda configuration: (rank, configuration.digest)
+
+
+@contextmanager
+def group(
+    folder: Path, stores: Sequence[Store] | None = None, readies: Sequence[Ready] | None = None, **options: Any
+) -> Iterator[Group]:
+    memory = InProcessStore()
+    made = Group(
+        folder,
+        stores or [memory] * NUM_RANKS,
+        readies or [ready_of(rank) for rank in range(NUM_RANKS)],
+        **options,
+    )
+    try:
+        yield made
+    finally:
+        for one in reversed(made.helms):
+            one.close()
+
+
+def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None:
+    with group(tmp_path) as ranks:
+        for _ in range(10):
+            ranks.step(HEALTHY)
+        assert set(ranks.numbers) == {0}, "nothing is decided without a reason"
+        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
+        for _ in range(5):
+            ranks.step(LATE)
+        decisions = replay(ranks.log())
+        assert decisions[0].iteration == 11, "two late iterations verify it"
+        assert [one.digest for one in ranks.helms] == [ranks.running[0].digest] * NUM_RANKS
+        applied = ranks.news(Switched)
+        assert applied[0] == 1
+        assert ranks.running[0].digest == {d.number: d.configuration.digest for d in decisions}[ranks.helms[0].number]
+        assert [r["number"] for r in ranks.records()] == ranks.numbers
+        assert [r["iteration"] for r in ranks.records()] == list(range(len(ranks.numbers)))
+        for record in ranks.records():
+            assert record["simulated_ms"] == pytest.approx(record["ms"], rel=0.01)
+        told = [json.loads(line) for line in (tmp_path / "timelines.jsonl").read_text().splitlines()]
+        assert [(each["why"], each["number"]) for each in told][:3] == [("start", 0), ("before 1", 0), ("after 1", 1)]
+        assert all(len(each["ops"]) == ZB.num_ops for each in told)
+    assert all(one.notices == [] for one in ranks.helms)
+
+
+def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    def refuse(configuration: Configuration) -> Any:
+        tried.append(configuration.digest)
+        raise RuntimeFailure("no room here")
+
+    with group(tmp_path, readies=[ready_of(0), ready_of(1), refuse, ready_of(3)]) as ranks:
+        for _ in range(8):
+            ranks.step(HEALTHY)
+        ranks.until(LATE, lambda: ranks.news(Dropped) != [])
+        assert ranks.news(Dropped)[0] == 1
+        assert set(ranks.numbers) == {0}
+        assert [each.digest for each in ranks.running] == [START.digest] * NUM_RANKS
+        assert "no room here" in ranks.helms[2].notices[0]
+        assert ranks.helms[0].notices[0] == "plan 1 is dropped: rank 2 cannot run it"
+        assert len(replay(ranks.log())) >= 1
+        assert len(tried) >= 1
+
+
+class Forgetful:
+    """A store that loses the first plans for some ranks."""
+
+    def __init__(self, store: Store, lose: list[str]) -> None:
+        self._store, self._lose = store, lose
+
+    def push(self, queue: str, value: bytes) -> None:
+        if queue in self._lose:
+            self._lose.remove(queue)
+        else:
+            self._store.push(queue, value)
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        return self._store.pop(queue, timeout)
+
+    def another(self) -> Store:
+        return self
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helm, "RESEND", 0.05)
+    lose = ["test/plans/1", "test/plans/3", "test/plans/3"]
+    with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
+        for _ in range(8):
+            ranks.step(HEALTHY)
+        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
+        assert lose == []
+        assert ranks.news(Dropped) == []
+
+
+def test_a_plan_that_never_reaches_a_rank_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helm, "GIVE_UP", 0.2)
+    lose = ["test/plans/3"] * 1000
+    with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
+        for _ in range(8):
+            ranks.step(HEALTHY)
+        ranks.until(LATE, lambda: ranks.news(Dropped) != [])
+        assert set(ranks.numbers) == {0}
+        replay(ranks.log())
+
+
+class Gone:
+    """A store that one rank can reach no more from some moment on."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.gone = store, False
+
+    def push(self, queue: str, value: bytes) -> None:
+        self._check()
+        self._store.push(queue, value)
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        self._check()
+        return self._store.pop(queue, timeout)
+
+    def another(self) -> Store:
+        return self
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _check(self) -> None:
+        if self.gone:
+            raise StoreLost("the cable is out")
+
+
+def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_path: Path) -> None:
+    memory = InProcessStore()
+    gone = Gone(memory)
+    with group(tmp_path, stores=[memory, memory, gone, memory], patience=0.3) as ranks:
+        for _ in range(3):
+            ranks.step(HEALTHY)
+        gone.gone = True
+        end = time.monotonic() + DEADLINE
+        while not ranks.helms[0].notices and time.monotonic() < end:
+            ranks.step(HEALTHY, heard=False)
+            time.sleep(0.05)
+        for _ in range(5):
+            ranks.step(HEALTHY, heard=False)
+        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
+        assert "gone for 0.3 s: the cable is out" in ranks.helms[2].notices[0]
+        assert "training goes on with plan 0: rank 2 steers no more" in ranks.helms[0].notices[0]
+        assert set(ranks.numbers) == {0}
+        assert replay(ranks.log()) == ()
+
+
+def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
+    memory = InProcessStore()
+    gone = Gone(memory)
+    with group(tmp_path, stores=[memory, memory, gone, memory], patience=30.0) as ranks:
+        for _ in range(3):
+            ranks.step(HEALTHY)
+        gone.gone = True
+        for _ in range(8):
+            ranks.step(HEALTHY, heard=False)
+        time.sleep(0.1)
+        assert len(ranks.records()) == 3
+        gone.gone = False
+        ranks.wait_for(lambda: len(ranks.records()) == 11)  # reports were kept meanwhile
+        ranks.until(LATE, lambda: ranks.helms[0].number == 1)
+        assert all(one.notices == [] for one in ranks.helms)
+
+
+def test_a_controller_that_dies_ends_steering_with_one_notice(tmp_path: Path) -> None:
+    with group(tmp_path) as ranks:
+        ranks.step(HEALTHY)
+        captain = ranks.helms[0]._captain
+        assert captain is not None
+        assert captain._decider is not None
+        captain._decider._process.kill()
+        end = time.monotonic() + DEADLINE
+        while not ranks.helms[3].notices and time.monotonic() < end:
+            ranks.step(HEALTHY, heard=False)
+            time.sleep(0.02)
+        assert "the controller's process ended with exit code -9" in ranks.helms[0].notices[0]
+        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
