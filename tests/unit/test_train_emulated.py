@@ -88,7 +88,7 @@ def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
     told = [line for line in err.splitlines() if line.startswith("iteration")]
     assert [line.split()[1] for line in told] == ["1/3", "2/3", "3/3"]
     assert all("simulated" in line and line.endswith("plan 0") for line in told)
-    assert "3 iterations of zb-h1, frozen, on 2 ranks" in out
+    assert "3 iterations of zb-h1, frozen, on 2 ranks" in out  # readiness first is slower there
 
 
 def test_messages_are_cut_and_it_is_said(run: Run) -> None:
@@ -155,6 +155,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
     "link depth of another transport": ("--link-depth 3", ["link_depth 3 is for --transport direct"]),
     "delegates of none": ("--delegates 3", ["delegates 3", "--transport delegate"]),
+    "interfaces of none": ("--interfaces eth0", ["interfaces eth0", "--transport delegate"]),
     "delegates between threads": ("--transport delegate", ["processes", "--in-process"]),
     "store without adapting": ("--store redis://localhost:6379", ["add --adapt"]),
     "host memory without adapting": ("--host-memory 4", ["add --adapt"]),

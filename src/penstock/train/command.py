@@ -36,7 +36,7 @@ def train(
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
     cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
-    dispatch: Annotated[str | None, _option("frozen, dynamic or auto.", "dispatch")] = None,
+    dispatch: Annotated[str | None, _option("frozen, dynamic or auto. [frozen; emulated: auto]")] = None,
     preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
     depth: Annotated[int | None, _option("Blocks, instead of the preset's.")] = None,
     width: Annotated[int | None, _option("Width, instead of the preset's.")] = None,
@@ -78,6 +78,9 @@ def train(
     transport: Annotated[str | None, _option("host, direct, delegate or nccl.", "transport")] = None,
     link_depth: Annotated[int | None, _option("Direct: messages that a link holds under way. [2]")] = None,
     delegates: Annotated[int | None, _option("Delegate processes a direction; else by measured rates.")] = None,
+    interfaces: Annotated[
+        str | None, _option("Of this host, for delegates, the preferred one first.", metavar="NAME,NAME,...")
+    ] = None,
     adapt: Annotated[bool | None, _option("Watch links; change the plan where that is faster.")] = None,
     store: Annotated[
         str | None, _option("Adapting: where ranks report; else the job's own store.", metavar="redis://HOST:PORT")

@@ -118,6 +118,7 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         timeout=settings.timeout,
         transport=settings.transport,
         depth=settings.link_depth,
+        delegates=settings.travel.delegate_options(),
         links=settings.link_conditions(),
         steering=steering,
     )

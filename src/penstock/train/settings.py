@@ -48,7 +48,7 @@ class Settings:
         sample: tokens of text written at the end.
         in_process: all ranks in one process, in turn.
         link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
-        transport, link_depth, delegates, adapt, store, host_memory: see `Travel`.
+        transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
     """
 
     schedule: str = "1f1b"
@@ -90,6 +90,7 @@ class Settings:
     transport: str = "host"
     link_depth: int | None = None
     delegates: int | None = None
+    interfaces: str | None = None
     adapt: bool = False
     store: str | None = None
     host_memory: str | None = None
@@ -135,7 +136,8 @@ class Settings:
     @property
     def travel(self) -> Travel:
         """How messages travel. Raises SettingsError for options that do not go together."""
-        return Travel(self.transport, self.link_depth, self.delegates, self.adapt, self.store, self.host_memory)
+        names = (field.name for field in dataclasses.fields(Travel))
+        return Travel(**{name: getattr(self, name) for name in names})
 
     @property
     def host_units(self) -> float:

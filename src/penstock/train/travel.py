@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.cost import CostError, Costs
 from penstock.cost.over_time import read_quantity
 from penstock.train.checks import SettingsError
+
+if TYPE_CHECKING:
+    from penstock.runtime.transport_choice import DelegateOptions
 
 BASE, ROUTES = ("host", "direct"), ("host", "direct", "delegate", "nccl")
 STORES = re.compile(r"(rediss?|tcp)://\S+")
@@ -23,6 +27,8 @@ class Travel:
     Attributes:
         transport: see `ROUTES`. link_depth: messages that a direct link holds under way; None: the transport's own.
         delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
+        interfaces: of this host, names or addresses apart by commas, the preferred one first: where one dies,
+            delegated messages go by the next. None: see `DelegateOptions`.
         adapt: change schedule, dispatch and delegated links where measured links make that faster.
         store: redis://HOST:PORT or tcp://HOST:PORT for the ranks' reports; None: the job's own.
         host_memory: what may wait in each host's memory while a link is delegated, in words: activations, or bytes.
@@ -34,6 +40,7 @@ class Travel:
     transport: str = "host"
     link_depth: int | None = None
     delegates: int | None = None
+    interfaces: str | None = None
     adapt: bool = False
     store: str | None = None
     host_memory: str | None = None
@@ -43,11 +50,12 @@ class Travel:
             raise SettingsError(
                 f"link_depth {self.link_depth} is for --transport direct, not {self.transport}; leave it out"
             )
-        if self.delegates is not None and not self.may_delegate:
-            raise SettingsError(
-                f"delegates {self.delegates} are for --transport delegate or --adapt, not for {self.transport}; "
-                "leave them out"
-            )
+        for name in ("delegates", "interfaces"):
+            if getattr(self, name) is not None and not self.may_delegate:
+                raise SettingsError(
+                    f"{name} {getattr(self, name)} are for --transport delegate or --adapt, not for "
+                    f"{self.transport}; leave them out"
+                )
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
                 raise SettingsError(f"{name} {getattr(self, name)} is for a run that adapts; add --adapt")
@@ -63,6 +71,17 @@ class Travel:
     def may_delegate(self) -> bool:
         """Whether links may go by delegates: all do, or single ones where that is faster."""
         return self.transport == "delegate" or self.adapt
+
+    def delegate_options(self) -> DelegateOptions:
+        """How delegates carry messages. Imports torch."""
+        from penstock.runtime.transport_choice import DelegateOptions
+
+        found = DelegateOptions()
+        if self.delegates is not None:
+            found = replace(found, num=self.delegates, most=self.delegates)
+        if self.interfaces is not None:
+            found = replace(found, interfaces=tuple(filter(None, self.interfaces.split(","))))
+        return found
 
 
 def host_memory_of(text: str | None, costs: Costs | None) -> float:

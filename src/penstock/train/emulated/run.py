@@ -106,6 +106,7 @@ class EmulatedRun:
             timeout=settings.timeout,
             transport=settings.transport,
             depth=settings.link_depth,
+            delegates=settings.travel.delegate_options(),
             steering=self._steering(),
         )
 

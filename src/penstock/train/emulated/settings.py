@@ -33,7 +33,7 @@ class EmulatedSettings:
         stretch: slows ops and links down alike, so that the machine's own noise weighs less.
         message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
         in_process: ranks are threads of this process and hand messages over; else processes that send them.
-        transport, link_depth, delegates, adapt, store, host_memory: see `Travel`.
+        transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
         device: always "emulated".
 
     Raises:
@@ -45,7 +45,7 @@ class EmulatedSettings:
     microbatches: int = 12
     stages: int | None = None
     warmup: tuple[int, ...] | None = None
-    dispatch: str = "frozen"
+    dispatch: str = "auto"
     costs: str = "gpt2-7b"
     steps: int = 20
     stretch: float = 1.0
@@ -54,6 +54,7 @@ class EmulatedSettings:
     transport: str = "host"
     link_depth: int | None = None
     delegates: int | None = None
+    interfaces: str | None = None
     adapt: bool = False
     store: str | None = None
     host_memory: str | None = None
@@ -79,7 +80,8 @@ class EmulatedSettings:
     @property
     def travel(self) -> Travel:
         """How messages travel. Raises SettingsError for options that do not go together."""
-        return Travel(self.transport, self.link_depth, self.delegates, self.adapt, self.store, self.host_memory)
+        names = (field.name for field in dataclasses.fields(Travel))
+        return Travel(**{name: getattr(self, name) for name in names})
 
     @property
     def most_bytes(self) -> float | None:
