@@ -47,7 +47,7 @@ def _numbers(story: RunStory) -> str:
     found = [(late, "iterations with a late link", "")]
     if story.lost is not None and story.saved is not None:
         found.append((seconds(story.lost), "lost, had nothing been changed", "lost"))
-        found.append((seconds(story.saved), "of it saved", "saved"))
+        found.append((seconds(story.saved) if story.saved > 0 else "none", "of it saved", "saved"))
     first = next((each for each in story.decisions if each.outcome == "ran"), None)
     after = None if first is None else reaction(story, first)
     if after is not None:
@@ -66,8 +66,8 @@ def _sections(story: RunStory) -> list[str]:
             "Iteration time",
             _hover(figures.iteration_times(story), story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
-            "where it ran, else simulated under the links as they were measured in each iteration. Purple: a "
-            "decision, where it began to run.",
+            "where it ran, else simulated under the links as they were measured in each iteration"
+            f"{_factor(story)}. Purple: a decision, where it began to run.",
         )
     ]
     heat = figures.link_heat(story)
@@ -91,6 +91,13 @@ def _sections(story: RunStory) -> list[str]:
         )
     found.append(_rows(story))
     return found
+
+
+def _factor(story: RunStory) -> str:
+    """What the simulation was taken times, where that shows."""
+    if abs(story.factor - 1) < 0.01:
+        return ""
+    return f", times {story.factor:.2f}, as measured iterations of this run were to simulated ones"
 
 
 def _section(title: str, body: str, note: str = "") -> str:

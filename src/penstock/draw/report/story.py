@@ -25,7 +25,8 @@ class Iteration:
         number: from 0; ms: measured; decision: the number of the one in force, 0 for the start.
         simulated: what ran, simulated under the links as measured in it; None where that was not done.
         kept: what keeping the first configuration would have taken: measured where that ran, else simulated under
-            the same links. None where that was not done, or where a dead link would have ended the run.
+            the same links and taken times the story's factor. None where that was not done, or where a dead link
+            would have ended the run.
         delays: median time of a message on each link, in the order of the story's links; None without messages.
     """
 
@@ -184,8 +185,7 @@ class RunStory:
         links: directions that were measured, in order.
         smallest_delay: from which on a link counts as late (ms).
         undisturbed: how long an iteration takes with no link late; `undisturbed_from` says how that is known.
-        num_kept: how many of the iterations that did not run the first configuration were simulated under it: all,
-            or evenly picked ones that stand for all.
+        factor: how many times as long as simulated the iterations took that ran other configurations.
         counters: names and numbers of what a run counts besides, like messages sent again.
     """
 
@@ -201,6 +201,7 @@ class RunStory:
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str
+    factor: float = 1.0
     faults: tuple[Fault, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
     shown: tuple[Shown, ...] = ()
