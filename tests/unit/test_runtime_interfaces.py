@@ -1,4 +1,4 @@
-"""Which of a host's addresses delegates use: those given, those told by the environment, the one that reaches others."""
+"""Which of a host's addresses delegates use: those given, those in the environment, that which reaches others."""
 
 from __future__ import annotations
 

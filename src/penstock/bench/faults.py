@@ -44,12 +44,35 @@ DATA, AGREED = 1, 0
 """The network that data prefers, and that over which ranks agree; data goes there when the other dies."""
 
 
+class StoreServer:
+    """A Redis on host 0, where the runs are steered by one."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self.address = f"redis://{lab.address(0)}:6379/0"
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        words = ["redis-server", "--bind", self._lab.address(0), "--save", "", "--protected-mode", "no"]
+        self._server = self._lab.start(0, words, stdout=subprocess.PIPE)
+        assert self._server.popen.stdout is not None
+        for line in self._server.popen.stdout:
+            if "Ready to accept" in line:
+                return
+        raise RuntimeError("redis-server ended before it took connections")
+
+    def kill(self) -> None:
+        self._server.stop(grace=0.0)
+
+
 @dataclass(frozen=True)
 class Scene:
-    """What a fault may touch: the lab, the ranks' processes by host, and chance."""
+    """What a fault may touch: the lab, the ranks' processes by host, the store if there is one, and chance."""
 
     lab: Lab
     ranks: Sequence[HostProcess]
+    store: StoreServer | None
     chance: random.Random
 
 
@@ -118,6 +141,16 @@ def silence(scene: Scene) -> dict[str, Any]:
     return {"at": at, "lasted_s": 2.0}
 
 
+def store(scene: Scene) -> dict[str, Any]:
+    """The store by which the run is steered is killed, and is back after 2 s with nothing in it."""
+    assert scene.store is not None
+    at = time.perf_counter_ns()
+    scene.store.kill()
+    time.sleep(2.0)
+    scene.store.start()
+    return {"at": at, "lasted_s": 2.0}
+
+
 FAULTS: dict[str, Fault] = {
     "none": nothing,
     "interface": interface,
@@ -126,6 +159,7 @@ FAULTS: dict[str, Fault] = {
     "stopped": stopped,
     "killed": killed,
     "silence": silence,
+    "store": store,
 }
 
 
@@ -199,9 +233,14 @@ def rank_environment(host: int) -> dict[str, str]:
 
 
 @contextmanager
-def _stage(num_runs: int, num_steps: int, timeout: float) -> Iterator[tuple[Lab, Training]]:
+def training_in_a_lab(
+    num_runs: int, num_steps: int, timeout: float, steered: bool = False
+) -> Iterator[tuple[Lab, Training, StoreServer | None]]:
+    """Two hosts, a rank on each that is to train `num_runs` times, and a store if the runs are steered."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, 2, LINKS) as lab:
-        yield lab, Training(lab, Job(folder, num_runs, num_steps, timeout))
+        server = StoreServer(lab) if steered else None
+        job = Job(folder, num_runs, num_steps, timeout, None if server is None else server.address)
+        yield lab, Training(lab, job), server
 
 
 def run(
@@ -215,7 +254,7 @@ def run(
     """One row a run: the one without faults first, then one for each name in `faults`."""
     names = ["none", *faults]
     rows: list[dict[str, Any]] = []
-    with _stage(len(names), num_steps, timeout) as (lab, training):
+    with training_in_a_lab(len(names), num_steps, timeout, "store" in names) as (lab, training, server):
         usual = 0.0
         for number, name in enumerate(names):
             chance = random.Random(f"{seed} {number}")
@@ -223,7 +262,7 @@ def run(
             training.hear(number, "ready")
             if name != "none":
                 time.sleep(chance.uniform(0.0, 0.6 * usual * (num_steps - 1)))
-            fault = FAULTS[name](Scene(lab, training.ranks, chance))
+            fault = FAULTS[name](Scene(lab, training.ranks, server, chance))
             told = training.hear(number, "equal")
             _restore(lab)
             rows.append(row_of(name, fault, told, rows[0] if rows else None))
@@ -254,12 +293,14 @@ def row_of(
         "longest_step_s": max(steps),
         "equal": all(each["equal"] for each in told.values()),
         "losses": told[0]["losses"],
-        "num_messages": len(crossings),
+        "num_messages": sum(each["counters"]["messages"] for each in told.values()),
         "num_messages_due": 2 * MICROBATCHES * len(told[0]["steps"]),
         "counters": {rank: each["counters"] for rank, each in told.items()},
     }
+    row["notices"] = sorted({notice for each in told.values() for notice in each["notices"]})
     row["same_losses"] = usual is None or row["losses"] == usual["losses"]
     row["after_first_step_s"] = (at - max(each["steps"][0][1] for each in told.values())) / 1e9
+    row["before_the_end"] = at < max(each["steps"][-1][1] for each in told.values())
     row["in_transfer"] = any(one[3] < at < one[5] for one in crossings)
     row["wait_s"] = waits(crossings, at)
     return row
@@ -291,7 +332,7 @@ def line_of(row: dict[str, Any]) -> str:
     }
     return (
         f"{row['fault']:<10} longest step {row['longest_step_s']:.2f} s"
-        + f" (median {row['median_step_s']:.2f} s), longest wait for a message {waited}"
+        + f" (median {row['median_step_s']:.2f} s), longest wait for a message {waited or 'not told'}"
         + f"; {row['num_messages']} of {row['num_messages_due']} messages, "
         + ", ".join(f"{name} {count}" for name, count in counted.items())
         + ("; equal" if row["equal"] and row["same_losses"] else "; NOT EQUAL")
@@ -301,8 +342,8 @@ def line_of(row: dict[str, Any]) -> str:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that count over all runs with a fault."""
     faulty = [row for row in rows if row["fault"] != "none"]
-    usual = max(rows[0]["wait_s"].values())
-    pauses = [max(row["wait_s"].values()) - usual for row in faulty]
+    usual = max(rows[0]["wait_s"].values(), default=0.0)  # a run that is steered keeps its measurements to itself
+    pauses = [max(row["wait_s"].values()) - usual for row in faulty if row["wait_s"]]
     return {
         "num_runs": len(faulty),
         "num_in_transfer": sum(row["in_transfer"] for row in faulty),

@@ -32,12 +32,14 @@ WAIT = 300.0
 class Job:
     """Attributes:
     folder: where files say go; num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
+    store: by which the runs are steered, see `ps.Steering`; None: they are not.
     """
 
     folder: str
     num_runs: int
     num_steps: int
     timeout: float
+    store: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -81,6 +83,7 @@ def train(job: Job, run: int, rank: int, inputs: Tensor, targets: Tensor) -> tup
         dispatch="dynamic",
         transport="delegate",
         timeout=job.timeout,
+        steering=None if job.store is None else ps.Steering(store=job.store),
     )
     transport: Any = pipe._transport
     steps, losses, crossings = [], [], []
@@ -100,6 +103,7 @@ def train(job: Job, run: int, rank: int, inputs: Tensor, targets: Tensor) -> tup
             "losses": losses,
             "crossings": [list(each) for each in crossings],
             "counters": asdict(transport.counters),
+            "notices": pipe.notices,
         }
     finally:
         pipe.close()

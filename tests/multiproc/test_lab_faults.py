@@ -1,0 +1,53 @@
+"""Faults while two hosts train by delegates: training goes on, nothing is lost or doubled, numbers stay the same.
+
+A sample; `python -m penstock.bench.faults` does the same as often as wanted, with measurements.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from labs import left_of, needs_lab
+from penstock.bench.faults import DATA, run, training_in_a_lab
+
+pytestmark = [pytest.mark.multiproc, needs_lab]
+
+
+def test_training_goes_on(record_property: pytest.RecordProperty) -> None:
+    rows = run(["interface", "killed", "loss"], seed=3, num_steps=3)
+    record_property("rows", rows)
+    for row in rows:
+        assert row["equal"], f"{row['fault']}: parameters are not those of the run without a fault"
+        assert row["same_losses"], row["fault"]
+        assert row["num_messages"] == row["num_messages_due"] == 2 * 4 * 3, row["fault"]
+        assert row["before_the_end"], f"{row['fault']} came too late to show anything"
+    by_name = {row["fault"]: row for row in rows}
+    counted = {
+        name: {key: sum(each[key] for each in row["counters"].values()) for key in ("failovers", "restarts")}
+        for name, row in by_name.items()
+    }
+    assert counted["none"] == {"failovers": 0, "restarts": 0}
+    assert counted["interface"]["failovers"] >= 1
+    assert counted["killed"] == {"failovers": 0, "restarts": 1}
+
+
+def test_where_no_way_is_left_each_rank_says_so_and_ends() -> None:
+    with training_in_a_lab(num_runs=1, num_steps=50, timeout=5.0) as (lab, training, _):
+        name = lab.name
+        training.job.go(0).touch()
+        training.hear(0, "ready")
+        for nic in (0, DATA):
+            lab.interface_down(1, nic)
+        start = time.monotonic()
+        codes = [process.wait(60.0) for process in training.ranks]
+        assert codes == [1, 1], time.monotonic() - start
+        with pytest.raises(RuntimeError):
+            training.hear(0, "equal")
+        said = {host: [line for line in lines if "penstock:" in line] for host, lines in training.errors.items()}
+        assert [len(lines) for lines in said.values()] == [1, 1], said
+        assert "rank 0 failed: DeadlineExceeded: nothing came in for 5 s" in said[0][0]
+        assert "no connection" in said[0][0]
+        assert "the interface went down" in said[1][0]
+    assert left_of(name) == []
