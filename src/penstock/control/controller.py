@@ -36,6 +36,7 @@ from penstock.control.events import (
 from penstock.control.link import LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header
 from penstock.control.measured import Book
+from penstock.control.patience import Patience
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
@@ -84,6 +85,7 @@ class Controller:
         self._rate = 0.0
         self._waiting: Decision | None = None
         self._number = 0
+        self._patience = Patience()
         self._hold = self.sensitivity.fall // 2
         self._delegated_at = self._returned_at = self._quiet_until = -(10**9)
         if log is not None:
@@ -225,11 +227,17 @@ class Controller:
     def _decide(self, news: Sequence[LinkChange | ComputeChange]) -> Decision | None:
         if not self._scored:
             return None
-        chosen, _ = choose(self._scored, self.lost - self.paid, self.job.least_gain, returning=self._may_return())
+        forced = self._scored[0].candidate.action is not Action.KEEP
+        if not forced and self._patience.waits(self._iteration):
+            return None
+        gain = self.job.least_gain * self._patience.times_gain(self._iteration, bool(news))
+        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=self._may_return())
         if chosen.candidate.action is Action.KEEP:
             return None
         check(chosen.candidate.configuration.schedule)
-        now = self._scored[0] if self._scored[0].candidate.action is Action.KEEP else None
+        if not forced:
+            self._patience.decided(self._iteration)
+        now = None if forced else self._scored[0]
         recent = list(news) or [self._book.again(change) for _, change in self.changes[-1:]]
         self._number += 1
         self._waiting = Decision(

@@ -1,0 +1,62 @@
+"""How much a switch must gain, and how long after the last: more with each of late, so that noise moves little.
+
+Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
+few switches are free of this; each further one within some hundred iterations must gain twice as much, and leave twice
+as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many iterations. A
+dead link is not counted, and does not wait.
+
+    decisions in the last 512 iterations    0    1    2    3    4    5    6    7
+    least gain, times the job's
+      where something has just changed      1    1    1    2    4    8    8    8
+      where nothing has                     1    2    4    8    8    8    8    8
+    iterations since the last               0    0    0    6   18   42   90  186
+"""
+
+from __future__ import annotations
+
+WINDOW = 512
+"""Iterations for which a switch counts."""
+FREE = 2
+"""Switches that call for no patience where something has just changed."""
+_MOST_DOUBLINGS = 3
+_FIRST_PAUSE = 6
+
+
+class Patience:
+    """Counts switches."""
+
+    def __init__(self) -> None:
+        self._made: list[int] = []
+
+    def decided(self, iteration: int) -> None:
+        self._made = [*(made for made in self._made if made > iteration - WINDOW), iteration]
+
+    def waits(self, iteration: int) -> bool:
+        """Whether it is too soon for another."""
+        recent = self._recent(iteration)
+        return bool(recent) and iteration < recent[-1] + pause(len(recent))
+
+    def times_gain(self, iteration: int, news: bool) -> float:
+        """How many times the job's least gain a switch must save. `news`: whether something has just changed."""
+        num = len(self._recent(iteration))
+        return 2.0 ** min(max(0, num - FREE) if news else num, _MOST_DOUBLINGS)
+
+    def _recent(self, iteration: int) -> list[int]:
+        return [made for made in self._made if made > iteration - WINDOW]
+
+
+def pause(num_recent: int) -> int:
+    """Iterations that must lie between the last switch and the next, after so many within `WINDOW`."""
+    return _FIRST_PAUSE * (2 ** max(0, num_recent - FREE) - 1)
+
+
+def most_decisions(num_iterations: int) -> int:
+    """No more than so many switches in a row of iterations, but for those that dead links call for.
+
+    In any `WINDOW` iterations there are at most so many that the pauses between them still fit.
+    """
+    num, used = 1, 0
+    while used + max(1, pause(num)) < WINDOW:
+        used += max(1, pause(num))
+        num += 1
+    return num * -(-num_iterations // WINDOW)
