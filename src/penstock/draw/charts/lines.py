@@ -63,7 +63,7 @@ def line_chart(
     above, top = head(title, note, legend, width)
     labels = [parts[place].name for place in direct if parts[place].name] + [level.text for level in levels]
     if right is None:
-        right = width - PAD - min(0.34 * width, max(map(text_width, labels), default=0.0) + 10)
+        right = width - PAD - min(0.34 * width, 1.07 * max(map(text_width, labels), default=0.0) + 10)
     top += 12 + 16 * bool(y.label) + 18 * bool(marks)
     bottom = height - PAD - (42 if x.label else 24)
     rise = laid(y, _heights(parts, levels), bottom, top, max(2, int((bottom - top) / 44)))
