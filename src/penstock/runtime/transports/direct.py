@@ -25,7 +25,7 @@ from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import Expected, Incoming, Posted, Tags
 from penstock.runtime.transports.conditioned import ConditionedTransport
 from penstock.runtime.transports.failure import explain
-from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.transports.group import THREADS_WAIT, GroupTransport
 from penstock.runtime.transports.inbox import Inbox
 from penstock.schedule import Schedule, needed_channel_depth
 
@@ -90,7 +90,7 @@ class Link:
 
     def _work(self) -> None:
         buffer = torch.empty(1, dtype=torch.uint8)
-        limit = timedelta(seconds=self._timeout)
+        limit = timedelta(seconds=self._timeout * THREADS_WAIT)
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._under_way, LINGER):
@@ -99,7 +99,7 @@ class Link:
             try:
                 self._group.recv([buffer], self._peer, ACKNOWLEDGEMENT).wait(limit)
             except RuntimeError as error:
-                self._inbox.fail(explain(error, self._rank, self._peer, "a message to arrive", self._timeout))
+                self._inbox.fail(explain(error, self._rank, self._peer, "a message to arrive", limit.total_seconds()))
                 with self._changed:
                     self._runs, self._lost = False, True
                     self._changed.notify_all()

@@ -55,6 +55,10 @@ AHEAD = 2
 MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
 
+THREADS_WAIT = 50
+"""How many times as long as the rank a thread waits. The rank may compute for long before it wants the message; when
+it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
+
 
 class GroupTransport:
     """One rank's end of all its channels.
@@ -70,7 +74,7 @@ class GroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
         self._group, self._tags, self._timeout = group, tags, timeout
-        self._limit = timedelta(seconds=timeout)
+        self._limit = self._arrival_limit = timedelta(seconds=timeout)
         self.rank = self._rank = dist.get_rank(group)
         self._threaded = False
         self._window: Mapping[int, int] = {}
@@ -108,6 +112,7 @@ class GroupTransport:
         self._step += 1
         self._tag_shift = self._tags.shift(digest)
         self._signatures, self._threaded, self._window = signatures, threaded, window
+        self._arrival_limit = self._limit * THREADS_WAIT if threaded else self._limit
         for key, peer, messages in expected:
             channel = self._incoming.get(key)
             if channel is None:
@@ -262,7 +267,7 @@ class GroupTransport:
             self._post(channel, wait_for_headers=True)
         posted = channel.posted.popleft()
         start = perf_counter_ns()
-        self._wait(posted.work, channel.peer, posted.edge)
+        self._wait_to_come(posted.work, channel.peer, posted.edge)
         now = perf_counter_ns()
         # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
         if self._threaded or now - start > SHORTEST_WAIT:
@@ -283,7 +288,7 @@ class GroupTransport:
         if changed:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
             packet = self._packet(spec)
-            self._wait(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
+            self._wait_to_come(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
         elif posted.since > sent:
             # It waited for its receive, and so tells nothing about the link.
             if posted.follows:
@@ -324,11 +329,11 @@ class GroupTransport:
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._wait(self._irecv(first, peer, tag), peer, edge)
+        self._wait_to_come(self._irecv(first, peer, tag), peer, edge)
         rest = None
         if more := header_rest(first):
             rest = torch.empty(more, dtype=torch.uint8)
-            self._wait(self._irecv(rest, peer, tag), peer, edge)
+            self._wait_to_come(self._irecv(rest, peer, tag), peer, edge)
         return unpack_header(first, rest)
 
     def _irecv(self, buffer: Tensor, source: int, tag: int) -> Any:
@@ -337,19 +342,24 @@ class GroupTransport:
         except RuntimeError as error:
             raise explain(error, self._rank, source, "a message", self._timeout) from None
 
-    def _wait(self, work: Any, peer: int | None, what: Edge | str) -> None:
+    def _wait(self, work: Any, peer: int | None, what: Edge | str, limit: timedelta | None = None) -> None:
+        limit = limit or self._limit
         try:
-            work.wait(self._limit)
+            work.wait(limit)
         except RuntimeError as error:
-            raise explain(error, self._rank, peer, str(what), self._timeout) from None
+            raise explain(error, self._rank, peer, str(what), limit.total_seconds()) from None
+
+    def _wait_to_come(self, work: Any, peer: int, what: Edge) -> None:
+        self._wait(work, peer, what, self._arrival_limit)
 
     def _receive_all(self, channel: Incoming, count: int) -> None:
         """A thread's work: waits for a channel's messages in order and reports each."""
         try:
             for _ in range(count):
-                if channel.room is not None and not channel.room.acquire(timeout=self._timeout):
+                seconds = self._arrival_limit.total_seconds()
+                if channel.room is not None and not channel.room.acquire(timeout=seconds):
                     raise DeadlineExceeded(
-                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {self._timeout:g} s"
+                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {seconds:g} s"
                     )
                 self._came_in(channel, self._next(channel))
         except BaseException as error:
