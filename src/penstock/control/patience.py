@@ -1,9 +1,9 @@
 """How much a switch must gain, and how long after the last: more with each of late, so that noise moves little.
 
 Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
-few switches are free of this; each further one within some hundred iterations must gain twice as much, and leave twice
-as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many iterations. A
-dead link is not counted, and does not wait.
+few switches are free of this; each further one within some hundred iterations must gain twice as much, and leave
+twice as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many
+iterations. A dead link is not counted, and does not wait.
 
     decisions in the last 512 iterations    0    1    2    3    4    5    6    7
     least gain, times the job's
