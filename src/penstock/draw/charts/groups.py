@@ -16,6 +16,10 @@ from penstock.draw.scale import short
 
 WIDEST = 64.0
 """Pixels of a bar at most."""
+LEAST = 9.0
+"""Pixels of a bar that has room for its value on its side."""
+SMALL = 11.0
+"""Pixels of a value's text."""
 
 
 def bar_chart(
@@ -51,9 +55,14 @@ def bar_chart(
     legend = [Entry(each.name, hue_of(each.hue, place)) for place, each in enumerate(series)]
     if any(value is not None for each in series for value in each.paper):
         legend.append(Entry(paper, "grey", "stroke"))
-    plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
+    plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height, SMALL + 4)
     gap = 3.0 if len(series) > 1 else 0.0
     bar = min(WIDEST, (plot.room * 0.8 - gap * (len(series) - 1)) / len(series))
+    texts = [show(value) for each in series for value in each.values if value is not None]
+    longest = max((text_width(each, SMALL) for each in texts), default=0.0)
+    lying = longest + 3 <= bar + gap
+    if not lying:
+        plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height, longest + 8)
     out = list(plot.drawn)
     told: list[str] = []
     base = plot.rise(max(0.0, plot.rise.low))
@@ -82,14 +91,8 @@ def bar_chart(
                 out.append(f'<path class="pc-strong" {line}><title>{said}</title></path>')
                 if 0 <= plot.rise(highest) - plot.rise(other) < 15:
                     highest = max(highest, other)
-            shown, size = show(value), 11 if bar < 34 else 12
-            if text_width(shown, size) <= bar + gap + 2:
-                told.append(text(left + bar / 2, plot.rise(highest) - 5, shown, "text", "mid", "over", *_small(size)))
-            elif text_width(shown, 11) <= lower - upper - 8 or bar >= 9:
-                spot = f' transform="rotate(-90 {num(left + bar / 2 + 4)} {num(plot.rise(highest) - 6)})"'
-                told.append(
-                    text(left + bar / 2 + 4, plot.rise(highest) - 6, shown, "text", "small", "over", more=spot)
-                )
+            if lying or bar >= LEAST:
+                told.append(_value(show(value), left + bar / 2, plot.rise(highest), lying))
     said = label or _said(title, note, groups, [each.name for each in series])
     return Figure((*out, *told), width, height, said, comment)
 
@@ -157,6 +160,7 @@ class _Plot:
         levels: Sequence[Level],
         width: float,
         height: float,
+        headroom: float = 0.0,
     ) -> None:
         above, top = head(title, note, legend if len(legend) > 1 else (), width)
         top += 30 if y.label else 20
@@ -166,6 +170,10 @@ class _Plot:
         rough = (right - PAD - 40) / len(groups)
         names = [wrapped(group, rough - 6) for group in groups]
         bottom = height - PAD - 8 - 15 * max(map(len, names))
+        share = 1 - headroom / (bottom - top)
+        if y.high is None and y.scale == "linear" and values and max(values) > 0 and share > 0:
+            # What is written above the highest bar must end below the plot's top, or a little above it.
+            values = [*values, max(values) * (1 - 10 / (bottom - top)) / share]
         self.rise: Scale = laid(
             y, [*values, *(each.y for each in levels)], bottom, top, max(2, int((bottom - top) / 44))
         )
@@ -196,8 +204,12 @@ def _whisker(x: float, low: float, high: float, wide: float) -> str:
     )
 
 
-def _small(size: int) -> tuple[str, ...]:
-    return ("small",) if size < 12 else ()
+def _value(shown: str, x: float, y: float, lying: bool) -> str:
+    """A bar's value above it, lying or standing on its side."""
+    if lying:
+        return text(x, y - 5, shown, "text", "mid", "small", "over")
+    spot = f' transform="rotate(-90 {num(x + 4)} {num(y - 6)})"'
+    return text(x + 4, y - 6, shown, "text", "small", "over", more=spot)
 
 
 def _said(title: str, note: str, groups: Sequence[str], names: Sequence[str]) -> str:
