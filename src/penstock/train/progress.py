@@ -53,9 +53,8 @@ class ProgressView:
     def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
         """Shows the decisions that were not shown yet, of all so far."""
         for each in made[self._num_decisions :]:
-            self.say(
-                f"decided {each['number']} after iteration {each['iteration']}: {each['action']}: {each['reason']}"
-            )
+            number, iteration, action = each["number"], each["iteration"] + 1, each["action"]
+            self.say(f"decided {number} after iteration {iteration}, {action}: {each['reason']}")
         self._num_decisions = len(made)
 
     def __enter__(self) -> ProgressView:
