@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock.control import replay
 from penstock.cost import LinkConditions
+from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -43,7 +45,6 @@ def pipeline(steering: ps.Steering | None, links: LinkConditions | None, **optio
         model,
         schedule,
         loss_fn=nn.MSELoss(),
-        optimizer=torch.optim.AdamW,
         links=links,
         steering=steering,
         timeout=30,
@@ -61,7 +62,9 @@ def losses(pipe: ps.Pipeline, num_steps: int) -> list[torch.Tensor]:
 
 
 def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
-    pipe = pipeline(ps.Steering(folder=folder if rank == 0 else None, max_held=6.0), LATE)
+    pipe = pipeline(
+        ps.Steering(folder=folder if rank == 0 else None, max_held=6.0), LATE, optimizer=torch.optim.AdamW
+    )
     numbers, got = [], []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -72,7 +75,7 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
         got.append(pipe.step(x, x.cos()).loss)
     notices = pipe.notices
     pipe.close()
-    plain = pipeline(None, None)
+    plain = pipeline(None, None, optimizer=torch.optim.AdamW)
     want = losses(plain, num_steps)
     same = [torch.equal(a, b) for a, b in zip(want, got, strict=True)]
     same += [torch.equal(a, b) for a, b in zip(plain.parameters(), pipe.parameters(), strict=True)]
@@ -96,3 +99,69 @@ def test_a_model_is_steered_around_a_late_link_with_the_same_losses(tmp_path: Pa
     assert [r["iteration"] for r in records] == sorted(r["iteration"] for r in records)
     for record in records:
         assert (record["number"], record["digest"]) == found[0]["numbers"][record["iteration"]][:2]
+
+
+def dies(rank: int, folder: str) -> list[str]:
+    pipe = pipeline(ps.Steering(folder=folder, costs=ps.Costs.uniform(NUM_RANKS)), None)
+    losses(pipe, 2)
+    if rank == 2:
+        os._exit(9)
+    helm = pipe._helm
+    assert helm is not None
+    controller = helm._captain._decider._process.pid if rank == 0 else 0  # type: ignore[union-attr]
+    try:
+        losses(pipe, 5)
+    except (PeerLost, DeadlineExceeded) as error:
+        pipe.close()
+        return [type(error).__name__, str(controller)]
+    return ["went on"]
+
+
+def test_a_rank_that_dies_ends_the_others_and_the_controller(tmp_path: Path) -> None:
+    outcomes = run_ranks(NUM_RANKS, dies, str(tmp_path))
+    assert [o.code for o in outcomes] == [0, 0, 9], outcomes[0].text + outcomes[1].text
+    assert [o.value[0] for o in outcomes[:2]] == ["PeerLost", "PeerLost"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(outcomes[0].value[1]), 0)
+
+
+def cannot(rank: int, store: str, folder: str) -> str:
+    with pytest.raises(RuntimeFailure) as raised:
+        pipeline(ps.Steering(store=store or None, folder=folder), None)
+    return str(raised.value)
+
+
+def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
+    """A store that nobody reaches, and a folder that rank 0 alone would write to."""
+    for store, folder, said in (
+        ("tcp://127.0.0.1:1", str(tmp_path), "rank 0: the TCPStore at 127.0.0.1:1 cannot be reached"),
+        ("", "/proc/nowhere", "give another folder for the records"),
+    ):
+        outcomes = run_ranks(NUM_RANKS, cannot, store, folder)
+        assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+        assert len({o.value for o in outcomes}) == 1
+        assert said in outcomes[0].value
+
+
+def emulated(rank: int, transport: str) -> list[Any]:
+    """A link turns late while ranks are emulated; all see the same steps and switches."""
+    costs = ps.Costs([4.0] * NUM_RANKS, [4.0] * NUM_RANKS, [4.0] * NUM_RANKS, message_bytes=[50_000] * NUM_RANKS)
+    links = LinkConditions.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
+    found: list[Any] = []
+    with ps.EmulatedPipeline(
+        ps.build("zb", NUM_RANKS, 6), costs, links=links, transport=transport, steering=ps.Steering(), timeout=30
+    ) as pipe:
+        for _ in range(80):
+            step = pipe.step()
+            found.append((step.number, step.configuration.digest, step.timeline.ops))
+            if step.number and len(found) > 30:
+                break
+    return found
+
+
+@pytest.mark.parametrize("transport", ["direct", "delegate"])
+def test_emulated_processes_switch_together(transport: str) -> None:
+    outcomes = run_ranks(NUM_RANKS, emulated, transport)
+    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+    assert outcomes[0].value[-1][0] >= 1, outcomes[0].text

@@ -1,0 +1,147 @@
+"""The closed loop on emulated devices, a thread a rank: real time, real messages. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.control import Configuration, replay
+from penstock.control.configuration import peaks
+from penstock.runtime import EmulatedPipeline, RuntimeFailure
+from stores import running
+
+pytestmark = pytest.mark.unit
+
+NUM_RANKS = 4
+COSTS = ps.Costs.uniform(NUM_RANKS, f=3, i=3, w=3)
+ZB = ps.build("zb", NUM_RANKS, 6)
+LATE = ps.LinkConditions.parse("2:3=latency:steps:0ms/0ms,700ms/20ms,10min/0ms")
+
+
+def caps(schedule: ps.Schedule) -> tuple[float, ...]:
+    return tuple(peaks(schedule, COSTS))
+
+
+def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
+    numbers = []
+    for _ in range(most):
+        numbers.append(pipe.step().number)
+        if numbers[-1]:
+            return numbers
+    raise AssertionError(f"nothing was switched within {most} steps: {pipe.decisions} {pipe.notices}")
+
+
+@pytest.mark.parametrize("transport", ["direct", "host"])
+def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
+    steering = ps.Steering(folder=tmp_path)
+    with ps.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, steering=steering, timeout=20) as pipe:
+        steps = [pipe.step()]
+        while not steps[-1].number:
+            assert len(steps) < 80, (pipe.decisions, pipe.notices)
+            steps.append(pipe.step())
+        steps += [pipe.step() for _ in range(4)]
+    decisions = {
+        decision.number: decision for decision in replay((tmp_path / "control.jsonl").read_text().splitlines())
+    }
+    assert decisions, "the log says what was decided"
+    for step in steps:
+        want = decisions[step.number].configuration if step.number else step.configuration
+        assert step.configuration.digest == want.digest
+        assert step.timeline.schedule == want.schedule
+        assert step.timeline.dispatch == want.dispatch
+        assert all(peak <= cap + 1e-9 for peak, cap in zip(step.timeline.peak_activations, caps(ZB), strict=True))
+    numbers = [step.number for step in steps]
+    assert numbers == sorted(numbers), "a switch is for good until the next one"
+    records = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
+    assert len(records) >= len(steps) - 2, "the last ones may be on their way"
+    for record in records:
+        step = steps[record["iteration"]]
+        assert (record["number"], record["digest"]) == (step.number, step.configuration.digest)
+        assert record["ms"] >= step.timeline.makespan - 1e-3
+    assert pipe.notices == []
+
+
+def test_emulate_tells_what_each_step_ran() -> None:
+    run = ps.emulate(ZB, COSTS, num_steps=3, steering=ps.Steering(), transport="direct", depth=1)
+    assert run.numbers == (0, 0, 0)
+    assert {each.digest for each in run.configurations} == {Configuration(ZB, "frozen", (), caps(ZB)).digest}  # type: ignore[arg-type]
+    assert run.notices == ()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "redis"])
+def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_path: Path) -> None:
+    """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
+    zero = ps.LinkConditions.parse("2:3=latency:steps:0ms/0ms,4s/20ms,10min/0ms")
+    with running(kind) as server:
+        steering = ps.Steering(store=server.address, folder=tmp_path)
+        with ps.EmulatedPipeline(ZB, COSTS, links=zero, transport="direct", steering=steering, timeout=20) as pipe:
+            pipe.step()
+            server.signal(signal.SIGSTOP)
+            for _ in range(25):
+                pipe.step()
+            server.signal(signal.SIGCONT)
+            pipe.step()
+            server.kill()
+            for _ in range(5):
+                pipe.step()
+            server.start()
+            step_until_switched(pipe, most=150)
+            assert pipe.notices == []
+    assert replay((tmp_path / "control.jsonl").read_text().splitlines())
+
+
+def test_a_store_that_is_gone_for_good_is_said_once() -> None:
+    with running("redis") as server:
+        steering = ps.Steering(store=server.address, patience=0.5)
+        with ps.EmulatedPipeline(ZB, COSTS, steering=steering, timeout=20) as pipe:
+            pipe.step()
+            server.kill()
+            for _ in range(60):
+                pipe.step()
+                if pipe.notices:
+                    break
+            for _ in range(3):
+                pipe.step()
+            assert len(pipe.notices) == 1
+            assert "the store was gone for 0.5 s: the Redis at" in pipe.notices[0]
+            assert "training goes on with plan 0" in pipe.notices[0]
+
+
+def test_by_hand_switches_and_switches_back() -> None:
+    other = ps.build("1f1b", NUM_RANKS, 6)
+    with ps.EmulatedPipeline(ZB, COSTS, transport="direct", timeout=20) as pipe:
+        start = pipe.configuration
+        then = Configuration(other, "dynamic", ((1, 2),), caps(other))  # type: ignore[arg-type]
+        for number, configuration in enumerate((start, then, start, then), start=1):
+            pipe.reconfigure(configuration)
+            step = pipe.step()
+            assert (step.number, step.configuration) == (number, configuration)
+            assert step.timeline.schedule == configuration.schedule
+            assert pipe.simulated([step])[0].schedule == configuration.schedule
+
+
+def test_a_steered_run_is_not_switched_by_hand() -> None:
+    with (
+        ps.EmulatedPipeline(ZB, COSTS, steering=ps.Steering()) as pipe,
+        pytest.raises(RuntimeFailure, match="leave steering out"),
+    ):
+        pipe.reconfigure(pipe.configuration)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'direct', 'delegate' or 'nccl'"),
+        ({"transport": "direct", "depth": 0}, "a direct channel of depth 0"),
+        ({"depth": 3}, "depth=3 is for transport='direct'"),
+        ({"steering": ps.Steering(store="redis://127.0.0.1:1")}, "cannot be used"),
+        ({"steering": ps.Steering(store="tcp://127.0.0.1:1")}, "cannot be reached"),
+    ],
+)
+def test_what_can_not_be_is_said_before_anything_runs(options: dict[str, object], rule: str) -> None:
+    with pytest.raises(RuntimeFailure, match=rule):
+        ps.EmulatedPipeline(ZB, COSTS, **options)  # type: ignore[arg-type]
