@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,10 @@ from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.transports.delegate import DelegateTransport
 from penstock.runtime.transports.direct import ConditionedDirect, DirectTransport, require_depth
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.wiring import wire
@@ -142,17 +146,40 @@ def test_a_late_link_is_seen(dispatch: str, threaded: bool) -> None:
         assert len(found) <= num_messages, "those that a rank found there already are left out"
 
 
-@pytest.mark.parametrize(
-    ("links", "least", "most"),
-    [("0:1=occupancy:8ms", 8e6, 8e6), ("0:1=bandwidth:100KB/s", 10e6, 10e6), ("0:1=loss:50%,20ms#1", 0.0, 20e6)],
-)
-def test_every_condition_is_met(links: str, least: float, most: float) -> None:
-    outcomes = run_ranks(2, measured, "frozen", True, links)
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
-    found = [crossing for row in outcomes[0].value[0] for crossing in row]
-    assert found
-    assert all(c.duration >= least for c in found)
-    assert max(c.duration for c in found) >= most, "some are hit, some are not"
+CONDITIONS = "0:1=latency:20ms 1:2=occupancy:10ms 2:3=bandwidth:100KB/s 3:4=loss:50%,20ms#1"
+
+
+def conditioned(rank: int, name: str) -> list[Crossing]:
+    """A link of every kind, by one transport."""
+    schedule = ps.build("1f1b", num_ranks=5, num_microbatches=10)
+    costs = ps.Costs([3] * 5, [3] * 5, [3] * 5, message_bytes=[1000] * 5)
+    tags, conditions = tags_of(schedule), Conditions(LinkConditions.parse(CONDITIONS))
+    transport: Any
+    if name == "delegate":
+        gather = GroupPeers(world(), 20.0).gather
+        transport = DelegateTransport(rank, 5, gather, tags, 20.0, conditions=conditions)
+    elif name == "direct":
+        transport = ConditionedDirect(world(), tags, 20.0, conditions=conditions)
+    else:
+        transport = ConditionedTransport(world(), tags, 20.0, conditions=conditions)
+    wiring = wire(schedule)
+    for _ in range(2):
+        seen = step(transport, wiring, rank, costs, "frozen", threaded=True)
+    transport.close()
+    return [crossing for row in seen.crossings for crossing in row]
+
+
+@pytest.mark.parametrize("name", ["host", "direct", "delegate"])
+def test_every_condition_is_met(name: str) -> None:
+    outcomes = run_ranks(5, conditioned, name)
+    assert [o.code for o in outcomes] == [0] * 5, outcomes[0].text
+    found: dict[int, list[int]] = {}
+    for crossing in outcomes[0].value:
+        assert 1016 <= crossing.num_bytes <= 1088, "the payload, or with its preamble and padding"
+        found.setdefault(min(crossing[:2]), []).append(crossing.duration)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert [min(found[link]) >= 1e6 * least for link, least in enumerate((20, 10, 10))] == [True] * 3
+    assert max(found[3]) >= 20e6, "of twenty messages, half of which are sent again at least once"
 
 
 # Training.
