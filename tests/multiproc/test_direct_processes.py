@@ -188,15 +188,12 @@ def test_every_condition_is_met(name: str) -> None:
 def train(rank: int, name: str, dispatch: str) -> list[bool]:
     """Steps of changing shapes by `host` and by `direct`; and evaluation, whose channels have windows."""
     found: list[list[torch.Tensor]] = []
-    for direct in (False, True):
+    slow = LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:2ms")
+    for how in ({}, {"transport": "direct", "depth": 1, "links": slow}):
         torch.manual_seed(3)
-        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)]
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
         schedule = ps.build(name, 3, 6)
-        links = LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:2ms")
-        model = nn.Sequential(*layers)
-        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
-        if direct:
-            pipe._transport = ConditionedDirect(world(), pipe._tags, 20.0, 1, conditions=Conditions(links))
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20, **how)  # type: ignore[arg-type]
         numbers = []
         for size in (12, 7, 18, 12):
             x = torch.randn(size, 4)
@@ -205,6 +202,7 @@ def train(rank: int, name: str, dispatch: str) -> list[bool]:
         mine = {n: p.grad for n, p in pipe.named_parameters()}
         found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
         pipe.zero_grad()
+        pipe.close()
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
