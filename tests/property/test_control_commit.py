@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.control import Ack, ControlError, Coordinator, Member, Nack, Propose, Running, Verdict
 
@@ -23,13 +23,17 @@ class Network(RuleBasedStateMachine):
         self.to_coordinator: list[tuple[int, object]] = []
         self.ran: dict[int, dict[int, Running]] = {}
         self.number = 0
+        self.dead: set[int] = set()
 
     def _send(self, sent: tuple[tuple[int, object], ...]) -> None:
         self.to_member += sent
 
     @rule()
     def propose(self) -> None:
-        if self.coordinator.open is None:
+        if self.coordinator.dead or self.coordinator.forgetful:
+            with pytest.raises(ControlError, match="last checkpoint"):
+                self.coordinator.propose(self.number + 1, "plan")
+        elif self.coordinator.open is None:
             self.number += 1
             self.coordinator, sent = self.coordinator.propose(self.number, f"plan {self.number}")
             self._send(sent)
@@ -49,6 +53,8 @@ class Network(RuleBasedStateMachine):
             return
         at = data.draw(st.integers(0, len(self.to_member) - 1))
         rank, message = self.to_member[at] if keep else self.to_member.pop(at)
+        if rank in self.dead:
+            return
         self.members[rank], answers = self.members[rank].receive(message)
         self.to_coordinator += [(rank, answer) for answer in answers]
 
@@ -67,10 +73,34 @@ class Network(RuleBasedStateMachine):
             if bag:
                 bag.pop(data.draw(st.integers(0, len(bag) - 1)))
 
+    @rule()
+    def the_coordinator_starts_again_with_its_records(self) -> None:
+        now = self.coordinator
+        self.coordinator = Coordinator(
+            now.num_ranks, verdicts=now.verdicts, dead=now.dead, highest=now.highest, forgetful=now.forgetful
+        )
+
+    @precondition(lambda self: self.number >= 2)
+    @rule()
+    def the_coordinator_starts_again_without_records(self) -> None:
+        self.coordinator = Coordinator(self.coordinator.num_ranks, forgetful=True)
+
+    @precondition(lambda self: self.number >= 2)
+    @rule(data=st.data())
+    def a_rank_dies(self, data: st.DataObject) -> None:
+        rank = data.draw(st.integers(0, len(self.members) - 1))
+        self.dead.add(rank)
+        open_ = self.coordinator.open
+        self.coordinator, sent = self.coordinator.lost(rank)
+        if open_ is not None:
+            assert {message.boundary for _, message in sent} == {None}
+            assert all(f"rank {rank} is dead" in message.reason for _, message in sent)
+        self._send(sent)
+
     @rule(data=st.data(), times=st.integers(1, 3))
     def run(self, data: st.DataObject, times: int) -> None:
         rank = data.draw(st.integers(0, len(self.members) - 1))
-        for _ in range(times):
+        for _ in range(times if rank not in self.dead else 0):
             self.members[rank], running, questions = self.members[rank].begin()
             self.to_coordinator += [(rank, question) for question in questions]
             if running is not None:
@@ -89,28 +119,35 @@ class Network(RuleBasedStateMachine):
                 assert numbers == sorted(numbers)
 
     def teardown(self) -> None:
-        """Once messages pass again, every rank gets on, and all come to run the same."""
+        """Once messages pass again, every rank that lives gets on, or says why it cannot."""
         if not hasattr(self, "members"):
             return
         self.coordinator, sent = self.coordinator.give_up()
         self._send(sent)
+        living = [rank for rank in range(len(self.members)) if rank not in self.dead]
         furthest = max(member.begun for member in self.members) + 10
         for _ in range(500):
-            if all(member.begun >= furthest for member in self.members):
+            going = [r for r in living if self.members[r].begun < furthest and self.members[r].stuck is None]
+            if not going:
                 break
-            for rank in range(len(self.members)):
-                if self.members[rank].begun < furthest:
-                    self.run_one(rank)
+            for rank in going:
+                self.run_one(rank)
             bags, self.to_member, self.to_coordinator = (self.to_member, self.to_coordinator), [], []
             for rank, message in bags[0]:
-                self.members[rank], answers = self.members[rank].receive(message)
-                self.to_coordinator += [(rank, answer) for answer in answers]
+                if rank in living:
+                    self.members[rank], answers = self.members[rank].receive(message)
+                    self.to_coordinator += [(rank, answer) for answer in answers]
             for rank, message in bags[1]:
                 self.coordinator, more = self.coordinator.receive(rank, message)
                 self._send(more)
-        assert all(member.begun >= furthest for member in self.members)
+        stuck = [rank for rank in living if self.members[rank].stuck is not None]
+        assert all(self.members[rank].begun >= furthest for rank in living if rank not in stuck)
         self.all_ranks_run_the_same_plan_in_an_iteration()
-        assert len({member.running for member in self.members}) == 1
+        if stuck:
+            assert self.coordinator.forgetful
+            assert all("started again" in str(self.members[rank].stuck) for rank in stuck)
+        else:
+            assert len({self.members[rank].running for rank in living}) <= 1
 
     def run_one(self, rank: int) -> None:
         self.members[rank], running, questions = self.members[rank].begin()
@@ -139,7 +176,7 @@ def test_without_losses_all_switch_right_after_the_furthest_promise(begun: list[
             coordinator, more = coordinator.receive(rank, answer)
             verdicts += more
     boundary = max(begun) - 1 + ahead + 1
-    assert verdicts == [(rank, Verdict(7, boundary)) for rank in range(len(begun))]
+    assert verdicts == [(rank, Verdict(7, boundary, sent[0][1].digest)) for rank in range(len(begun))]
     for rank, verdict in verdicts:
         members[rank], _ = members[rank].receive(verdict)
         ran = {}
@@ -161,10 +198,12 @@ def test_a_member_that_holds_another_text_stops_the_switch() -> None:
     assert isinstance(answer, Nack)
     assert member.promised is None
     coordinator, verdicts = coordinator.receive(1, answer)
-    assert verdicts == ((0, Verdict(1, None)), (1, Verdict(1, None)))
+    assert [(rank, verdict.number, verdict.boundary) for rank, verdict in verdicts] == [(0, 1, None), (1, 1, None)]
+    assert verdicts[0][1].reason.startswith("rank 1 cannot run it: its digest is ")
     coordinator, _ = Coordinator(1).propose(1, "plan")
-    _, verdicts = coordinator.receive(0, Ack(1, "another digest", 0))
-    assert verdicts == ((0, Verdict(1, None)),)
+    coordinator, verdicts = coordinator.receive(0, Ack(1, "another digest", 0))
+    assert (verdicts[0][1].boundary, verdicts[0][1].digest) == (None, "another digest")
+    assert coordinator.acks == {}
 
 
 def test_proposals_come_one_at_a_time_with_rising_numbers() -> None:
@@ -174,3 +213,48 @@ def test_proposals_come_one_at_a_time_with_rising_numbers() -> None:
     coordinator, _ = coordinator.give_up()
     with pytest.raises(ControlError, match="numbers rise"):
         coordinator.propose(3, "plan")
+
+
+def test_who_did_not_answer_is_named() -> None:
+    coordinator, sent = Coordinator(3).propose(1, "plan")
+    _, (ack,) = Member(Running(0, "start")).receive(sent[1][1])
+    coordinator, _ = coordinator.receive(1, ack)
+    assert coordinator.missing == (0, 2)
+    _, verdicts = coordinator.give_up()
+    assert {verdict.reason for _, verdict in verdicts} == {"no answer from rank 0, 2"}
+
+
+def test_a_dead_rank_ends_all_switching() -> None:
+    coordinator, _ = Coordinator(2).propose(1, "plan")
+    coordinator, verdicts = coordinator.lost(1)
+    assert {(verdict.boundary, verdict.reason) for _, verdict in verdicts} == {(None, "rank 1 is dead")}
+    with pytest.raises(ControlError, match="rank 1 is dead"):
+        coordinator.propose(2, "plan")
+
+
+def test_a_verdict_stands_though_a_rank_dies() -> None:
+    coordinator, sent = Coordinator(1).propose(1, "plan")
+    _, (ack,) = Member(Running(0, "start")).receive(sent[0][1])
+    coordinator, (verdict,) = coordinator.receive(0, ack)
+    coordinator, nothing = coordinator.lost(0)
+    assert nothing == ()
+    assert coordinator.verdicts == {1: verdict[1]}
+
+
+def test_a_rank_that_a_forgetful_coordinator_leaves_waiting_says_so() -> None:
+    _, sent = Coordinator(2).propose(5, "plan")
+    member, (ack,) = Member(Running(0, "start"), begun=3).receive(sent[0][1])
+    member, running, (question,) = member.begin()
+    assert running is None
+    _, answers = Coordinator(2, highest=5).receive(0, question)
+    assert answers[0][1].boundary is None
+    assert member.receive(answers[0][1])[0].begin()[1] == Running(0, "start")
+    forgetful, answers = Coordinator(2, forgetful=True).receive(0, question)
+    member, _ = member.receive(answers[0][1])
+    assert "decision 5 was promised up to iteration 3" in str(member.stuck)
+    with pytest.raises(ControlError, match="does not know what the ranks run"):
+        forgetful.propose(6, "plan")
+    # The verdict of old may still arrive.
+    member, _ = member.receive(Verdict(5, 4, ack.digest))
+    assert member.stuck is None
+    assert member.begin()[1] == Running(5, ack.digest)

@@ -2,7 +2,7 @@
 
 from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
-from penstock.control.commit import Ack, Ask, Coordinator, Member, Nack, Propose, Running, Verdict
+from penstock.control.commit import Ack, Ask, Coordinator, Member, Nack, Propose, Running, Unknown, Verdict
 from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller, Counts
@@ -65,6 +65,7 @@ __all__ = [
     "Switched",
     "Transfer",
     "Transfers",
+    "Unknown",
     "Verdict",
     "candidates",
     "choose",
