@@ -115,7 +115,8 @@ def _hover(figure: Figure, story: RunStory) -> str:
     top, bottom = figure.plot or (0.0, figure.height)
     numbers = {"left": figures.LEFT, "right": figures.RIGHT, "low": low, "high": high, "top": top, "bottom": bottom}
     place = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
-    return f'<figure class="r-hover" tabindex="0" {place}>{figure.inline()}</figure>'
+    said = escape(f"{figure.label}. The arrow keys tell each iteration.")
+    return f'<figure class="r-hover" tabindex="0" role="group" aria-label="{said}" {place}>{figure.inline()}</figure>'
 
 
 def _source(story: RunStory) -> str:
