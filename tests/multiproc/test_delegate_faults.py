@@ -20,6 +20,8 @@ import pytest
 from delegate_ranks import Chain, Ended, exchange, payload_of, run_delegate_ranks
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.transports.delegate.carrier.frame import Frame, Lane, What, pack
+from penstock.runtime.transports.delegate.listeners import KINDS
 
 pytestmark = pytest.mark.multiproc
 
@@ -214,6 +216,45 @@ def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
     assert len(first["events"]) == 1
     assert "LinkDown" in first["events"][0]
     assert "(0, 1)" in first["events"][0]
+
+
+def told_of_a_dead_interface(rank: int, gather: Any) -> dict[str, Any]:
+    """Rank 0 says, as its receiving delegates would, that its preferred interface is down."""
+    chain = Chain(2, 4)
+    met: list[Any] = []
+
+    def meet(value: Any) -> list[Any]:
+        met.extend(gather(value))
+        return met
+
+    interfaces = ("127.0.0.2", "127.0.0.3")
+    transport = DelegateTransport(rank, 2, meet, chain.tags, 30.0, interfaces=interfaces, most_lanes=1)
+    try:
+        came = exchange(transport, chain, rank, 0, lambda m: (1 << 20,))
+        gather(None)
+        if rank == 0:
+            presence = next(ends for kind, _, ends in met[1][3] if kind == KINDS)
+            for key in (met[0][2] + 1, met[0][2]):  # another run's news is no news
+                with socket.create_connection(presence[1]) as call:
+                    call.sendall(pack(Frame(What.DOWN, Lane(1, 0, 0, 0), 0, key)))
+        end = time.monotonic() + 20
+        while rank == 1 and transport.counters.failovers < 1 and time.monotonic() < end:
+            transport.arrivals()
+            time.sleep(0.01)
+        came += exchange(transport, chain, rank, 1, lambda m: (1 << 20,))
+        gather(None)
+        events = [str(one) for one in transport.link_events()]
+        return {"came": came, "failovers": transport.counters.failovers, "events": events}
+    finally:
+        transport.close()
+
+
+def test_a_rank_that_says_its_interface_is_down_is_reached_over_the_next_one() -> None:
+    first, second = values(run_delegate_ranks(2, told_of_a_dead_interface))
+    assert (first["came"], second["came"]) == (8, 8)
+    assert (first["failovers"], first["events"]) == (0, [])
+    assert second["failovers"] == 1
+    assert "LinkDown" in second["events"][0]
 
 
 # Ranks that go or stand still.

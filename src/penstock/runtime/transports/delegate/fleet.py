@@ -17,8 +17,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transports.delegate.callers import Callers
+from penstock.runtime.transports.delegate.carrier.frame import Frame, Lane
 from penstock.runtime.transports.delegate.carrier.home import Orders
-from penstock.runtime.transports.delegate.carrier.ring import Descriptor
+from penstock.runtime.transports.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transports.delegate.listeners import KINDS, PRESENCE, Listeners
 from penstock.runtime.transports.delegate.memory import Memory
 from penstock.runtime.transports.delegate.process import DelegateProcess, cannot
@@ -92,6 +94,9 @@ class Fleet:
         except BaseException:
             self._stack.close()
             raise
+        self._callers = Callers(self._key)
+        self._stack.callback(self._callers.close)
+        self._news: list[Frame] = []
         for one in self._listeners.of(*PRESENCE):
             self._presence[one.fileno()] = one
             self._watched.register(one.fileno(), select.EPOLLIN)
@@ -213,12 +218,29 @@ class Fleet:
             if number == self._stop:
                 return None
             if number in self._presence:
-                with contextlib.suppress(OSError):
-                    self._presence[number].accept()[0].close()
+                caller = self._callers.accept(self._presence[number])
+                if caller is not None:
+                    self._watched.register(caller, select.EPOLLIN)
+            elif number in self._callers:
+                self._watched.unregister(number)
+                frame = self._callers.read(number)
+                if frame is not None:
+                    self._news.append(frame)
             post = self._waiting.get(number) or self._deaths.get(number)
             if post is not None and post not in found:
                 found.append(post)
+        if self._news:
+            return found
         return found or [post for post, one in list(self._delegates.items()) if one.end is None and one.ended()]
+
+    def pass_on(self) -> None:
+        """Tells the delegates that send what other ranks said of their interfaces."""
+        news, self._news = self._news, []
+        for frame in news:
+            for post, delegate in self._delegates.items():
+                if post.outgoing:
+                    lane = Lane(self.rank, frame.lane.target, post.kind, post.place)
+                    delegate.order(Descriptor(Note.THEIRS_DOWN, lane, tag=frame.number))
 
     def dead(self, post: Post) -> bool:
         """Whether the delegate of a post was started and is dead."""

@@ -1,6 +1,7 @@
 """The thread that starts delegates again when they die, while its rank computes or waits for something else.
 
-It sleeps until the kernel says that a delegate is dead, or that somebody wants to connect to one not started yet.
+It sleeps until the kernel says that a delegate is dead, that somebody wants to connect to one not started yet, or
+that another rank has news of its interfaces.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Supervisor:
     def _work(self) -> None:
         while (posts := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
             with self._lock:
+                self._fleet.pass_on()
                 for post in posts:
                     try:
                         if self._fleet.dead(post):

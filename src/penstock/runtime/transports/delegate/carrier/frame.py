@@ -39,6 +39,8 @@ class What(IntEnum):
     """No room for the message that comes in: the connection stands still and lives. Said again and again."""
     ROOM = 8
     """There is room again."""
+    DOWN = 9
+    """`number`: the place of an interface of the lane's target that is down. Only to sockets that show presence."""
 
 
 class Lane(NamedTuple):

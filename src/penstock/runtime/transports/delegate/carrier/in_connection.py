@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from . import sockets, timing
 from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, unpack
 from .lane import LaneError
-from .loop import READ, WRITE
+from .loop import GONE, WRITE
 from .ring import Descriptor, Note, Why
+from .stream import Stream
 
 if TYPE_CHECKING:
     from .incoming import Receiver
@@ -28,7 +28,8 @@ class InConnection:
     """
 
     def __init__(self, receiver: Receiver, made: socket.socket, place: int, now: int) -> None:
-        self._receiver, self._socket, self.place = receiver, made, place
+        self._receiver, self.place = receiver, place
+        self._stream, self._socket = Stream(receiver.loop, made, self._on_ready), made
         self.lane: Lane | None = None
         self._epoch = 0
         self._header = bytearray(HEADER_BYTES)
@@ -40,8 +41,6 @@ class InConnection:
         self._left = 0
         self._starved = False
         self._posted = self._said = 0
-        self._out: deque[bytes] = deque()
-        self._mask = READ
         self._heard = self._begun = now
         self._silent = False
         self._open = True
@@ -63,10 +62,12 @@ class InConnection:
             self._receiver.home.tell(Descriptor(Note.SILENT, self.lane))
         return self._heard + timing.SILENCE
 
-    def on_ready(self, mask: int) -> None:
+    def _on_ready(self, mask: int) -> None:
         if mask & WRITE:
-            self._flush()
-        if mask & ~WRITE and self._open and not self._starved:
+            self._put()
+        if self._starved and mask & GONE:
+            self.close(Why.RESET)  # nobody reads from it now, who would see
+        elif mask & ~WRITE and self._open and not self._starved:
             try:
                 self._read()
             except BlockingIOError:
@@ -81,8 +82,7 @@ class InConnection:
         if not self._open:
             return
         self._open = False
-        self._receiver.loop.forget(self._socket.fileno())
-        sockets.close(self._socket)
+        self._stream.close()
         if self._slot is not None:
             self._view = None
             self._receiver.slots.free(*self._slot)
@@ -101,7 +101,7 @@ class InConnection:
                 self._heard = time.perf_counter_ns()
                 if self.lane is not None:
                     self._put(pack(Frame(What.ROOM, self.lane)))
-                self._watch()
+                self._stream.read(True)
 
     # Reading.
 
@@ -178,6 +178,7 @@ class InConnection:
         if slot is None:
             self._starved = True
             self._posted = 0
+            self._stream.read(False)
             self._receiver.starve(self, size)
             self._say_full()
             return
@@ -218,28 +219,9 @@ class InConnection:
         if self.lane is not None:
             self._put(pack(Frame(What.FULL, self.lane)))
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, *parts: bytes) -> None:
         if self._open:
-            self._out.append(data)
-            self._flush()
-
-    def _flush(self) -> None:
-        while self._out:
             try:
-                sent = self._socket.send(self._out[0])
-            except BlockingIOError:
-                break
+                self._stream.put(*parts)
             except OSError as error:
                 self.close(sockets.meaning(error.errno))
-                return
-            if sent < len(self._out[0]):
-                self._out[0] = self._out[0][sent:]
-                break
-            self._out.popleft()
-        self._watch()
-
-    def _watch(self) -> None:
-        mask = (0 if self._starved else READ) | (WRITE if self._out else 0)
-        if self._open and mask != self._mask:
-            self._mask = mask
-            self._receiver.loop.change(self._socket.fileno(), mask)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from . import sockets, timing
 from .frame import Lane
+from .herald import Herald
 from .home import Home, Orders
 from .in_connection import InConnection
 from .lane import Receiving
@@ -36,6 +37,7 @@ class Receiver:
         self.lanes = {orders.lane(s, t): Receiving(last) for s, t, last in orders.lanes}
         self.connections: set[InConnection] = set()
         self._watches: dict[Lane, Watch] = {}
+        self._heralds: list[Herald] = []
         self._starved: list[InConnection] = []
         for place, number in enumerate(orders.listeners):
             listener = socket.socket(fileno=number)
@@ -55,6 +57,9 @@ class Receiver:
             when = min(when, connection.turn(now))
         for watch in self._watches.values():
             when = min(when, watch.turn(now))
+        self._heralds = [herald for herald in self._heralds if not herald.done]
+        for herald in self._heralds:
+            when = min(when, herald.turn(now))
         return when
 
     def _acceptor(self, listener: socket.socket, place: int) -> Callable[[int], None]:
@@ -71,9 +76,7 @@ class Receiver:
                     time.sleep(10 * MS / 1e9)  # the connection waits in the listener's queue meanwhile
                 return
             sockets.tune(made)
-            connection = InConnection(self, made, place, time.perf_counter_ns())
-            self.connections.add(connection)
-            self.loop.watch(made.fileno(), READ, connection.on_ready)
+            self.connections.add(InConnection(self, made, place, time.perf_counter_ns()))
 
     def greeted(self, connection: InConnection, lane: Lane, epoch: int) -> int:
         """A connection says which lane it carries: closes older ones; returns the last message that is there."""
@@ -124,3 +127,5 @@ class Receiver:
                 for connection in list(self.connections):
                     if connection.place == place:
                         connection.close(Why.INTERFACE_DOWN)
+                for lane in {lane.source: lane for lane in self.lanes}.values():
+                    self._heralds.append(Herald(self, lane, place))

@@ -8,7 +8,7 @@ import select
 import time
 from collections.abc import Callable
 
-READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 MS = 1_000_000
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from . import sockets, timing
 from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, spec_room, unpack
 from .lane import LaneError, Sending
-from .loop import READ, WRITE
+from .loop import WRITE
 from .paths import Path, Paths, by_preference
 from .ring import Descriptor, Note, Why
+from .stream import Stream
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -44,14 +45,11 @@ class OutLane:
         )
         self._messages: deque[Descriptor] = deque()  # all that is not answered
         self._path: Path | None = None
-        self._socket: socket.socket | None = None
+        self._stream: Stream | None = None
         self._trial: Trial | None = None
         self._drained: Trial | None = None  # a connection over a better path, waiting for this one to drain
-        self._queue: deque[memoryview] = deque()
-        self._queued = 0
-        self._blocked = False
         self._came = bytearray()
-        self._heard = self._spoke = self._deadline = 0
+        self._heard = self._deadline = 0
         self._silent = self._refused = self._lost = self._full = False
 
     # What happens.
@@ -71,9 +69,14 @@ class OutLane:
                 self._trial = self._trial if trial is not self._trial else None
                 self._drained = self._drained if trial is not self._drained else None
 
+    def theirs_down(self, theirs: int, now: int) -> None:
+        """The other rank says that an interface of its own is down."""
+        if self._path is not None and self._path.theirs == theirs:
+            self._cut(Why.INTERFACE_DOWN, now)
+
     def turn(self, now: int) -> int:
         """Does what is due; returns when to be called again."""
-        if self._socket is None:
+        if self._stream is None:
             return self._seek(now)
         if not self._state.live:
             if now >= self._deadline:
@@ -124,7 +127,7 @@ class OutLane:
             return
         trial.settle()
         self._trial = None
-        if self._socket is None:
+        if self._stream is None:
             self._greet(trial, now)
         else:
             self._drained = trial
@@ -136,7 +139,7 @@ class OutLane:
 
     def _missed(self, path: Path, why: Why, now: int) -> None:
         self._paths = self._paths.failed(path, now)
-        if self._socket is not None:
+        if self._stream is not None:
             return
         if why is Why.REFUSED and not self._refused:
             self._refused = True
@@ -148,35 +151,32 @@ class OutLane:
     def _greet(self, trial: Trial, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
         failures = self._paths.troubles[trial.path].failures if trial.path in self._paths.troubles else 0
-        self._socket, self._path = trial.socket, trial.path
+        self._path = trial.path
         self._state = self._state.connect()
         self._deadline = now + timing.patience(timing.WELCOME, failures)
         self._came.clear()
-        self._loop.watch(self._socket.fileno(), READ, self._on_ready)
+        self._stream = Stream(self._loop, trial.socket, self._on_ready)
         self._put(pack(Frame(What.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
 
     def _welcomed(self, last: int, now: int) -> None:
-        assert self._socket is not None
+        assert self._stream is not None
         assert self._path is not None
         self._state, again = self._state.welcome(self._state.epoch, last)
         self._release()
         self._paths = self._paths.stands(self._path)
         self._refused = self._lost = self._full = False
-        sockets.trust(self._socket)
-        self._heard = self._spoke = now
+        sockets.trust(self._stream.socket)
+        self._heard = now
         self._tell(Note.CONNECTED, self._path, again)
 
     def _cut(self, why: Why, now: int) -> None:
         """The connection is of no more use."""
-        if self._socket is None or self._path is None:
+        if self._stream is None or self._path is None:
             return
         path, lived = self._path, self._state.live
-        self._loop.forget(self._socket.fileno())
-        sockets.close(self._socket)
-        self._socket = self._path = None
+        self._stream.close()
+        self._stream = self._path = None
         self._state = self._state.cut()
-        self._queue.clear()
-        self._queued, self._blocked = 0, False
         if self._drained is not None:
             self._drained.close()
             self._drained = None
@@ -209,13 +209,11 @@ class OutLane:
         return now + timing.BEAT if self._trial is None else self._trial.deadline
 
     def _move(self, trial: Trial, now: int) -> None:
-        assert self._socket is not None
+        assert self._stream is not None
         assert self._path is not None
         self._tell(Note.CUT, self._path, Why.BETTER_PATH)
-        self._loop.forget(self._socket.fileno())
-        sockets.close(self._socket)
-        self._queue.clear()
-        self._queued, self._blocked, self._drained = 0, False, None
+        self._stream.close()
+        self._drained = None
         self._state = self._state.cut()
         self._greet(trial, now)
 
@@ -223,7 +221,7 @@ class OutLane:
 
     def _send_due(self, now: int) -> int:
         """Queues the messages whose time has come; returns when the next one's comes."""
-        while self._drained is None and self._queued < QUEUED:
+        while self._drained is None and self._stream is not None and self._stream.queued < QUEUED:
             number = self._state.next()
             if number is None:
                 break
@@ -252,56 +250,38 @@ class OutLane:
         return pack(header), self._home.memory[message.offset : end]
 
     def _keep_alive(self, now: int) -> int:
-        if not self._queue and now - self._spoke >= timing.BEAT:
+        assert self._stream is not None
+        if not self._stream.queued and now - self._stream.spoke >= timing.BEAT:
             self._put(pack(Frame(What.PING, self.lane)))
+            if self._stream is None:
+                return now
         if self._full and now - self._heard >= timing.SILENCE:
             self._cut(Why.TIMED_OUT, now)
             return now
         if not self._silent and now - self._heard >= timing.SILENCE and self._path is not None:
             self._silent = True
             self._tell(Note.SILENT, self._path)
-        return self._spoke + timing.BEAT if not self._queue else now + timing.BEAT
+        return now + timing.BEAT if self._stream.queued else self._stream.spoke + timing.BEAT
 
     def _put(self, *parts: bytes | memoryview) -> None:
-        for part in parts:
-            self._queue.append(memoryview(part))
-            self._queued += len(part)
-        self._flush()
-
-    def _flush(self) -> None:
-        while self._queue and self._socket is not None:
+        if self._stream is not None:
             try:
-                sent = self._socket.sendmsg([self._queue[place] for place in range(min(16, len(self._queue)))])
-            except BlockingIOError:
-                break
+                self._stream.put(*parts)
             except OSError as error:
                 self._cut(sockets.meaning(error.errno), time.perf_counter_ns())
-                return
-            self._spoke = time.perf_counter_ns()
-            self._queued -= sent
-            while sent:
-                first = self._queue[0]
-                if sent < len(first):
-                    self._queue[0] = first[sent:]
-                    break
-                sent -= len(self._queue.popleft())
-        if self._socket is not None and self._blocked != bool(self._queue):
-            self._blocked = bool(self._queue)
-            self._loop.change(self._socket.fileno(), READ | WRITE if self._blocked else READ)
 
     # Receiving.
 
     def _on_ready(self, mask: int) -> None:
         if mask & WRITE:
-            self._flush()
-        if mask & ~WRITE and self._socket is not None:
-            self._read()
+            self._put()
+        if mask & ~WRITE and self._stream is not None:
+            self._read(self._stream)
 
-    def _read(self) -> None:
-        assert self._socket is not None
+    def _read(self, stream: Stream) -> None:
         now = time.perf_counter_ns()
         try:
-            data = self._socket.recv(1 << 16)
+            data = stream.socket.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError as error:
@@ -314,7 +294,7 @@ class OutLane:
         self._be_heard()
         self._came += data
         try:
-            while len(self._came) >= HEADER_BYTES and self._socket is not None:
+            while len(self._came) >= HEADER_BYTES and self._stream is stream:
                 frame = unpack(self._came[:HEADER_BYTES])
                 del self._came[:HEADER_BYTES]
                 self._take(frame, now)
@@ -331,8 +311,8 @@ class OutLane:
                 self._release()
         elif frame.what in (What.FULL, What.ROOM):
             self._full = frame.what is What.FULL
-            if self._socket is not None:
-                sockets.trust(self._socket, stands_still=self._full)
+            if self._stream is not None:
+                sockets.trust(self._stream.socket, stands_still=self._full)
         elif frame.what is not What.PONG:
             raise FrameError(f"a {frame.what.name} from a receiver")
 

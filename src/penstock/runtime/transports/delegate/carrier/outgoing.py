@@ -40,6 +40,11 @@ class Sender:
 
     def _on_commands(self, mask: int) -> None:
         for descriptor in self.home.commands():
+            if descriptor.note is Note.THEIRS_DOWN:
+                for one in self._lanes.values():
+                    if one.lane.target == descriptor.lane.target:
+                        one.theirs_down(descriptor.tag, time.perf_counter_ns())
+                continue
             lane = self._lanes.get(descriptor.lane)
             if lane is None:
                 before = descriptor.number - (descriptor.note is Note.SEND)

@@ -38,6 +38,9 @@ class Note(IntEnum):
     CONNECT = 5
     """Messages will go out on a lane, `number` have before: connect."""
 
+    THEIRS_DOWN = 6
+    """Interface `tag` of the lane's target is down."""
+
     # From a delegate.
     ANSWERED = 10
     """All of a lane's messages up to `number` are there, whole."""
