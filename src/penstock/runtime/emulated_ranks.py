@@ -191,7 +191,7 @@ class Processes:
             "link condition": str(run.conditions),
             "dispatch": plan.dispatch.value,
             "stretch": run.stretch,
-            "transport": repr(run.choice),
+            "transport": run.choice.shared,
         }
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)

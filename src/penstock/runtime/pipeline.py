@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.control import Configuration, Event
+from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime import saving
@@ -27,6 +26,7 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
+from penstock.runtime.outcome import Outcome
 from penstock.runtime.parameters import all_dtypes, owned_parameters, tied_gradients, ties_of
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
@@ -34,17 +34,17 @@ from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
 from penstock.runtime.setup import device_of, dispatch_of, optimizer_of, peers_of, require_runnable
-from penstock.runtime.split import prepare, unprepare
+from penstock.runtime.split import unprepare
+from penstock.runtime.splitting import split_stages
 from penstock.runtime.stage import StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
-from penstock.runtime.stages import build_stage, stages_of
-from penstock.runtime.steering import Helm, Measured, Offer, Steering, steer
+from penstock.runtime.stages import build_stage, evaluating, stages_of
+from penstock.runtime.steering import Helm, Measured, Steering, steer
 from penstock.runtime.step_result import StepResult
 from penstock.runtime.tied import Tie
-from penstock.runtime.transport_choice import DelegateOptions
+from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
-from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.tree import on_host
 from penstock.runtime.wiring import Wiring, num_indices
 from penstock.runtime.worker import Device, Transport, Worker
@@ -132,7 +132,8 @@ class Pipeline:
         if links is not None:
             links.check_ranks(schedule.num_ranks)
         self._conditions = None if links is None else Conditions(links)
-        self._choice = choice = choice_of(transport, depth, steering, delegates)
+        choice = choice_of(transport, depth, steering, delegates)
+        self._choice = choice if isinstance(self._peers, GroupPeers) else TransportChoice()
         ops = ops or {}
         facts = {
             "schedule": schedule_digest(schedule),
@@ -141,7 +142,7 @@ class Pipeline:
             "clip_norm": clip_norm,
             "tied": [list(group) for group in tied],
             "ops": sorted(ops),
-            "transport": repr(choice),
+            "transport": choice.shared,
             "steering": steering is not None,
         }
         require_same(self._peers.gather(facts), "every rank must make the same ps.Pipeline(...)")
@@ -171,7 +172,7 @@ class Pipeline:
         self._calls = calls_of(schedule, functions, stages)
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
-            self._transport = choice.make(
+            self._transport = self._choice.make(
                 self._peers,
                 self._tags,
                 timeout,
@@ -188,7 +189,7 @@ class Pipeline:
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._helm: Helm | None = None
         if steering is not None:
-            self._helm = steer(steering, self._peers, start, known, choice, self._ready)
+            self._helm = steer(steering, self._peers, start, known, self._choice, self._ready)
 
     # Setting up.
 
@@ -205,7 +206,7 @@ class Pipeline:
         """Works out what a configuration needs to run; any thread may do that."""
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
-        self._choice.require_schedule(configuration.schedule)
+        self._choice.require_schedule(configuration.schedule, configuration.delegated)
         self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
 
@@ -218,16 +219,8 @@ class Pipeline:
         self._split_stages()
 
     def _split_stages(self) -> None:
-        """Readies stages for split backward where the schedule asks for it, and puts the others back."""
-        for index, runner in self._runners.items():
-            if not self._running.splits(index):
-                unprepare(runner.stage)
-                runner.may_split(False)
-                continue
-            report = prepare(runner.stage)
-            runner.may_split(report.can_split)
-            notice = f"stage {index}: {report.reason}"
-            if not report.can_split and notice not in self._notices:
+        for notice in split_stages(self._runners, self._running):
+            if notice not in self._notices:
                 self._notices.append(notice)
 
     def _share_tied_values(self) -> None:
@@ -323,15 +316,18 @@ class Pipeline:
         self._tied.begin()
         try:
             with restored(self._device):
-                self._crossings()  # those of an evaluation
+                if self._transport is not None:
+                    self._transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
                 workers = self._run(StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed), now.plan)
                 end = perf_counter_ns()
             self._share_tied()
             if self._helm is not None:
-                crossings, events = self._crossings(), self._link_events()
-                self._helm.ended([Measured(w.rank, begin, end, w.recorder.times, crossings, events) for w in workers])
+                events = self._choice.link_events(self._transport)
+                self._helm.ended(
+                    [Measured(w.rank, begin, end, w.recorder.times, w.transport.crossings(), events) for w in workers]
+                )
             result = self._result(batch, self._helm)
         except BaseException:
             self.zero_grad()
@@ -379,20 +375,9 @@ class Pipeline:
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
-        with self._evaluating(), restored(self._device):
+        with evaluating(self._stages.values()), restored(self._device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(m, m.training) for stage in self._stages.values() for m in stage.modules()]
-        for stage in self._stages.values():
-            stage.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
@@ -426,14 +411,6 @@ class Pipeline:
         self._last = plan.wiring, workers
         return workers
 
-    def _crossings(self) -> list[Crossing]:
-        """Messages that came in since the last call, where they are told."""
-        return self._transport.crossings() if self._transport is not None else []
-
-    def _link_events(self) -> list[Event]:
-        """Links that went down or came back since the last call."""
-        return self._choice.link_events(self._transport) if self._transport is not None else []
-
     def _signatures(self, settings: StepSettings) -> list[str]:
         shapes = settings.microbatches.signatures
         texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
@@ -447,37 +424,12 @@ class Pipeline:
             self._tied.put(slot, self._share(tie, sums.get(slot), self._tied.parameter(slot)))
 
     def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
-        """The losses, from whichever process ran them. Doubles carry any loss type without rounding.
-
-        What a helm offers rides along; where all offer the same, that runs from the next step on.
-        """
-        num_microbatches, num_ranks = len(batch), self._peers.num_ranks
-        digests, offers = num_microbatches + 1, num_microbatches + 1 + num_ranks
-        shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
-        runner = self._runners.get(self.schedule.num_stages - 1)
-        if runner is not None:
-            for m, loss in runner.losses.items():
-                shared[m] = loss
-                shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
-        for rank in self._peers.here:
-            shared[digests + rank] = batch.digest
-        if helm is not None:
-            told = shared[offers:].view(num_ranks, -1)
-            told[list(self._peers.here)] = torch.tensor(helm.offer(), dtype=torch.float64)
-        shared = self._peers.sum(shared)
-        given = shared[digests:offers].tolist()
-        require_same([{"batch": d} for d in given], "every rank must give the same inputs and targets")
-        if helm is not None:
-            rows = shared[offers:].view(num_ranks, -1).tolist()
-            following = helm.settle([Offer(*map(int, row)) for row in rows])
-            if following is not None:
-                self._switch(following.made)
-        losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
-        first, *others = losses.unbind()
-        total = first.clone()
-        for loss in others:
-            total += loss
-        return StepResult(total, losses)
+        """The losses, from whichever process ran them; then switches to what a helm says."""
+        outcome = Outcome(self._peers, self._runners.get(self.schedule.num_stages - 1))
+        result, following = outcome.share(batch, helm)
+        if following is not None:
+            self._switch(following)
+        return result
 
     def save(self, directory: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.
@@ -540,6 +492,3 @@ class Pipeline:
         self._tied.close()
         for stage in self._stages.values():
             unprepare(stage)
-
-
-_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -48,3 +49,17 @@ def build_stage(source: Stage | StageSource, index: int) -> Stage:
     if not isinstance(module, nn.Module):
         raise RuntimeFailure(f"stage {index}: its function returned {type(module).__name__}, not a module")
     return module if isinstance(module, Stage) else Stage({str(index): module}, [index], with_arguments)
+
+
+@contextmanager
+def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Stages in evaluation mode, and afterwards as they were."""
+    stages = list(stages)
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -81,6 +81,12 @@ class TransportChoice:
         elif self.depth is not None:
             raise RuntimeFailure(f"depth={self.depth} is for transport='direct'; {self.name!r} has no bound")
 
+    @property
+    def shared(self) -> str:
+        """What all ranks must have alike, in words."""
+        routed = f" with {self.delegates.num} to {self.delegates.most} delegates" if self.has_delegates else ""
+        return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
+
     def require_dispatch(self, dispatch: Dispatch) -> None:
         """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
         if self.name == "nccl" and dispatch is not Dispatch.FROZEN:
@@ -103,8 +109,15 @@ class TransportChoice:
             return found
         return []
 
-    def require_schedule(self, schedule: Schedule) -> None:
-        """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth."""
+    def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
+        """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth, or where links
+        are to be delegated and nothing is there for it.
+        """
+        if delegated and not self.has_delegates:
+            raise RuntimeFailure(
+                f"links {sorted(delegated)} are to be delegated, and transport {self.name!r} was made without "
+                f"delegates: give ps.Pipeline delegates=DelegateOptions()"
+            )
         if self.depth is not None:
             require_depth(schedule, self.depth)
 

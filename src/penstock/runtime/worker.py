@@ -16,6 +16,7 @@ from typing import Protocol
 
 from penstock.dispatch import Dispatcher
 from penstock.runtime.message import Edge, Payload
+from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
@@ -43,6 +44,9 @@ class Transport(Protocol):
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived."""
 
+    def crossings(self) -> list[Crossing]:
+        """Messages that came in since the last call, and when."""
+
 
 class Recorder:
     """Start and end of every op of a rank, in nanoseconds of the monotonic clock."""
@@ -63,7 +67,7 @@ class Worker:
         self.peak_held = 0.0
         self._wiring = wiring
         self._device = device
-        self._transport = transport
+        self.transport = transport
         self._local: dict[Edge, Payload] = {}
         self._unsent: deque[tuple[Edge, int]] = deque()
         self._unsent_payloads: dict[Edge, Payload] = {}
@@ -80,12 +84,12 @@ class Worker:
         while True:
             while self._unsent:
                 edge, target = self._unsent[0]
-                if not self._transport.send(edge, target, self._unsent_payloads[edge]):
+                if not self.transport.send(edge, target, self._unsent_payloads[edge]):
                     return moved
                 self._unsent.popleft()
                 del self._unsent_payloads[edge]
                 moved = True
-            for edge in self._transport.arrivals():
+            for edge in self.transport.arrivals():
                 self.dispatcher.arrive(number[edge.consumer])
                 moved = True
             op = self.dispatcher.next()
@@ -122,7 +126,7 @@ class Worker:
 
     def _run(self, number: int) -> None:
         op, incoming, _, outgoing = self._wiring.stations[number]
-        local, transport = self._local, self._transport
+        local, transport = self._local, self.transport
         received = [local.pop(edge) if edge in local else transport.take(edge) for edge in incoming]
         self.peak_held = max(self.peak_held, self.dispatcher.held)
         start = perf_counter_ns()

@@ -1,0 +1,66 @@
+"""How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective.
+
+    | losses, a microbatch each | type of the loss | digest of the batch, a rank each | offers, a rank each |
+
+Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
+digest and number without rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.runtime.agreement import require_same
+from penstock.runtime.microbatches import Microbatches
+from penstock.runtime.peers import Peers
+from penstock.runtime.running import Running
+from penstock.runtime.stage_runner import StageRunner
+from penstock.runtime.steering import Helm, Offer
+from penstock.runtime.step_result import StepResult
+
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Outcome:
+    """The end of a step.
+
+    Args:
+        last: the runner of the last stage, in the process that has it.
+    """
+
+    def __init__(self, peers: Peers, last: StageRunner | None) -> None:
+        self._peers, self._last = peers, last
+
+    def share(self, batch: Microbatches, helm: Helm | None) -> tuple[StepResult, Running | None]:
+        """The losses; and what to run from the next step on, where that changes.
+
+        Args:
+            helm: whose offer rides along; None where nothing may change.
+
+        Raises:
+            RuntimeFailure: ranks were given different batches, or ran different plans.
+        """
+        num_microbatches, num_ranks = len(batch), self._peers.num_ranks
+        digests, offers = num_microbatches + 1, num_microbatches + 1 + num_ranks
+        shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
+        if self._last is not None:
+            for m, loss in self._last.losses.items():
+                shared[m] = loss
+                shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+        here = list(self._peers.here)
+        shared[digests:offers][here] = batch.digest
+        if helm is not None:
+            shared[offers:].view(num_ranks, -1)[here] = torch.tensor(helm.offer(), dtype=torch.float64)
+        shared = self._peers.sum(shared)
+        given = shared[digests:offers].tolist()
+        require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
+        following = None
+        if helm is not None:
+            rows = shared[offers:].view(num_ranks, -1).tolist()
+            following = helm.settle([Offer(*map(int, row)) for row in rows])
+        losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
+        first, *others = losses.unbind()
+        total = first.clone()
+        for loss in others:
+            total += loss
+        return StepResult(total, losses), None if following is None else following.made
