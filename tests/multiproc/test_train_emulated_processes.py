@@ -51,9 +51,9 @@ def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
     assert [row["simulated_ms"] for row in rows] == pytest.approx([simulated.makespan] * 3)
     assert all(row["ms"] >= max(simulated.busy) for row in rows)
     assert report["steps"] == 3
-    seen = {link["link"]: link for link in report["steered"]["links"]}
+    seen = report["steered"]["links"]
     assert set(seen) == {"0>1", "1>0"}
-    assert all(link["delay"] >= 14.9 for link in seen.values()), "10 ms for its bytes and 5 on the way"
+    assert all(ms >= 14.9 for ms in seen.values()), "10 ms for its bytes and 5 on the way"
 
 
 def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) -> None:
@@ -104,4 +104,4 @@ def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, red
     report = ended.json
     assert report["interrupted"] is True
     assert report["steps"] >= 8
-    assert {link["link"] for link in report["steered"]["links"]} == {"0>1", "1>0"}
+    assert set(report["steered"]["links"]) == {"0>1", "1>0"}

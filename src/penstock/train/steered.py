@@ -1,202 +1,128 @@
 """What a run's records say in the end: which links were slow and when, what was decided, and what that saved.
 
-control.jsonl   --->  links, changes, decisions      (events are taken in again; nothing is decided anew)
-iterations.jsonl  ->  how long iterations took with each plan
+It is the story that `penstock report` tells on its page (`penstock.control.story`), in a few lines.
 """
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.control import Configuration, ControlError, IterationEnded, LinkDown, LinkUp, Switched
-from penstock.control.events import OpTimes, Transfer, Transfers, event_from_json, show_link
-from penstock.control.log import read_header
-from penstock.control.measured import Book
+from penstock.control import ControlError
+from penstock.control.story import read_story
+from penstock.draw.report import RunStory
+from penstock.draw.report.words import headline
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
+LATEST = 16
+"""Iterations over which the end's delay of a link is told."""
 WIDTH = 100
-"""Columns that reasons are wrapped to."""
-MOST_CHANGES = 8
-"""Changes that the report lists; the page has all."""
-
-
-@dataclass(frozen=True)
-class LinkSeen:
-    """One direction of a link, as its messages told in the end.
-
-    Attributes:
-        link: like 6>7. delay: median ms of a message by itself. busy: ms of it that the link is taken up, where
-            that shows. late_share: of messages that took far longer than the others. num_messages: it rests on.
-    """
-
-    link: str
-    delay: float
-    busy: float | None
-    late_share: float
-    num_messages: int
-
-
-@dataclass(frozen=True)
-class DecisionSeen:
-    """A decision and what came of it.
-
-    Attributes:
-        iteration: after which it was made, counted from 1. ms_now, ms_then: simulated then, without and with it.
-        num_iterations: that ran with it; 0 for one that was dropped. ms: their median, measured.
-        saved: ms over all of them, against ms_now; None where that is not known.
-    """
-
-    number: int
-    iteration: int
-    action: str
-    reason: str
-    ms_now: float | None
-    ms_then: float
-    num_iterations: int
-    ms: float | None
-    saved: float | None
+"""Columns that text is wrapped to."""
+MOST = 4
+"""Links and spells that the report lists; the page has all."""
 
 
 @dataclass(frozen=True)
 class Steered:
-    """What is known at the end of a run that was measured.
+    """What is known at the end of a run that was measured; iterations count from 1.
 
     Attributes:
-        links: every direction that messages passed.
-        changes: those verified, in words, each with its iteration, counted from 1.
-        num_suspected, num_false: alarms, and those of them that nothing followed.
-        decisions: all, in order.
+        headline: the run in a sentence.
+        links: direction, like 6>7, to the median delay of its messages in the latest iterations (ms).
+        spells: times in which a link was late: link, first and last iteration, ms.
+        decisions: number, iteration after which it was made and first one that ran it, action, reason, simulated ms
+            now and then, measured ms before and after, ms saved.
+        suspected, false: alarms, and those of them that nothing followed.
+        lost, saved: ms that late links would have cost had nothing been changed, and how much less they did; None
+            where that is not known.
     """
 
-    links: tuple[LinkSeen, ...]
-    changes: tuple[str, ...]
-    num_suspected: int
-    num_false: int
-    decisions: tuple[DecisionSeen, ...]
-
-    @property
-    def saved(self) -> float:
-        """Milliseconds over the whole run, as far as they are known."""
-        return sum(each.saved or 0.0 for each in self.decisions)
+    headline: str
+    links: Mapping[str, float]
+    spells: tuple[dict[str, Any], ...]
+    decisions: tuple[dict[str, Any], ...]
+    suspected: int
+    false: int
+    lost: float | None
+    saved: float | None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"saved": self.saved}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Steered:
-        rest = {name: each for name, each in value.items() if name not in ("links", "decisions", "saved", "changes")}
-        return cls(
-            tuple(LinkSeen(**each) for each in value["links"]),
-            tuple(value["changes"]),
-            decisions=tuple(DecisionSeen(**each) for each in value["decisions"]),
-            **rest,
-        )
+        return cls(**value | {name: tuple(value[name]) for name in ("spells", "decisions")})
 
     def rows(self, adapted: bool) -> list[tuple[str, str]]:
         """Lines of the report, each with its heading."""
-        late = [each for each in self.links if each.delay >= 1.0 or each.late_share > 0.1]
-        shown = ", ".join(_shown(each) for each in sorted(late, key=lambda each: -each.delay)[:4])
-        rows = [("links", f"slow: {shown}" if shown else f"none of {len(self.links)} directions took 1 ms or more")]
-        rows += [("", change) for change in self.changes[-MOST_CHANGES:]]
+        slowest = sorted(self.links.items(), key=lambda each: -each[1])[:MOST]
+        rows = _wrapped("links", self.headline) if adapted else []
+        now = ", ".join(f"{link} {ms:.1f}" for link, ms in slowest)
+        rows.append(("" if rows else "links", f"a message took in the end, ms: {now}"))
         if not adapted:
+            for spell in self.spells[:MOST]:
+                first, last = spell["first"], spell["last"]
+                rows.append(("", f"{spell['link']} was {spell['ms']:.1f} ms late in iterations {first} to {last}"))
             return rows
         if not self.decisions:
-            return [*rows, ("decided", "nothing: no link asked for it")]
+            rows.append(("decided", "nothing"))
         for place, each in enumerate(self.decisions):
-            what = f"{each.number}, after iteration {each.iteration}: {each.action}"
+            what = f"{each['number']}, after iteration {each['made']}: {each['action']}"
             rows.append(("decided" if place == 0 else "", what))
-            rows += [("", f"   {line}") for line in textwrap.wrap(each.reason, WIDTH - 3)]
-            ran = f"{each.num_iterations} iterations took {each.ms:.1f} ms (median)" if each.ms is not None else ""
-            rows.append(("", f"   {ran or 'no iteration ran with it'}"))
-        if self.saved > 0:
-            rows.append(("saved", f"about {self.saved / 1e3:.1f} s, against staying with each former plan"))
+            rows += _wrapped("", each["reason"], "   ")
+            rows.append(("", f"   {_became(each)}"))
         return rows
 
 
-def _shown(each: LinkSeen) -> str:
-    late = f", {each.late_share:.0%} far later" if each.late_share > 0.1 else ""
-    return f"{each.link} {each.delay:.1f} ms{late}"
+def _became(decision: Mapping[str, Any]) -> str:
+    if decision["first"] is None:
+        return "it never ran" + (", not all ranks could" if decision["outcome"] == "given up" else "")
+    before, after = decision["measured_before"], decision["measured_after"]
+    times = "" if before is None or after is None else f": {before:.1f} ms before, {after:.1f} after"
+    return f"ran from iteration {decision['first']}{times}"
+
+
+def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
+    lines = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return [(name if place == 0 else "", line) for place, line in enumerate(lines)]
 
 
 def read_steered(folder: Path) -> Steered | None:
-    """Reads the records in a run's folder; None where there are none. A last line that was cut off does not count."""
-    lines = _lines(folder / CONTROL)
-    header = next(lines, None)
-    if header is None:
-        return None
+    """Reads the records in a run's folder; None where there are none, or no iteration in them."""
     try:
-        job, sensitivity = read_header(header)
-    except ControlError:
+        lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
+        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS])
+    except (OSError, ControlError):
         return None
-    book, delegated, iteration = Book(job, sensitivity), job.start.delegated, 0
-    changes: list[str] = []
-    decisions: list[dict[str, Any]] = []
-    for value in lines:
-        if "decision" in value:
-            decisions.append(value["decision"])
-            continue
-        event = event_from_json(value["event"])
-        if isinstance(event, Transfer | Transfers | OpTimes):
-            book.feed(event)
-        elif isinstance(event, IterationEnded):
-            iteration = event.number + 1
-            changes += [f"iteration {iteration}: {change}" for change in book.end_iteration()]
-        elif isinstance(event, LinkDown | LinkUp):
-            what = "is down" if isinstance(event, LinkDown) else "is back"
-            changes.append(f"iteration {iteration}: link {show_link(event.link)} {what}")
-        elif isinstance(event, Switched):
-            chosen = next(each for each in decisions if each["number"] == event.number)
-            after = Configuration.from_json(json.dumps(chosen["configuration"])).delegated
-            book.move(set(after) ^ set(delegated), delegated)
-            delegated = after
-    watches = list(book.watches)
-    return Steered(
-        tuple(
-            LinkSeen(f"{a}>{b}", found.delay, found.busy, found.late_share, found.num_messages)
-            for (a, b), found in book.estimates.items()
-        ),
-        tuple(changes),
-        sum(watch.num_suspected for watch in watches),
-        sum(watch.num_false for watch in watches),
-        tuple(_seen(decisions, _lines(folder / ITERATIONS))),
+    return _of(story)
+
+
+def _of(story: RunStory) -> Steered:
+    delays: dict[str, float] = {}
+    for place, (a, b) in enumerate(story.links):
+        told = [row.delays[place] for row in story.iterations]
+        if row := [ms for ms in told if ms is not None][-LATEST:]:
+            delays[f"{a}>{b}"] = median(row)
+    spells = (
+        {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms}
+        for spell in story.spells
+        for a, b in (spell.link,)
     )
-
-
-def _seen(decisions: list[dict[str, Any]], iterations: Iterable[dict[str, Any]]) -> Iterator[DecisionSeen]:
-    times: dict[int, list[float]] = {}
-    for row in iterations:
-        times.setdefault(row["number"], []).append(row["ms"])
-    for value in decisions:
-        ran = times.get(value["number"], [])
-        before = value["ms_now"]
-        saved = None if before is None or not ran else sum(before - ms for ms in ran)
-        yield DecisionSeen(
-            value["number"],
-            value["iteration"] + 1,
-            value["action"],
-            value["reason"],
-            before,
-            value["ms_then"],
-            len(ran),
-            median(ran) if ran else None,
-            saved,
-        )
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                return
-            if isinstance(value, dict):
-                yield value
+    decisions = (
+        asdict(each) | {"made": each.made + 1, "first": None if each.first is None else each.first + 1}
+        for each in story.decisions
+    )
+    return Steered(
+        headline(story),
+        delays,
+        tuple(spells),
+        tuple(decisions),
+        story.alarms.suspected,
+        story.alarms.false,
+        story.lost,
+        story.saved,
+    )
