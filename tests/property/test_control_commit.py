@@ -258,3 +258,48 @@ def test_a_rank_that_a_forgetful_coordinator_leaves_waiting_says_so() -> None:
     member, _ = member.receive(Verdict(5, 4, ack.digest))
     assert member.stuck is None
     assert member.begin()[1] == Running(5, ack.digest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), num_ranks=st.integers(2, 4), forgetful=st.booleans())
+def test_no_two_plans_run_where_the_coordinator_starts_again_in_the_middle(
+    data: st.DataObject, num_ranks: int, forgetful: bool
+) -> None:
+    members = [
+        Member(Running(0, "start"), begun=data.draw(st.integers(0, 4)), ahead=data.draw(st.integers(0, 1)))
+        for _ in range(num_ranks)
+    ]
+    ran: dict[int, set[Running]] = {}
+
+    def run(rank: int, times: int) -> list[object]:
+        asked: list[object] = []
+        for _ in range(times):
+            members[rank], running, questions = members[rank].begin()
+            asked += questions
+            if running is not None:
+                ran.setdefault(members[rank].begun, set()).add(running)
+        return asked
+
+    verdicts: tuple[tuple[int, object], ...] = ()
+    coordinator, sent = Coordinator(num_ranks).propose(3, "plan")
+    for rank, proposal in sent:
+        members[rank], (ack,) = members[rank].receive(proposal)
+        if data.draw(st.integers(0, 9)) != 5:  # else it is lost, and there is no verdict
+            coordinator, verdicts = coordinator.receive(rank, ack)
+    for rank, verdict in verdicts:
+        if data.draw(st.booleans()):
+            members[rank], _ = members[rank].receive(verdict)
+            run(rank, data.draw(st.integers(0, 6)))
+    coordinator = (
+        Coordinator(num_ranks, forgetful=True)
+        if forgetful
+        else Coordinator(num_ranks, verdicts=coordinator.verdicts, highest=coordinator.highest)
+    )
+    for _ in range(3):
+        for rank in data.draw(st.permutations(range(num_ranks))):
+            for question in run(rank, 4):
+                coordinator, answers = coordinator.receive(rank, question)
+                for to, answer in answers:
+                    members[to], _ = members[to].receive(answer)
+    assert all(len(running) == 1 for running in ran.values())
+    assert forgetful or all(member.stuck is None and member.begun > 6 for member in members)
