@@ -118,6 +118,11 @@ class Fleet:
             for kind, place, ends in ports:
                 self._ends.setdefault((kind, place), {})[rank] = [(host, port) for host, port in ends]
 
+    @property
+    def share(self) -> int:
+        """Bytes that a receiving delegate may use before it is granted more."""
+        return self.host_memory // KINDS
+
     def addresses(self, rank: int) -> list[str]:
         """The interfaces of a rank."""
         return [host for host, _ in self._ends[PRESENCE][rank]]
@@ -166,7 +171,7 @@ class Fleet:
             notes=-1,
             memory=memory.descriptor,
             span=memory.span,
-            limit=self.host_memory // KINDS,
+            limit=self.share,
             listeners=listeners,
         )
 

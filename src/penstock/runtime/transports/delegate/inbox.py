@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
@@ -12,6 +15,7 @@ from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.transports.delegate.carrier.frame import Lane
 from penstock.runtime.transports.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transports.delegate.fleet import Fleet, Post, Resumed
+from penstock.runtime.transports.delegate.lanes import lanes_for
 from penstock.runtime.wire_format import ALIGN
 
 
@@ -20,6 +24,18 @@ class Held(NamedTuple):
 
     post: Post
     note: Descriptor
+
+
+class Seen(NamedTuple):
+    """Of a message that came: moments (ns), and the capacity of its slot."""
+
+    sent: int
+    arrived: int
+    capacity: int
+
+
+KEPT = 64
+"""Messages of a step from which rates are worked out."""
 
 
 class Inbox:
@@ -35,6 +51,8 @@ class Inbox:
         self._slots: dict[Post, dict[int, int]] = {}  # offset -> capacity of all that is not given back
         self._watched: set[Lane] = set()
         self._free: dict[Post, list[Descriptor]] = {}
+        self._seen: dict[Post, deque[Seen]] = {}  # of this step
+        self._limits: dict[Post, int] = {}
         self.crossings: list[Crossing] = []
         self.num_messages = 0
 
@@ -44,6 +62,7 @@ class Inbox:
         Raises:
             RuntimeFailure: what came is not of this step.
         """
+        self._post_enough()
         self._step, self._digest = step, digest
         self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
         for one in expected:
@@ -75,9 +94,25 @@ class Inbox:
             raise RuntimeFailure(self._foreign(note, edge))
         self._ready[edge] = Held(post, note)
         self.num_messages += 1
+        self._seen.setdefault(post, deque(maxlen=KEPT)).append(Seen(note.sent, note.arrived, note.capacity))
         size = max(0, note.payload_bytes - ALIGN)
         self.crossings.append(Crossing(lane.source, lane.target, size, note.sent, note.start, note.arrived))
         return edge
+
+    def _post_enough(self) -> None:
+        """Between steps: lets delegates use what the messages on their way take, by the rates of the last step."""
+        for post, seen in self._seen.items():
+            if len(seen) < 2:
+                continue
+            sent = sorted(one.sent for one in seen)
+            rate = 1e9 / max(1.0, median(after - before for before, after in pairwise(sent)))
+            delay = median(one.arrived - one.sent for one in seen) / 1e9
+            wanted = lanes_for(rate, max(0.0, delay), 0.0).posted * max(one.capacity for one in seen)
+            wanted = min(wanted, self._fleet.host_memory)
+            limit = self._limits.setdefault(post, self._fleet.share)
+            if wanted > limit and self.grant(post, wanted - limit):
+                self._limits[post] = wanted
+            seen.clear()
 
     def _foreign(self, note: Descriptor, edge: Edge | None) -> str:
         what = f"message {note.tag} of step {note.step} from rank {note.lane.source}"
@@ -121,6 +156,7 @@ class Inbox:
     def revive(self, post: Post) -> None:
         """Starts a dead delegate again: with what it delivered, and without what is still held of its memory."""
         self._free.pop(post, None)
+        self._limits.pop(post, None)
         mine = [lane for lane in self._last if (lane.kind, lane.place) == (post.kind, post.place)]
         resumed = Resumed(
             [(lane.source, lane.target, self._last[lane]) for lane in mine],
