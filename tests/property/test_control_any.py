@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,12 +15,18 @@ from penstock.control import (
     Action,
     Configuration,
     Controller,
+    Dropped,
+    Event,
+    IterationEnded,
     Job,
     LinkDown,
     LinkUp,
     Measured,
+    Offered,
+    OpTimes,
     Prices,
     Switched,
+    Transfers,
     candidates,
     choose,
     rehearse,
@@ -26,7 +34,8 @@ from penstock.control import (
     run_once,
     score,
 )
-from penstock.control.configuration import peaks
+from penstock.control.configuration import fits, peaks
+from penstock.control.patience import WINDOW, most_decisions, pause
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.over_time import Trace
 
@@ -136,3 +145,85 @@ def test_no_dead_link_is_used_once_a_decision_is_in_force(data: st.DataObject) -
         assert down <= set(controller.now.delegated)
         assert controller.waiting is None
     assert controller.paid == 0.0
+
+
+SMALL = ps.build("zb-h1", 3, 6)
+SMALL_COSTS = ps.Costs.uniform(3, 10, 10, 10)
+SMALL_LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> None:
+    """Links and stages at levels that jump as they like, links that die, switches that fail."""
+    job = Job(
+        SMALL_COSTS,
+        Configuration(SMALL, data.draw(st.sampled_from(["frozen", "dynamic"])), (), tuple(peaks(SMALL, SMALL_COSTS))),
+        host_memory=data.draw(st.sampled_from([0.0, 6.0])),
+        prices=data.draw(st.sampled_from([Prices(), Prices(0, 0, 0)])),
+    )
+    lines: list[str] = []
+    controller = Controller(job, log=lines.append)
+    made, by_dead_link, number = [], 0, 0
+    levels = dict.fromkeys(SMALL_LINKS, 1.0)
+    factors = [1.0, 1.0, 1.0]
+
+    def feed(event: Event) -> None:
+        nonlocal by_dead_link
+        for decision in controller.feed(event):
+            made.append(decision)
+            by_dead_link += decision.ms_now is None
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        what = data.draw(st.sampled_from(["link", "link", "stage", "down", "up", "offered"]))
+        link = data.draw(st.sampled_from(SMALL_LINKS))
+        if what == "link":
+            levels[link] = data.draw(st.sampled_from([0.0, 2.0, 20.0, 60.0]))
+        elif what == "stage":
+            factors[data.draw(st.integers(0, 2))] = data.draw(st.sampled_from([1.0, 1.3, 3.0]))
+        elif what == "offered":
+            feed(Offered(ps.build(data.draw(st.sampled_from(["zb", "1f1b", "zb-h2"])), 3, 6)))
+        else:
+            feed(LinkDown(link) if what == "down" else LinkUp(link))
+        rng = random.Random(data.draw(st.integers(0, 99)))
+        for _ in range(data.draw(st.sampled_from([2, 5, 12]))):
+            for each, level in levels.items():
+                rows = [(1e6, 30.0 * k, 30.0 * k + level * rng.uniform(0.8, 1.2)) for k in range(6)]
+                feed(Transfers.of(each, rows))
+            for stage, factor in enumerate(factors):
+                feed(OpTimes(stage, stage, tuple((kind, (10 * factor, 10 * factor)) for kind in "FIW")))
+            feed(IterationEnded(number, 250.0))
+            number += 1
+            waiting = controller.waiting
+            if waiting is not None and data.draw(st.booleans()):
+                event = Switched if data.draw(st.booleans()) else Dropped
+                feed(event(waiting.number))
+    for decision in made:
+        configuration = decision.configuration
+        ps.check(configuration.schedule)
+        assert configuration.caps == job.caps(configuration.delegated)
+        assert fits(configuration, SMALL_COSTS)
+    assert len(made) - by_dead_link <= most_decisions(number)
+    assert replay(lines) == tuple(made)
+
+
+def test_links_that_jump_for_ever_move_little() -> None:
+    """The worst there is: every link healthy or 60 ms late, for as long as it takes to be believed."""
+    job = Job(
+        SMALL_COSTS,
+        Configuration(SMALL, "frozen", (), tuple(peaks(SMALL, SMALL_COSTS))),
+        host_memory=6.0,
+        prices=Prices(0, 0, 0),
+    )
+    controller = Controller(job)
+    made: list[int] = []
+    for number in range(600):
+        late = 60.0 if number // 12 % 2 else 0.0
+        for link in SMALL_LINKS:
+            controller.feed(Transfers.of(link, [(1e6, 30.0 * k, 30.0 * k + late) for k in range(6)]))
+        made += [decision.iteration for decision in controller.feed(IterationEnded(number, 250.0))]
+        if controller.waiting is not None:
+            controller.feed(Switched(controller.waiting.number))
+    assert 1 <= len(made) <= most_decisions(WINDOW)
+    apart = [after - before for before, after in itertools.pairwise(made)]
+    assert all(gap >= pause(at + 1) for at, gap in enumerate(apart)), made
