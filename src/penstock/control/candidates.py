@@ -141,9 +141,10 @@ def _schedules(
         return
     yield from offered
     typical, harshest = measured.typical, measured.harshest
-    ways = [typical] if typical == harshest else [typical, harshest]
+    # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
+    ways = list(dict.fromkeys(_key(links, job.smallest_delay) for links in (typical, harshest)))
     for links in ways:
-        found = _taken(now.schedule, job.costs, _key(links), tuple(caps))
+        found = _taken(now.schedule, job.costs, links, tuple(caps))
         if found is None:
             break  # what runs now does not fit in these caps
         yield found
@@ -153,10 +154,10 @@ def _schedules(
     num_microbatches = job.start.schedule.num_microbatches
     for links in ways:
         for rule in Rule:
-            made = _made(job.costs, num_microbatches, _key(links), tuple(caps), rule, initial=False)
+            made = _made(job.costs, num_microbatches, links, tuple(caps), rule, initial=False)
             if made is not None:
                 yield made
-    made = _made(job.costs, num_microbatches, _key(typical), tuple(caps), Rule.PRIORITY, initial=True)
+    made = _made(job.costs, num_microbatches, ways[0], tuple(caps), Rule.PRIORITY, initial=True)
     if made is not None:
         yield made
 
@@ -164,8 +165,9 @@ def _schedules(
 Delays = tuple[tuple[Link, float], ...]
 
 
-def _key(links: Links) -> Delays:
-    return tuple(sorted((link, float(ms)) for link, ms in links.delays.items()))
+def _key(links: Links, least: float) -> Delays:
+    """The delays of at least `least` ms."""
+    return tuple(sorted((link, float(ms)) for link, ms in links.delays.items() if ms >= least))
 
 
 @lru_cache(maxsize=64)
