@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import penstock as ps
 from penstock.control import (
     ControlError,
     Controller,
@@ -14,6 +16,7 @@ from penstock.control import (
     LinkDown,
     Switched,
     Transfers,
+    measured_events,
     rehearse,
     run_once,
 )
@@ -23,7 +26,7 @@ from penstock.draw.report import to_page
 from penstock.draw.report.story import (
     Alarms,
 )
-from report_cases import LATE, job, log_of, story_of
+from report_cases import COSTS, LATE, job, log_of, story_of
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +74,33 @@ def test_what_ran_is_simulated_as_it_was() -> None:
         shares = each.shares
         assert shares.busy + shares.dependency + shares.head_of_line + shares.warm_up_and_drain == pytest.approx(1)
     assert story_of().ran[0].shares.busy < story_of().ran[1].shares.busy  # type: ignore[union-attr]
+
+
+def test_slow_ops_are_simulated_as_they_were_measured() -> None:
+    lines: list[str] = []
+    controller = Controller(job(), log=lines.append)
+    slow = replace(COSTS, w=(10.0, 10.0, 25.0, 10.0), b=(20.0, 20.0, 35.0, 20.0))
+    timeline = ps.simulate(job().start.schedule, slow)
+    for number in range(3):
+        for event in measured_events(timeline, number, COSTS.message_bytes):
+            controller.feed(event)
+    story = read_story(lines, name="slow ops")
+    assert [each.simulated for each in story.iterations] == pytest.approx([timeline.makespan] * 3, rel=1e-3)
+    assert timeline.makespan > 1.3 * run_once(job(), job().start, LinkConditions()).makespan
+
+
+def test_what_is_off_by_a_factor_is_off_by_it_for_the_first_configuration_too() -> None:
+    slower = []
+    for line in log_of():
+        value = json.loads(line)
+        if "iteration" in value.get("event", {}):
+            value["event"]["iteration"]["ms"] *= 1.25
+        slower.append(json.dumps(value))
+    story = read_story(slower, name="busy machine")
+    assert story.factor == pytest.approx(1.25, rel=0.01)
+    assert story.saved == pytest.approx(1.25 * story_of().saved, rel=0.02)
+    assert "times 1.25, as measured iterations" in to_page(story)
+    assert "as measured iterations" not in to_page(story_of())
 
 
 def test_some_iterations_may_stand_for_all() -> None:

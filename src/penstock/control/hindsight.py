@@ -1,7 +1,9 @@
-"""What an iteration would have taken: any configuration, simulated under the links as they were measured in it.
+"""What an iteration would have taken: any configuration, simulated under links and op times as measured in it.
 
     messages of iteration 17     each link's delays over the iteration     configuration
         6:7  60.1 59.8 60.3 ...  -->  latency 60 ms, or a trace of them  -->  simulate  -->  ms
+    ops of iteration 17                                                        ^
+        stage 3  F 10.1  W 13.0  -->  the job's costs, W of stage 3 times 1.3 -+
 
 A delegated link is measured on its delegates' path. What they add is taken off for its own path; a link whose own
 path is dead has none.
@@ -9,19 +11,21 @@ path is dead has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 
 from penstock.control.compute import Factors, scaled
 from penstock.control.configuration import Configuration, Job
-from penstock.control.events import Link, undirected
+from penstock.control.events import Link, OpTimes, undirected
 from penstock.control.rehearse import run_once
 from penstock.control.robust import deviation
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import Costs, LinkCondition, LinkConditions
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.simulate import Timeline
 
+_AS_ASSUMED = 0.005
+"""Share of its assumed time that an op may differ by and still count as taking just that."""
 _STEADY = 0.1
 """Share of a link's delay that its messages may differ by and still count as equally late."""
 
@@ -35,7 +39,7 @@ class Seen:
         times: of each direction, its messages' times by themselves (ms), in order.
         busy: of each direction, how long it was busy with a message (ms), part of its times; where that is known.
         down: links (lower rank first) whose own path was dead.
-        factors: how many times as long ops took as assumed, where that had changed.
+        factors: how many times as long as assumed ops took.
     """
 
     number: int
@@ -97,6 +101,19 @@ class Hindsight:
 def _digits(ms: float) -> float:
     """Three digits: what is nearer to each other than measurements are is simulated once."""
     return float(f"{ms:.3g}")
+
+
+def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:
+    """How many times as long as the costs say each kind of op took on each stage; what is as they say is left out."""
+    rows = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
+    found = []
+    for each in ops:
+        for kind, halves in each.ms:
+            assumed = rows[kind][each.stage] if kind in rows and each.stage < costs.num_stages else 0.0
+            factor = _digits(fmean(halves) / assumed) if assumed > 0 else 1.0
+            if abs(factor - 1) > _AS_ASSUMED and factor > 0:
+                found.append((each.stage, kind, factor))
+    return tuple(sorted(found))
 
 
 def picked(count: int, most: int) -> list[int]:

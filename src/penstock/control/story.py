@@ -4,9 +4,9 @@
     iterations.jsonl   one line an iteration, from the first one on                     if there
     timelines.jsonl    when the ops of some iterations ran                              if there
 
-"Saved" is told by the simulator that the controller decides by: each iteration is simulated under the links as they
-were measured in it, once with what ran, to be held against the measurement, and once with the first configuration.
-Where the first is off by a factor in the median, the second is taken times that factor.
+"Saved" is told by the simulator that the controller decides by: each iteration is simulated under links and op times
+as they were measured in it, once with what ran, to be held against the measurement, and once with the first
+configuration. Where the first is off by a factor in the median, the second is taken times that factor.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ What links and stages were watched for is watched again, so that alarms are coun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from penstock.control.events import (
     event_from_json,
     undirected,
 )
-from penstock.control.hindsight import Seen
+from penstock.control.hindsight import Seen, factors_of
 from penstock.control.log import read_header
 from penstock.control.measured import Book
 from penstock.draw.report.story import Fault
@@ -79,6 +79,7 @@ def read_log(lines: Iterable[str]) -> Told:
     told: Told | None = None
     times: dict[Link, list[float]] = {}
     busy: dict[Link, float] = {}
+    ops: list[OpTimes] = []
     force, last = 0, -1
     began: int | None = None
     for value in json_lines(lines, "the log"):
@@ -92,8 +93,9 @@ def read_log(lines: Iterable[str]) -> Told:
         elif "event" in value:
             event = event_from_json(value["event"])
             if isinstance(event, IterationEnded):
-                began = _end(told, event, force, times, busy, began)
-                times, busy, last = {}, {}, event.number
+                factors = factors_of(ops, told.job.costs)
+                began = _end(told, Seen(event.number, event.ms, force, times, busy, factors=factors), began)
+                times, busy, ops, last = {}, {}, [], event.number
             elif isinstance(event, Switched):
                 _switch(told, force, event.number)
                 force = event.number
@@ -104,6 +106,8 @@ def read_log(lines: Iterable[str]) -> Told:
                     busy[event.link] = event.busy or 0.0
                 elif isinstance(event, Transfer):
                     times.setdefault(event.link, []).append(event.ms)
+                else:
+                    ops.append(event)
             else:
                 _news(told, event, last)
     if told is None:
@@ -111,21 +115,14 @@ def read_log(lines: Iterable[str]) -> Told:
     return told
 
 
-def _end(
-    told: Told,
-    event: IterationEnded,
-    force: int,
-    times: Mapping[Link, Sequence[float]],
-    busy: Mapping[Link, float],
-    began: int | None,
-) -> int | None:
+def _end(told: Told, seen: Seen, began: int | None) -> int | None:
     """Ends an iteration; returns when what is verified with it began, or `began` where nothing is."""
     changes = told.book.end_iteration()
-    down = frozenset(told.book.down)
-    told.seen[event.number] = Seen(event.number, event.ms, force, times, busy, down, told.book.factors)
-    if force and told.chosen[force].first is None:
-        told.chosen[force].first = event.number
-    return min((event.number - change.num_iterations + 1 for change in changes), default=began)
+    told.seen[seen.number] = replace(seen, down=frozenset(told.book.down))
+    chosen = told.chosen.get(seen.decision)
+    if chosen is not None and chosen.first is None:
+        chosen.first = seen.number
+    return min((seen.number - change.num_iterations + 1 for change in changes), default=began)
 
 
 def _news(told: Told, event: Event, last: int) -> None:

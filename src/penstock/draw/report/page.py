@@ -66,7 +66,7 @@ def _sections(story: RunStory) -> list[str]:
             "Iteration time",
             _hover(figures.iteration_times(story), story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
-            "where it ran, else simulated under the links as they were measured in each iteration"
+            "where it ran, else simulated under links and op times as measured in each iteration"
             f"{_factor(story)}. Purple: a decision, where it began to run.",
         )
     ]
@@ -81,7 +81,7 @@ def _sections(story: RunStory) -> list[str]:
         found.append(_section("Before and after", f"<figure>{timelines}</figure>", _source(story)))
     where = figures.where_time_goes(story)
     if where is not None:
-        note = "One iteration of each configuration, simulated under the links as measured in it."
+        note = "One iteration of each configuration, simulated under links and op times as measured in it."
         found.append(_section("Where the time goes", _figure(where), note))
     found.append(_section("Simulated and measured", _compared(story)))
     memory = figures.memory(story)
@@ -121,7 +121,7 @@ def _hover(figure: Figure, story: RunStory) -> str:
 
 def _source(story: RunStory) -> str:
     measured = all(each.timeline.source == "measured" for each in story.shown)
-    return "Measured." if measured else "Simulated under the links as measured in these iterations."
+    return "Measured." if measured else "Simulated under links and op times as measured in these iterations."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:

@@ -23,7 +23,7 @@ class Iteration:
 
     Attributes:
         number: from 0; ms: measured; decision: the number of the one in force, 0 for the start.
-        simulated: what ran, simulated under the links as measured in it; None where that was not done.
+        simulated: what ran, simulated under links and op times as measured in it; None where that was not done.
         kept: what keeping the first configuration would have taken: measured where that ran, else simulated under
             the same links and taken times the story's factor. None where that was not done, or where a dead link
             would have ended the run.
