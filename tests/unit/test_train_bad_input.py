@@ -71,6 +71,14 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "export into nowhere": ("--export nowhere/model.safetensors", ["there is no folder nowhere", "make it first"]),
     "export onto a folder": ("--export empty-folder", ["empty-folder is a folder", "give a file"]),
     "port": ("--port 70000", ["port 70000", "65535"]),
+    "unknown link": ("--link 0:9=latency:3ms", ["--link", "link 0:9: ranks go from 0 to 3"]),
+    "negative delay": ("--link 0:1=latency:-3ms", ["--link", "'-3ms'", "at least 0"]),
+    "a trace with gaps": ("--link 0:1=latency:trace:gaps.txt", ["gaps.txt, line 2", "is a gap"]),
+    "transport": ("--transport smoke", ["no transport 'smoke'", "host, direct, delegate or nccl"]),
+    "a transport within a process": ("--in-process --transport direct", ["nothing is sent", "--transport direct"]),
+    "a Redis that refuses": ("--adapt --store redis://127.0.0.1:1", ["--store", "127.0.0.1:1"]),
+    "a store for nothing": ("--store redis://127.0.0.1:1", ["add --adapt"]),
+    "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
     "no folder": ("--resume nowhere", ["nowhere is no run"]),
     "not a number": ("--steps many", ["'--steps'", "integer", "see penstock train --help"]),
@@ -85,6 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     (folder / "empty.txt").touch()
+    (folder / "gaps.txt").write_text("0 10\n100 -\n")
     (folder / "short.txt").write_text("short")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "bad.jsonl").write_text('{"text": "yes"}\n{"body": "no"}\n')

@@ -70,6 +70,7 @@ def test_what_a_run_leaves(run: Run, place: Path) -> None:
     assert report["simulated"] == pytest.approx(expected)
     assert report["median_error"] >= 0
     assert report["steered"]["decisions"] == []
+    assert report["peaks"] == list(ps.simulate(schedule, costs).peak_activations)
     read = EmulatedReport.read(place / "run" / "report.json")
     assert read is not None
     assert json.loads(json.dumps(read.to_json())) == report
@@ -110,6 +111,8 @@ def test_a_preset_is_emulated(place: Path, capfd: Any) -> None:
 
 def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) -> None:
     run("--steps 1")
+    assert main(["train", "--resume", "run"]) == 2
+    assert "emulated devices learned nothing to go on from" in capfd.readouterr().err
     assert main(f"train --device emulated {QUICK} --out run".split()) == 2
     assert "holds a run; give another --out" in capfd.readouterr().err
 

@@ -85,7 +85,12 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         if out is not None and os.path.abspath(out) != os.path.abspath(resume):
             raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
         folder = RunFolder(Path(resume))
-        saved = Settings.from_mapping(read_settings(folder.settings), f"{folder.settings}: ")
+        before = read_settings(folder.settings)
+        if before.get("device") == "emulated":
+            raise SettingsError(
+                f"{folder.path} ran on emulated devices and learned nothing to go on from; start anew"
+            )
+        saved = Settings.from_mapping(before, f"{folder.settings}: ")
         settings = Settings.from_mapping({**dataclasses.asdict(saved), **_cleared(given), **given})
     settings = dataclasses.replace(settings, threads=settings.num_threads)
     return Order(settings, str(folder.path), resume is not None, export, as_json)

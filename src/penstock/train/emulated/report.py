@@ -42,6 +42,7 @@ class EmulatedReport:
     Attributes:
         measured, simulated: iteration time. median_error: see `Iteration.error`.
         late: how long after its due moment an op ended (median, worst).
+        peaks: most activations that each rank held, in the units of the costs.
         seconds: of all iterations, by the clock. steered: None where nothing was recorded.
     """
 
@@ -62,6 +63,7 @@ class EmulatedReport:
     measured_bubble_ratio: float
     simulated_bubble_ratio: float
     late: tuple[float, float]
+    peaks: list[float]
     steered: Steered | None
     notices: list[str]
     files: dict[str, str]
@@ -92,6 +94,7 @@ class EmulatedReport:
             ("iteration", f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated (medians)"),
             ("error", f"{self.median_error:.1%} from simulated, median over iterations"),
             ("bubbles", f"{self.measured_bubble_ratio:.1%} measured, {self.simulated_bubble_ratio:.1%} simulated"),
+            ("held", f"activations at most, by rank: {', '.join(map(_shown, self.peaks))}"),
             ("sleeping", f"ops ended {self.late[0]:.2f} ms late (median), {self.late[1]:.2f} at most"),
         ]
         if self.steered is not None:
@@ -101,6 +104,11 @@ class EmulatedReport:
         rows += self.files.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _shown(held: float) -> str:
+    """Bytes where it is that many, else stage activations."""
+    return f"{held / 1e9:.1f} GB" if held >= 1e8 else f"{held:.4g}"
 
 
 def medians(iterations: Sequence[Iteration]) -> dict[str, float]:

@@ -53,6 +53,7 @@ class EmulatedRun:
         settings = self.settings
         iterations: list[Iteration] = []
         late: list[float] = []
+        peaks = [0.0] * self.schedule.num_ranks
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
             pipe = stack.enter_context(self._pipeline())
@@ -67,6 +68,7 @@ class EmulatedRun:
             for number in range(settings.steps):
                 step = pipe.step()
                 late += step.late
+                peaks = [max(pair) for pair in zip(peaks, step.timeline.peak_activations, strict=True)]
                 if self.first:
                     simulated = pipe.simulated([step])[0]
                     iteration = Iteration.of(step.timeline, simulated, step.number)
@@ -93,7 +95,7 @@ class EmulatedRun:
             notices = pipe.notices
         if self.first:
             middle = sorted(pictures, key=lambda each: each[0])[len(pictures) // 2][1]
-            self.report = self._report(iterations, late, seconds, notices, dispatch, middle)
+            self.report = self._report(iterations, late, peaks, seconds, notices, dispatch, middle)
 
     def _pipeline(self) -> EmulatedPipeline:
         settings = self.settings
@@ -128,6 +130,7 @@ class EmulatedRun:
         self,
         iterations: list[Iteration],
         late: list[float],
+        peaks: list[float],
         seconds: float,
         notices: list[str],
         dispatch: str,
@@ -149,6 +152,7 @@ class EmulatedRun:
             interrupted=self.interrupted,
             seconds=seconds,
             late=(median(late), max(late)) if late else (0.0, 0.0),
+            peaks=peaks,
             steered=read_steered(folder.path),
             notices=[*_injected(settings), *_cut(settings), *notices],
             files={
