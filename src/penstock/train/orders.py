@@ -87,9 +87,7 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         folder = RunFolder(Path(resume))
         before = read_settings(folder.settings)
         if before.get("device") == "emulated":
-            raise SettingsError(
-                f"{folder.path} ran on emulated devices and learned nothing to go on from; start anew"
-            )
+            raise SettingsError(f"{folder.path}: emulated devices learned nothing to go on from; start a new run")
         saved = Settings.from_mapping(before, f"{folder.settings}: ")
         settings = Settings.from_mapping({**dataclasses.asdict(saved), **_cleared(given), **given})
     settings = dataclasses.replace(settings, threads=settings.num_threads)
