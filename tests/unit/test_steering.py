@@ -24,13 +24,14 @@ from penstock.control import (
 )
 from penstock.control.__main__ import follow
 from penstock.control.configuration import peaks
+from penstock.control.events import Transfers, event_from_json
 from penstock.control.log import event_line, header
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.steering.clock import Trip, ahead
 from penstock.runtime.steering.gathering import Gathering
 from penstock.runtime.steering.measured import COUNT, FIRST, MeasuredCosts
 from penstock.runtime.steering.offer import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
-from penstock.runtime.steering.report import Report, events_of
+from penstock.runtime.steering.report import Measured, Report, lines_of, report_of
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op
 
@@ -85,14 +86,27 @@ def test_a_double_carries_a_digest() -> None:
 # Reports
 
 
-def report(iteration: int, rank: int, **more: object) -> Report:
+NO_SHIFT = (0, 0)
+
+
+def measured(rank: int, crossings: Sequence[Crossing] = (), events: Sequence[Event] = ()) -> Measured:
     ops = [(Op("F", rank, 0), 1_000_000, 11_000_000), (Op("B", rank, 0), 31_000_000, 51_000_000)]
-    return Report(iteration, rank, 1_000_000, 51_000_000 + rank * 1_000_000, ops, **more)  # type: ignore[arg-type]
+    return Measured(rank, 1_000_000, 51_000_000 + rank * 1_000_000, ops, crossings, events)
+
+
+def report(iteration: int, rank: int) -> Report:
+    return report_of(iteration, measured(rank), NO_SHIFT)
+
+
+def transfers_in(lines: Sequence[str]) -> list[Transfers]:
+    events = [event_from_json(json.loads(line)["event"]) for line in lines]
+    return [event for event in events if isinstance(event, Transfers)]
 
 
 def test_a_report_comes_back_as_it_was() -> None:
-    sent = report(7, 1, crossings=[Crossing(0, 1, 100, 5, 6, 9)], offset=-3, events=[LinkDown((0, 1))])
+    sent = report_of(7, measured(1, [Crossing(0, 1, 100, 5, 6, 9)], [LinkDown((0, 1))]), NO_SHIFT)
     assert Report.from_json(sent.to_json()) == sent
+    assert [row[:3] for row in sent.ops] == [["F", 1, 0], ["B", 1, 0]]
 
 
 def test_iterations_come_out_whole_and_in_order() -> None:
@@ -107,35 +121,29 @@ def test_iterations_come_out_whole_and_in_order() -> None:
     ]
 
 
-def test_what_a_controller_is_told_does_not_depend_on_who_reported_first() -> None:
+def test_what_a_controller_is_told_does_not_depend_on_what_came_in_first() -> None:
     crossings = [Crossing(0, 1, 10, 0, 0, 30_000_000), Crossing(0, 1, 10, 5_000_000, 20_000_000, 35_000_000)]
-    rows = [report(4, 0, events=[LinkDown((0, 1))]), report(4, 1, crossings=crossings[::-1])]
-    events = events_of(rows)
-    assert events_of([rows[0], report(4, 1, crossings=crossings)]) == events
-    lines = [event_line(event) for event in events]
-    assert [next(iter(json.loads(line)["event"])) for line in lines] == [
-        "down",
-        "ops",
-        "transfers",
-        "ops",
-        "iteration",
-    ]
-    transfers = next(event for event in events if getattr(event, "link", None) == (0, 1) and hasattr(event, "ms"))
-    assert transfers.ms == (30.0, 15.0), "from when both sides were ready"  # type: ignore[union-attr]
-    assert events[-1] == IterationEnded(4, 51.0)
-    slow = events_of([rows[0], report(4, 1)], stretch=2.0)
-    assert slow[-1] == IterationEnded(4, 25.5)
+    first = report_of(4, measured(0, events=[LinkDown((0, 1))]), NO_SHIFT)
+    lines = lines_of([first, report_of(4, measured(1, crossings), NO_SHIFT)])
+    assert lines_of([first, report_of(4, measured(1, crossings[::-1]), NO_SHIFT)]) == lines
+    kinds = [next(iter(json.loads(line)["event"])) for line in lines]
+    assert kinds == ["down", "ops", "transfers", "ops", "iteration"]
+    assert [each.ms for each in transfers_in(lines)] == [(30.0, 15.0)], "from when both sides were ready"
+    assert lines[-1] == event_line(IterationEnded(4, 51.0))
+    slow = lines_of([report_of(4, measured(rank), NO_SHIFT, stretch=2.0) for rank in (0, 1)])
+    assert slow[-1] == event_line(IterationEnded(4, 25.5))
 
 
 @pytest.mark.parametrize("posted_ahead", [True, False])
 def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
-    """Rank 1's clock is a second ahead of rank 0's; the message took 30 ms."""
+    """Rank 1's clock is a second ahead of rank 0's; the message took 30 ms, and ops lie by rank 0's clock."""
     second = 1_000_000_000
     sent, arrived = 2_000_000, 32_000_000 + second
     posted = 1_000_000 + second if posted_ahead else sent
-    crossing = Crossing(0, 1, 10, sent, posted, arrived)
-    events = events_of([report(0, 0), report(0, 1, crossings=[crossing], offset=second)])
-    assert [event.ms for event in events if getattr(event, "link", None) == (0, 1)] == [(30.0,)]  # type: ignore[union-attr]
+    found = report_of(0, measured(1, [Crossing(0, 1, 10, sent, posted, arrived)]), (0, second))
+    assert [each.ms for each in transfers_in(found.events)] == [(30.0,)]
+    assert found.links == {"0:1": 30.0}
+    assert found.ops[0][3:] == [1.0 - 1000, 11.0 - 1000]
 
 
 def test_the_shortest_trip_tells_the_clock() -> None:
@@ -144,8 +152,8 @@ def test_the_shortest_trip_tells_the_clock() -> None:
 
 
 def test_costs_are_read_off_the_first_iterations() -> None:
-    measuring = MeasuredCosts(2, stretch=2.0)
-    reports = [report(0, 0), report(0, 1)]
+    measuring = MeasuredCosts(2)
+    reports = [report_of(0, measured(rank), NO_SHIFT, stretch=2.0) for rank in (0, 1)]
     found = [measuring.feed(reports) for _ in range(FIRST + COUNT)]
     assert found[:-1] == [None] * (FIRST + COUNT - 1)
     assert found[-1] == ps.Costs(f=[5.0, 5.0], i=[5.0, 5.0], w=[5.0, 5.0], b=[10.0, 10.0])

@@ -44,7 +44,12 @@ class Group:
         setting = Setting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
         steering = ps.Steering(folder=folder, **options)
         self.helms = [
-            Helm(steering, setting, Meeting(stores[rank], "test", rank, range(NUM_RANKS)), readies[rank])
+            Helm(
+                steering,
+                setting,
+                Meeting(stores[rank], "test", rank, range(NUM_RANKS), (0,) * NUM_RANKS),
+                readies[rank],
+            )
             for rank in range(NUM_RANKS)
         ]
 

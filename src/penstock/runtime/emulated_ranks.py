@@ -21,9 +21,7 @@ from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.message import Edge
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.setup import require_runnable
-from penstock.runtime.steering import Helm
-from penstock.runtime.steering.helm import Measured, Readied
-from penstock.runtime.steering.offer import Offer
+from penstock.runtime.steering import Helm, Measured, Offer, Readied
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.channel import Tags, expected_by_channel
 from penstock.runtime.transports.conditioned import Conditions

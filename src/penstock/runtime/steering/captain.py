@@ -12,11 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from statistics import median
 from typing import Any
 
-from penstock.control import Configuration, Event, IterationEnded, Job, Switched, Transfers
-from penstock.control.events import show_link
+from penstock.control import Configuration, Event, Job, Switched
+from penstock.control.log import event_line
 from penstock.cost import Costs
 from penstock.runtime.steering.decider import Decider
 from penstock.runtime.steering.gathering import Gathering
@@ -24,7 +23,7 @@ from penstock.runtime.steering.line import Line
 from penstock.runtime.steering.measured import FIRST, MeasuredCosts
 from penstock.runtime.steering.options import Steering
 from penstock.runtime.steering.records import Records
-from penstock.runtime.steering.report import Report, events_of
+from penstock.runtime.steering.report import Report, lines_of
 
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
@@ -92,7 +91,7 @@ class Captain:
         self._reports, self._queue, self._stop = reports, queue, stop
         self._records = Records(steering.folder)
         self._gathering = Gathering(setting.start.schedule.num_ranks)
-        self._measuring = MeasuredCosts(setting.start.schedule.num_stages, setting.stretch)
+        self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
@@ -148,24 +147,20 @@ class Captain:
 
     def _take(self, reports: Sequence[Report]) -> None:
         """Hands on what one iteration brought."""
-        iteration, stretch = reports[0].iteration, self._setting.stretch
+        iteration = reports[0].iteration
         self._learn(iteration)
         if self._decider is None:
             costs = self._measuring.feed(reports)
             if costs is not None:
                 self._begin(costs)
-        events = events_of(reports, stretch)
-        record = self._record(iteration, events)
+        record = self._record(reports)
         if self._decider is None:
             self._records.iteration({**record, "simulated_ms": None})
         else:
-            for event in events:
-                self._decider.feed(event)
-            self._decider.record(record)
+            self._decider.feed(*lines_of(reports), json.dumps({"record": record}))
         self._num_since += 1
         if self._num_since == FIRST + 1:
-            why = f"after {self._number}" if self._number else "start"
-            self._records.timeline(reports, self._number, why, stretch)
+            self._records.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
         self._last = reports
 
     def _learn(self, iteration: int) -> None:
@@ -180,21 +175,18 @@ class Captain:
                 continue
             if isinstance(event, Switched):
                 if self._last:
-                    self._records.timeline(self._last, self._number, f"before {event.number}", self._setting.stretch)
+                    self._records.timeline(self._last, self._number, f"before {event.number}")
                 self._number, self._num_since = event.number, 0
-            self._decider.feed(event)
+            self._decider.feed(event_line(event))
         self._due = [(at, event) for at, event in self._due if at > iteration]
 
-    def _record(self, iteration: int, events: Sequence[Event]) -> dict[str, object]:
-        times = {event.link: median(event.ms) for event in events if isinstance(event, Transfers)}
-        links = {show_link(link): round(ms, 4) for link, ms in sorted(times.items())}
-        ms = next(event.ms for event in events if isinstance(event, IterationEnded))
+    def _record(self, reports: Sequence[Report]) -> dict[str, object]:
         return {
-            "iteration": iteration,
-            "ms": ms,
+            "iteration": reports[0].iteration,
+            "ms": round(max(report.ms for report in reports), 4),
             "number": self._number,
             "digest": self._digests[self._number],
-            "links": links,
+            "links": {link: ms for report in reports for link, ms in (report.links or {}).items()},
         }
 
     def _begin(self, costs: Costs) -> None:

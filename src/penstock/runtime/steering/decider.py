@@ -7,7 +7,6 @@ from that rank's ops; here it runs beside, at a lower priority.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from penstock.control import Event, Job, Sensitivity
-from penstock.control.log import event_line, header
+from penstock.control import Job, Sensitivity
+from penstock.control.log import header
 from penstock.runtime.errors import RuntimeFailure
 
 END = 2.0
@@ -56,13 +55,11 @@ class Decider:
         self._reader = threading.Thread(target=self._read, name="penstock-decider", daemon=True)
         self._reader.start()
 
-    def feed(self, event: Event) -> None:
-        """Hands on an event. Waits where the process is far behind."""
-        self._write(event_line(event))
-
-    def record(self, record: dict[str, object]) -> None:
-        """Hands on a record, which comes back with its simulated time."""
-        self._write(json.dumps({"record": record}))
+    def feed(self, *lines: str) -> None:
+        """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
+        the process is far behind.
+        """
+        self._write("\n".join(lines))
 
     def close(self) -> None:
         """Ends the process, with what it was doing."""

@@ -16,18 +16,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-from penstock.control import Configuration, ControlError, Dropped, Event, Switched
+from penstock.control import Configuration, ControlError, Dropped, Switched
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.steering.captain import Captain, Plan, Setting
 from penstock.runtime.steering.line import Line
 from penstock.runtime.steering.meeting import Meeting
 from penstock.runtime.steering.offer import REFUSED, STOPPED, Offer, agree, short_digest
 from penstock.runtime.steering.options import Steering
-from penstock.runtime.steering.report import Report
-from penstock.runtime.transports.crossing import Crossing
-from penstock.schedule import Op
+from penstock.runtime.steering.report import Measured, report_of
 
 WAIT = 0.1
 """Seconds that one look at the queue of plans may last."""
@@ -37,17 +35,6 @@ ENDS = 1.0
 """Seconds that threads have to end, and other processes to say that they have."""
 RESEND, GIVE_UP = 1.0, 15.0
 """Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
-
-
-class Measured(NamedTuple):
-    """What a rank measured of a step: its begin and end (ns of its clock), its ops, what came in, link events."""
-
-    rank: int
-    begin: int
-    end: int
-    ops: Sequence[tuple[Op, int, int]]
-    crossings: Sequence[Crossing] = ()
-    events: Sequence[Event] = ()
 
 
 @dataclass(frozen=True)
@@ -94,8 +81,8 @@ class Helm:
         self._lock = threading.Lock()
         self._since: float | None = None
         self._resent = 0.0
-        self._out: SimpleQueue[Report | None] = SimpleQueue()
-        self._offset = meeting.offset
+        self._out: SimpleQueue[tuple[int, Measured] | None] = SimpleQueue()
+        self._stretch = setting.stretch
         self._meeting = meeting
         self._lines = [Line(meeting.store.another()) for _ in range(3 if meeting.first == 0 else 2)]
         self._closed = threading.Event()
@@ -121,8 +108,8 @@ class Helm:
     def ended(self, measured: Sequence[Measured]) -> None:
         """Takes what this process's ranks measured of a step."""
         if self._stopped is None:
-            for rank, begin, end, ops, crossings, events in measured:
-                self._out.put(Report(self._iteration, rank, begin, end, ops, crossings, self._offset, events))
+            for each in measured:
+                self._out.put((self._iteration, each))
         self._iteration += 1
 
     def offer(self) -> Offer:
@@ -216,14 +203,17 @@ class Helm:
     # In threads.
 
     def _send(self) -> None:
-        line, waiting = self._lines[0], deque[Report](maxlen=KEPT)
-        while (report := self._out.get()) is not None:
-            waiting.append(report)
+        line, waiting = self._lines[0], deque[bytes](maxlen=KEPT)
+        while (put := self._out.get()) is not None:
+            waiting.append(self._report(*put))
             while waiting and not self._closed.is_set():
-                if line.push(self._meeting.reports, waiting[0].to_json()):
+                if line.push(self._meeting.reports, waiting[0]):
                     waiting.popleft()
                 elif not self._out.empty() and (newer := self._out.get()) is not None:
-                    waiting.append(newer)
+                    waiting.append(self._report(*newer))
+
+    def _report(self, iteration: int, measured: Measured) -> bytes:
+        return report_of(iteration, measured, self._meeting.ahead, self._stretch).to_json()
 
     def _receive(self) -> None:
         line, queue = self._lines[1], self._meeting.plans(self._meeting.first)

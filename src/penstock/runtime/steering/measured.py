@@ -15,8 +15,8 @@ FIRST, COUNT = 2, 3
 class MeasuredCosts:
     """Gathers op times until there are enough."""
 
-    def __init__(self, num_stages: int, stretch: float = 1.0) -> None:
-        self._num_stages, self._stretch = num_stages, stretch
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self._times: dict[tuple[str, int], list[float]] = {}
         self._num_seen = 0
 
@@ -26,8 +26,8 @@ class MeasuredCosts:
         if self._num_seen <= FIRST:
             return None
         for report in reports:
-            for op, start, end in report.ops:
-                self._times.setdefault((op.kind, op.stage), []).append((end - start) / 1e6 / self._stretch)
+            for kind, stage, _, start, end in report.ops:
+                self._times.setdefault((kind, stage), []).append(end - start)
         return self.costs() if self._num_seen >= FIRST + COUNT else None
 
     def costs(self) -> Costs:

@@ -27,7 +27,7 @@ class Meeting:
     Attributes:
         store: connected. name: tells this run's queues from those of all others.
         first: the first rank of this process; processes: of each.
-        offset: nanoseconds that this process's clock is ahead of rank 0's.
+        ahead: nanoseconds that each rank's clock is ahead of rank 0's.
         server: a TCPStore that lives here, if it does.
     """
 
@@ -35,7 +35,7 @@ class Meeting:
     name: str
     first: int
     processes: Sequence[int]
-    offset: int = 0
+    ahead: Sequence[int] = ()
     server: Any = field(default=None, repr=False)
 
     @property
@@ -75,21 +75,23 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     """
     name, first = f"penstock-{uuid.uuid4().hex[:12]}", peers.here[0]
     if not isinstance(peers, GroupPeers):
-        return Meeting(InProcessStore() if address is None else open_store(address), name, first, (first,))
+        store = InProcessStore() if address is None else open_store(address)
+        return Meeting(store, name, first, (first,), (0,) * peers.num_ranks)
     clocks = [str(clock) for clock in peers.gather(clock_name())]
     server = None
     if address is None and first == 0:
         server, address = _jobs_own(clocks)
     name, address = peers.gather((name, address))[0]
-    store, error = None, ""
+    reached, error = None, ""
     try:
-        store = open_store(str(address))
+        reached = open_store(str(address))
     except RuntimeFailure as failure:
         error = str(failure)
     refused = [f"rank {rank}: {text}" for rank, text in enumerate(peers.gather(error)) if text]
-    if refused or store is None:
+    if refused or reached is None:
         raise RuntimeFailure(f"{refused[0]}; steering needs a store that every rank reaches")
-    return Meeting(store, name, first, range(peers.num_ranks), ahead_of_first(peers, clocks), server)
+    ahead = [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
+    return Meeting(reached, name, first, range(peers.num_ranks), ahead, server)
 
 
 def _jobs_own(clocks: Sequence[str]) -> tuple[Any, str]:

@@ -44,22 +44,13 @@ class Records:
     def iteration(self, record: Mapping[str, Any]) -> None:
         self._write(ITERATIONS, json.dumps(record))
 
-    def timeline(self, reports: Sequence[Report], number: int, why: str, stretch: float) -> None:
+    def timeline(self, reports: Sequence[Report], number: int, why: str) -> None:
         """When each op of an iteration ran, in ms from the first one's start, by rank 0's clock."""
         if not self._files:
             return
-        rows = [(r.rank, op, start - r.offset, end - r.offset) for r in reports for op, start, end in r.ops]
-        origin = min((start for _, _, start, _ in rows), default=0)
-        ops = [
-            [
-                rank,
-                op.kind,
-                op.stage,
-                op.microbatch,
-                *(round((at - origin) / 1e6 / stretch, 4) for at in (start, end)),
-            ]
-            for rank, op, start, end in rows
-        ]
+        rows = [(report.rank, *row) for report in reports for row in report.ops]
+        origin = min((row[4] for row in rows), default=0.0)
+        ops = [[*row[:4], round(row[4] - origin, 4), round(row[5] - origin, 4)] for row in rows]
         value = {"iteration": reports[0].iteration, "number": number, "why": why, "ops": ops}
         self._write(TIMELINES, json.dumps(value))
 

@@ -1,97 +1,109 @@
-"""What a rank tells of one iteration: when its ops ran, how its messages came in, and what became of its links."""
+"""What a rank tells of one iteration: when its ops ran, how its messages came in, and what became of its links.
+
+A rank's own thread turns measurements into the controller's events, so that rank 0 only hands them on.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
 
 from penstock.control import Event, IterationEnded, OpTimes, Transfers
-from penstock.control.events import OP_KINDS, event_from_json, event_to_json
+from penstock.control.events import OP_KINDS, show_link
+from penstock.control.log import event_line
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op
 
-Timed = Sequence[tuple[Op, int, int]]
-"""(op, start, end) in nanoseconds of the rank's clock."""
+
+class Measured(NamedTuple):
+    """What a rank measured of a step.
+
+    Attributes:
+        begin, end: of the step, in nanoseconds of the rank's clock; ops: each with its start and end.
+        crossings: messages that came in. events: links that went down or came back.
+    """
+
+    rank: int
+    begin: int
+    end: int
+    ops: Sequence[tuple[Op, int, int]]
+    crossings: Sequence[Crossing] = ()
+    events: Sequence[Event] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's iteration.
+    """One rank's iteration. All times are ms of the job, from when rank 0's clock showed 0.
 
     Attributes:
-        iteration: from 0; rank: whose.
-        begin, end: of the iteration on this rank, in nanoseconds of its clock.
-        ops: when each ran. crossings: messages that came in.
-        offset: nanoseconds that this rank's clock is ahead of rank 0's.
-        events: links that went down or came back.
+        iteration: from 0; rank: whose; ms: how long it took this rank.
+        ops: rows of kind, stage, microbatch, start and end.
+        events: lines for the controller, as its log has them.
+        links: the median time of a message on each link that brought any.
     """
 
     iteration: int
     rank: int
-    begin: int
-    end: int
-    ops: Timed
-    crossings: Sequence[Crossing] = ()
-    offset: int = 0
-    events: Sequence[Event] = ()
-
-    @property
-    def ns(self) -> int:
-        return self.end - self.begin
+    ms: float
+    ops: Sequence[Sequence[Any]]
+    events: Sequence[str] = ()
+    links: Mapping[str, float] | None = None
 
     def to_json(self) -> bytes:
-        value = {
-            "iteration": self.iteration,
-            "rank": self.rank,
-            "begin": self.begin,
-            "end": self.end,
-            "offset": self.offset,
-            "ops": [[op.kind, op.stage, op.microbatch, start, end] for op, start, end in self.ops],
-            "crossings": [list(each) for each in self.crossings],
-            "events": [event_to_json(event) for event in self.events],
-        }
-        return json.dumps(value, separators=(",", ":")).encode()
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Report:
-        value: dict[str, Any] = json.loads(data)
-        value["ops"] = [(Op(kind, stage, m), start, end) for kind, stage, m, start, end in value["ops"]]
-        value["crossings"] = [Crossing(*each) for each in value["crossings"]]
-        value["events"] = [event_from_json(each) for each in value["events"]]
-        return cls(**value)
+        return cls(**json.loads(data))
 
 
-def events_of(reports: Sequence[Report], stretch: float = 1.0) -> list[Event]:
-    """What a controller is told of an iteration, in an order that is always the same: rank by rank, then its end.
+def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch: float = 1.0) -> Report:
+    """A rank's report of what it measured.
 
     Args:
-        reports: of all ranks, by rank.
+        ahead: nanoseconds that each rank's clock is ahead of rank 0's.
         stretch: milliseconds of the clock to one of the job's time.
     """
-    offsets = {report.rank: report.offset for report in reports}
-    scale = 1e6 * stretch
-    events: list[Event] = []
-    for report in reports:
-        events += report.events
-        by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-        for crossing in report.crossings:
-            row = (float(crossing.num_bytes), began(crossing, offsets) / scale, crossing.arrived / scale)
-            by_link.setdefault((crossing.source, crossing.target), []).append(row)
-        events += [Transfers.of(link, rows) for link, rows in sorted(by_link.items())]
-        by_stage: dict[int, list[tuple[str, float]]] = {}
-        for op, start, end in report.ops:
-            if op.kind in OP_KINDS:
-                by_stage.setdefault(op.stage, []).append((op.kind, (end - start) / scale))
-        events += [OpTimes.of(report.rank, stage, ops) for stage, ops in sorted(by_stage.items())]
-    events.append(IterationEnded(reports[0].iteration, round(max(report.ns for report in reports) / scale, 4)))
-    return events
+    rank, begin, end, ops, crossings, events = measured
+    scale, own = 1e6 * stretch, ahead[rank]
+    found: list[Event] = list(events)
+    by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for crossing in crossings:
+        row = (float(crossing.num_bytes), began(crossing, ahead) / scale, crossing.arrived / scale)
+        by_link.setdefault((crossing.source, crossing.target), []).append(row)
+    transfers = [Transfers.of(link, rows) for link, rows in sorted(by_link.items())]
+    by_stage: dict[int, list[tuple[str, float]]] = {}
+    for op, start, stop in ops:
+        if op.kind in OP_KINDS:
+            by_stage.setdefault(op.stage, []).append((op.kind, (stop - start) / scale))
+    found += transfers
+    found += [OpTimes.of(rank, stage, rows) for stage, rows in sorted(by_stage.items())]
+    return Report(
+        iteration,
+        rank,
+        (end - begin) / scale,
+        [
+            [op.kind, op.stage, op.microbatch, round((start - own) / scale, 4), round((stop - own) / scale, 4)]
+            for op, start, stop in ops
+        ],
+        [event_line(event) for event in found],
+        {show_link(each.link): round(median(each.ms), 4) for each in transfers},
+    )
 
 
-def began(crossing: Crossing, offsets: Mapping[int, int]) -> int:
+def lines_of(reports: Sequence[Report]) -> list[str]:
+    """What the controller is told of an iteration, in an order that is always the same: by rank, then its end."""
+    longest = max(report.ms for report in reports)
+    lines = [line for report in reports for line in report.events]
+    return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
+
+
+def began(crossing: Crossing, ahead: Sequence[int]) -> int:
     """When both sides were ready for a message, in nanoseconds of its receiver's clock."""
-    ahead = offsets.get(crossing.target, 0) - offsets.get(crossing.source, 0)
+    further = ahead[crossing.target] - ahead[crossing.source]
     # Where nothing was posted ahead `posted` is the moment of sending, told by the sender's clock as well.
-    posted = crossing.posted + (ahead if crossing.posted == crossing.sent else 0)
-    return max(crossing.sent + ahead, posted)
+    posted = crossing.posted + (further if crossing.posted == crossing.sent else 0)
+    return max(crossing.sent + further, posted)
