@@ -271,11 +271,11 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 def _shown(
     told: Told, decided: Sequence[Decided], ran: Mapping[int, Timeline], records: Iterable[Mapping[str, Any]]
 ) -> tuple[Shown, ...]:
-    """An iteration before the switch that saved most and one after it: measured where both were recorded."""
+    """An iteration before the switch that gained most and one after it: measured where both were recorded."""
     there = [each for each in decided if each.first is not None and each.outcome == "ran"]
     if not there:
         return ()
-    best = max(there, key=lambda each: (each.saved or 0.0, -each.number))
+    best = max(there, key=lambda each: ((each.ms_now or each.ms_then) - each.ms_then, -each.number))
     recorded = {str(record.get("why")): record for record in records}
     pair = [recorded.get(f"before {best.number}"), recorded.get(f"after {best.number}")]
     if pair[0] is not None and pair[1] is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from penstock.draw.charts.axis import Axis
@@ -36,8 +38,7 @@ def iteration_times(story: RunStory) -> Figure:
     simulated = [(each.number, each.simulated) for each in story.iterations if each.simulated is not None]
     parts = [Line("measured", numbers, [each.ms for each in story.iterations], hue="blue")]
     if any(each.decision for each in story.iterations) and known:
-        line = Line("first configuration kept", [n for n, _ in known], [ms for _, ms in known], hue="brick")
-        parts.insert(0, line)
+        parts.insert(0, Line("first configuration kept", *_broken(known), hue="brick"))
     if simulated:
         parts.append(Line("simulated", [n for n, _ in simulated], [ms for _, ms in simulated], "navy", "dotted"))
     values = [value for part in parts for value in part.y if value is not None]
@@ -53,6 +54,20 @@ def iteration_times(story: RunStory) -> Figure:
         height=400,
         label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
     )
+
+
+def _broken(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float | None]]:
+    """The columns of a line that breaks where many more numbers are missing than elsewhere."""
+    apart = median([b - a for (a, _), (b, _) in pairwise(points)] or [1])
+    x: list[int] = []
+    y: list[float | None] = []
+    for number, ms in points:
+        if x and number - x[-1] > 3 * apart:
+            x.append(x[-1] + 1)
+            y.append(None)
+        x.append(number)
+        y.append(ms)
+    return x, y
 
 
 def marks(story: RunStory) -> list[Mark]:

@@ -27,7 +27,7 @@ def to_page(story: RunStory) -> str:
         "name": escape(story.name),
         "css": STYLE + page.joinpath("report.css").read_text(encoding="utf-8"),
         "js": page.joinpath("report.js").read_text(encoding="utf-8"),
-        "headline": escape(headline(story)),
+        "headline": escape(headline(story)).replace("–", "\u2060–\u2060"),  # no line ends within a link's name
         "more": " ".join(escape(each) for each in more(story)),
         "facts": _facts(story.facts),
         "numbers": _numbers(story),

@@ -79,7 +79,7 @@ def _broken(story: RunStory) -> str:
         return ""
     first = story.faults[0]
     where = "" if first.iteration is None else f" in iteration {first.iteration}"
-    others = f", and {times(len(story.faults) - 1, 'more event')} like it" if len(story.faults) > 1 else ""
+    others = f" ({len(story.faults)} events in all)" if len(story.faults) > 1 else ""
     return f"{first.what}{where}{others}"
 
 
