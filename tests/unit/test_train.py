@@ -130,6 +130,8 @@ SAME = {
     "zb-v": "--schedule zb-v",
     "interleaved": "--schedule interleaved-1f1b --ranks 2 --stages 4",
     "dynamic": "--dispatch dynamic",
+    "auto": "--dispatch auto --schedule zb",
+    "adapt": "--adapt --schedule zb-h1",
     "dynamic zb": "--schedule zb --warmup 4,3,2,1 --dispatch dynamic",
     "recompute": "--recompute",
     "recompute with split backward": "--recompute --schedule zb-h1",

@@ -62,7 +62,8 @@ class Steered:
         slowest = sorted(self.links.items(), key=lambda each: -each[1])[:MOST]
         rows = _wrapped("links", self.headline) if adapted else []
         now = ", ".join(f"{link} {ms:.1f}" for link, ms in slowest)
-        rows.append(("" if rows else "links", f"a message took in the end, ms: {now}"))
+        took = f"a message took in the end, ms: {now}" if now else "no message was timed"
+        rows.append(("" if rows else "links", took))
         if not adapted:
             for spell in self.spells[:MOST]:
                 first, last = spell["first"], spell["last"]
