@@ -45,7 +45,7 @@ class Backend:
     name: str = "simulate"
     stretch: float = 3.0
     steps: int = 2
-    jobs: int = 4
+    jobs: int = 6
 
     def run(self, cases: Sequence[Case]) -> Iterator[Row]:
         """The rows, in the order of the cases."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from backends import Backend, Case, Row
 from results import best_known, command, find, pair, table
 from setups import MODELS, late
-from systems import SYSTEMS, setting
+from systems import HOSTED, SYSTEMS, setting
 
 from penstock.control import run_once
 from penstock.draw.svg import to_svg
@@ -30,7 +30,7 @@ PAPER_WITHOUT = 368
 def rows(backend: Backend) -> Iterator[Row]:
     """The run without delay, and a row for each system with it."""
     cases = [Case({"system": "zb", "delay_ms": 0.0}, setting("zb", MODEL, {}), late({}))]
-    for system in SYSTEMS:
+    for system in (*SYSTEMS, HOSTED):
         runs = setting(system, MODEL, {MODEL.last: DELAY})
         cases.append(Case({"system": system, "delay_ms": DELAY}, runs, late({MODEL.last: DELAY})))
     yield from backend.run(cases)

@@ -1,7 +1,7 @@
 """Figure 18: delays that change faster than iterations, traces A, B and C on the 7B model.
 
-    python experiments/pipemorph/figure18.py                        3 minutes: 2 minutes of each trace
-    python experiments/pipemorph/figure18.py --backend threads      6 minutes: 20 s of each trace, stretched by 3
+    python experiments/pipemorph/figure18.py                        4 minutes: 2 minutes of each trace
+    python experiments/pipemorph/figure18.py --backend threads      4 minutes: 20 s of each trace, stretched by 3
 
 4 ranks, 12 microbatches, ops of 10 ms; see traces.py. The paper: up to 2.8 times the throughput of 1F1B and ZB; its
 limits say 5% from the best under the fastest changes. `ours` keeps to the memory of frozen `zb`; `pipemorph` and

@@ -19,6 +19,7 @@ from penstock.cost import Costs, LinkConditions
 from penstock.runtime.emulated_pipeline import EmulatedPipeline
 from penstock.runtime.launch import init_process, launch
 from penstock.runtime.steering import Steering
+from penstock.runtime.transport_choice import DelegateOptions
 
 TOLD = ("number", "iteration", "action", "reason", "ms_now", "ms_then")
 """What is kept of a decision."""
@@ -76,11 +77,11 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         transport=order.transport,
         depth=order.depth,
         steering=order.steering,
+        delegates=DelegateOptions() if processes and first.delegated else None,
     ) as pipe:
         if first.delegated:
             pipe.reconfigure(first)
         steps = [pipe.step() for _ in range(order.steps)]
-        crossings = [each.duration / 1e6 for step in steps for each in step.crossings]
         return {
             "measured_ms": [step.timeline.makespan for step in steps],
             "simulated_ms": [timeline.makespan for timeline in pipe.simulated(steps, order.conditions.base)],
@@ -90,7 +91,6 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
             "numbers": [step.number for step in steps],
             "decided": [{name: each[name] for name in TOLD if name in each} for each in pipe.decisions],
             "notices": pipe.notices,
-            "crossing_ms": median(crossings) if crossings else None,
             "stretch": order.stretch,
         }
 

@@ -2,6 +2,7 @@
 
     python experiments/pipemorph/reaction.py                        seconds
     python experiments/pipemorph/reaction.py --backend threads      a minute and a half
+    python experiments/pipemorph/reaction.py --backend processes    a minute and a half, the first case alone
 
 8 ranks, 32 microbatches, ops of 10 ms; after 5 iterations some links turn late and stay so. Nobody tells the
 controller: it sees the messages' times alone. `before` counts the iterations that the links slowed down and that
@@ -52,7 +53,7 @@ def rows(backend: Backend) -> Iterator[Row]:
             changing(delays, begins),
             end(job, delays, begins),
         )
-        for name, delays in CASES.items()
+        for name, delays in list(CASES.items())[: 1 if backend.name == "processes" else None]
     ]
     yield from run(backend, loops)
 

@@ -27,7 +27,7 @@ def command(
     lines: Callable[[Sequence[Row]], Iterator[str]],
     chart: Callable[[Sequence[Row]], object] | None = None,
     backends: Sequence[str] = BACKENDS,
-    jobs: int = 4,
+    jobs: int = 6,
     stretch: float = 3.0,
 ) -> None:
     """Runs a figure from the command line: carries out its cases, saves, prints and draws them."""

@@ -66,7 +66,7 @@ def setting(system: str, model: Model, delays: Mapping[Link, float]) -> Setting:
     """What `system` runs on links that are late by `delays` ms and stay so."""
     slow = tuple(link for link, ms in delays.items() if ms > 0)
     if system in ("ours", HOSTED):
-        return _settled(job_of(model, host_memory=HOST_MEMORY if system == HOSTED else 0.0), dict(delays))
+        return settled(job_of(model, host_memory=HOST_MEMORY if system == HOSTED else 0.0), dict(delays))
     if system in ("dynamic", "dynamic, direct"):
         job = job_of(model)
         return Setting(job, replace(job.start, delegated=slow if system == "dynamic" else ()))
@@ -85,7 +85,7 @@ def setting(system: str, model: Model, delays: Mapping[Link, float]) -> Setting:
     return Setting(job_of(model, configuration), configuration)
 
 
-def _settled(job: Job, delays: dict[Link, float]) -> Setting:
+def settled(job: Job, delays: dict[Link, float]) -> Setting:
     """What the controller comes to when it is rehearsed on links that turn late and stay so."""
     ideal = run_once(job, job.start, ps.Links()).makespan
     begins = HEALTHY * ideal

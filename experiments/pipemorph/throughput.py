@@ -73,6 +73,10 @@ def lines(rows: Sequence[Row], paper: dict[str, str]) -> Iterator[str]:
             )
         head = ["", "rate", "times zb", "over clairvoyant", "peak/cap", "decisions", "paper"]
         yield from table(head, body)
+    for system in ("ours", HOSTED):
+        over = [row["over_clairvoyant"] for row in rows if row["system"] == system and "over_clairvoyant" in row]
+        if over:
+            yield f"{system} over clairvoyant, mean of the traces: {fmean(over):+.1%}"
     yield (
         f"targets: ours at least {TARGET_ZB} times zb, at most {TARGET_CLAIRVOYANT:.0%} over clairvoyant on average, "
         "peak/cap at most 1"
