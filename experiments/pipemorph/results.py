@@ -56,7 +56,18 @@ def save(folder: Path, figure: str, backend: Backend, rows: Sequence[Row], secon
     if backend.name != "simulate":
         value |= {"stretch": backend.stretch, "jobs": backend.jobs}
     path = folder / f"{figure}-{backend.name}.json"
-    path.write_text(json.dumps({**value, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+    head = json.dumps(value)[:-1]
+    body = ",\n ".join(json.dumps(_rounded(row)) for row in rows)
+    path.write_text(f'{head}, "rows": [\n {body}\n]}}\n', encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """The same with fewer digits: microseconds of milliseconds are enough."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def simulated(row: Row) -> float:
