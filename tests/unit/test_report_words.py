@@ -34,8 +34,13 @@ def test_one_late_link_is_told_in_one_sentence() -> None:
         (told([iteration(n, 100, 0, None, 0.2) for n in range(5)]), "No link was late in 5 iterations."),
         (
             told([iteration(n, 100.1, 0, None, 10.0) for n in range(5)]),
-            "Link 0–1 was 10 ms late for all 5 iterations; what runs was never changed; "
-            "that cost next to nothing (0 ms).",
+            "Link 0–1 was 10 ms late for all 5 iterations; "
+            "that cost next to nothing (0 ms), and nothing was changed.",
+        ),
+        (
+            told([iteration(n, 200, 0, None, 30.0 + 20 * (n == 4)) for n in range(5)]),
+            "Link 0–1 was 30 ms (at most 50) late for all 5 iterations; what runs was never changed; "
+            "500 ms were lost, none of it saved.",
         ),
         (
             told([iteration(n, 200, 0, None, 30.0, 30.0, 40.0, 1.0) for n in range(5)]),

@@ -16,7 +16,11 @@ DONE = {
 }
 FEW = 3
 """Links that a sentence names."""
-NOTHING = 0.005
+FAR = 1.3
+"""How many times its median a link's largest delay is to be told."""
+SMALL = 0.1
+"""Share of the costliest spell below which another is not spoken of."""
+NOTHING = 0.01
 """Share of the run's time below which what was lost is next to nothing."""
 
 
@@ -92,19 +96,17 @@ def _late(story: RunStory) -> str:
         return f"no link was late in {count}"
     links = sorted({spell.link for spell in spells})
     if len(links) == 1 and len(spells) == 1:
-        return f"link {link_name(links[0])} was {_range([spells[0].ms])} ms late for {_for(spells[0], story)}"
+        return f"link {link_name(links[0])} was {_delays(spells)} late for {_for(spells[0], story)}"
     if len(links) == 1:
-        ms = [spell.ms for spell in spells]
         total = sum(spell.num_late for spell in spells)
-        late = f"{_range(ms)} ms late {len(spells)} times, for {times(total, 'iteration')} in all"
+        late = f"{_delays(spells)} late {len(spells)} times, for {times(total, 'iteration')} in all"
         return f"link {link_name(links[0])} was {late}"
     named = f"links {_listed([link_name(link) for link in links])}" if len(links) <= FEW else f"{len(links)} links"
-    ms = [max(spell.ms for spell in spells if spell.link == link) for link in links]
     together = len(spells) == len(links) and all(spell.num_late == len(story.late) for spell in spells)
     how_long = (
         f"for {_for(spells[0], story)}" if together else f"at one time or another, in {len(story.late)} of {count}"
     )
-    return f"{named} were {_range(ms)} ms late {how_long}"
+    return f"{named} were {_delays(spells)} late {how_long}"
 
 
 def _for(spell: Spell, story: RunStory) -> str:
@@ -113,9 +115,16 @@ def _for(spell: Spell, story: RunStory) -> str:
     return times(spell.num_late, "iteration")
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = (short(float(f"{value:.3g}")) for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def _delays(spells: Sequence[Spell]) -> str:
+    """The delays of spells in the median, small spells left out, and the largest where it is far above."""
+    costliest = max(spell.ms * spell.num_late for spell in spells)
+    spells = [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
+    low, high, most = (
+        short(float(f"{value:.3g}"))
+        for value in (min(s.ms for s in spells), max(s.ms for s in spells), max(s.most for s in spells))
+    )
+    said = f"{low} ms" if low == high else f"{low} to {high} ms"
+    return f"{said} (at most {most})" if float(most) > FAR * float(high) else said
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -124,6 +133,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _answer(story: RunStory) -> str:
     ran = [each for each in story.decisions if each.outcome == "ran" and each.first is not None]
+    if not ran and _is_nothing(story):
+        return ""
     if not ran:
         return "what runs was never changed" if story.decisions or story.spells else ""
     first = ran[0]
@@ -148,11 +159,19 @@ def _saved(story: RunStory) -> str:
     lost, saved = story.lost, story.saved
     if not story.spells or lost is None or saved is None:
         return ""
-    if lost < NOTHING * story.total:
-        return f"that cost next to nothing ({seconds(max(0.0, lost))})"
+    if _is_nothing(story):
+        changed = any(each.outcome == "ran" for each in story.decisions)
+        return f"that cost next to nothing ({seconds(max(0.0, lost))})" + (
+            "" if changed else ", and nothing was changed"
+        )
     if saved <= 0:
         return f"{seconds(lost)} were lost, none of it saved"
     return f"{seconds(saved)} of {seconds(lost)} lost time was saved"
+
+
+def _is_nothing(story: RunStory) -> bool:
+    """Whether late links would have cost next to nothing."""
+    return story.lost is not None and story.lost < NOTHING * story.total
 
 
 def _sentence(text: str) -> str:
