@@ -108,7 +108,7 @@ def dies(rank: int, folder: str) -> list[str]:
         os._exit(9)
     helm = pipe._helm
     assert helm is not None
-    controller = helm._captain._decider._process.pid if rank == 0 else 0  # type: ignore[union-attr]
+    controller = helm.controller if rank == 0 else 0
     try:
         losses(pipe, 5)
     except (PeerLost, DeadlineExceeded) as error:

@@ -107,6 +107,11 @@ class Captain:
         self._thread = threading.Thread(target=self._work, name="penstock-captain", daemon=True)
         self._thread.start()
 
+    @property
+    def controller(self) -> int | None:
+        """The decider's process, where it runs."""
+        return self._decider.pid if self._decider is not None else None
+
     # From rank 0's training.
 
     def note(self, iteration: int, event: Event) -> None:

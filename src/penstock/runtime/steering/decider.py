@@ -55,6 +55,11 @@ class Decider:
         self._reader = threading.Thread(target=self._read, name="penstock-decider", daemon=True)
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
     def feed(self, *lines: str) -> None:
         """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
         the process is far behind.

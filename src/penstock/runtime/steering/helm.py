@@ -103,6 +103,11 @@ class Helm:
         """All decisions so far, as the log has them; on rank 0's process."""
         return list(self._captain.decisions) if self._captain is not None else []
 
+    @property
+    def controller(self) -> int | None:
+        """The process that decides, where it runs: rank 0's, once costs are known."""
+        return self._captain.controller if self._captain is not None else None
+
     # In training.
 
     def ended(self, measured: Sequence[Measured]) -> None:
