@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.train.report import Report
 from train_runs import Run, losses, metrics
 
 pytestmark = [
@@ -41,6 +43,11 @@ def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> N
 
     report = ended.json
     assert report == json.loads((late / "report.json").read_text())
+    read = Report.read(late / "report.json")
+    assert read is not None
+    text = read.to_text()
+    assert re.search(r"a message took in the end, ms: .*2>3 [2-9][0-9]", text)
+    assert "decided" in text
     steered = report["steered"]
     slow = {link for link, ms in steered["links"].items() if ms >= 20}
     assert {"2>3", "3>2"} <= slow

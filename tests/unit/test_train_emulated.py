@@ -138,10 +138,19 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert read is not None
     text = read.to_text()
     assert "decided" in text
-    assert "2–3 was" in text
+    assert "2>3" in text
     found = read_steered(place / "run")
     assert found is not None
     assert json.loads(json.dumps(found.to_json())) == steered
+
+
+def test_host_memory_is_activations_or_bytes() -> None:
+    costs = ps.costs_preset("gpt2-7b", 4)
+    settings = EmulatedSettings(adapt=True, host_memory="4")
+    assert settings.host_units(costs) == 4 * max(costs.activation)
+    assert EmulatedSettings(adapt=True, host_memory="8GB").host_units(costs) == 8e9
+    assert EmulatedSettings(adapt=True, host_memory="1GiB").host_units(costs) == 2**30
+    assert EmulatedSettings().host_units(costs) == 0
 
 
 BAD: dict[str, tuple[str, list[str]]] = {
