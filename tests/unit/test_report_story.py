@@ -145,11 +145,19 @@ def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> N
     assert first is not None
     early = json.dumps({"iteration": -1, "ms": 500.0, "number": 0, "links": {"0:1": 0.5, "2:3": 0.1}})
     op = [0, "F", 0, 0, 0.0, 10.0]
+    whole = run_once(job(), job().start, LinkConditions())
     timelines = [
         json.dumps({"iteration": first - 1, "number": 0, "why": "before 1", "ops": [op]}),
         json.dumps({"iteration": first + 2, "number": 1, "why": "after 1", "ops": [op, [1, "F", 1, 0, 10.0, 20.0]]}),
     ]
+    ops = [
+        [r, t.op.kind, t.op.stage, t.op.microbatch, t.start, t.end] for r, row in enumerate(whole.rows) for t in row
+    ]
+    timelines.append(json.dumps({"iteration": 2, "number": 0, "why": "start", "ops": ops}))
     told = read_story(lines, name="run", iterations=[early], timelines=timelines)
+    assert told.memory is not None
+    assert told.memory.source == "simulated, and as 1 recorded iterations ran"
+    assert told.memory.peaks == pytest.approx(whole.peak_activations)
     assert told.iterations[0].number == -1
     assert told.iterations[0].ms == 500
     assert [each.timeline.source for each in told.shown] == ["measured", "measured"]
@@ -210,3 +218,11 @@ def test_a_log_that_makes_no_sense_is_an_error(lines: list[str], message: str) -
 def test_a_record_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ControlError, match=r"iterations\.jsonl: a line that does not fit the log"):
         read_story(log_of(), name="run", iterations=['{"iteration": 3, "ms": 1.0, "number": 99, "links": {}}'])
+
+
+@pytest.mark.parametrize(
+    "line", ['{"number": 99, "ops": []}', '{"number": 0, "ops": [[0, "F"]]}', '{"iteration": 1}']
+)
+def test_a_timeline_that_does_not_fit_is_an_error(line: str) -> None:
+    with pytest.raises(ControlError, match=r"timelines\.jsonl: a line that does not fit the log"):
+        read_story(log_of(), name="run", timelines=[line])

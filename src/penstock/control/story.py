@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from penstock.control.configuration import Configuration, Job
+from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.hindsight import Hindsight, Seen, picked
@@ -77,6 +77,7 @@ def read_story(
     records = list(json_lines(iterations, "iterations.jsonl"))
     for record in records:
         add_record(told, record)
+    recorded = list(json_lines(timelines, "timelines.jsonl"))
     if not told.seen:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
     hindsight = Hindsight(told.job)
@@ -107,7 +108,7 @@ def read_story(
         decisions=decided,
         spells=spells_of(found, links, least),
         ran=_configurations(told, found, ran),
-        memory=_memory(told, ran.values(), records),
+        memory=_memory(told, ran.values(), records, recorded),
         alarms=Alarms(
             sum(watch.num_suspected for watch in told.book.watches),
             sum(watch.num_verified for watch in told.book.watches),
@@ -119,7 +120,7 @@ def read_story(
         factor=factor,
         faults=tuple(sorted((*told.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
-        shown=_shown(told, decided, ran, json_lines(timelines, "timelines.jsonl")),
+        shown=_shown(told, decided, ran, recorded),
     )
 
 
@@ -230,21 +231,34 @@ def _middle(both: Sequence[tuple[int, float, float]], late: Container[int]) -> i
     return sorted(rows, key=lambda each: each[1])[len(rows) // 2][0]
 
 
-def _memory(told: Told, ran: Iterable[Timeline], records: Iterable[Mapping[str, Any]]) -> Memory | None:
-    """The most each rank held: measured where the records say it, else simulated."""
-    measured = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
-    peaks = measured or [timeline.peak_activations for timeline in ran]
-    if not peaks:
+def _memory(
+    told: Told,
+    ran: Iterable[Timeline],
+    records: Iterable[Mapping[str, Any]],
+    recorded: Iterable[Mapping[str, Any]],
+) -> Memory | None:
+    """The most each rank held: measured where the records say it, else simulated, and as recorded iterations ran."""
+    rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
+    source = "measured"
+    if not rows:
+        rows = [timeline.peak_activations for timeline in ran]
+        source = "simulated"
+        measured = [_measured(told, record) for record in recorded]
+        whole = [timeline for timeline in measured if len(timeline.ops) == timeline.schedule.num_ops]
+        if whole:
+            rows += [tuple(peaks(timeline.executed(), told.job.costs)) for timeline in whole]
+            source = f"simulated, and as {len(whole)} recorded iterations ran"
+    if not rows:
         return None
     caps = [told.configuration(number).caps for number in {0, *(row.decision for row in told.seen.values())}]
-    most, allowed = (tuple(map(max, zip(*rows, strict=True))) for rows in (peaks, caps))
+    most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, caps))
     in_bytes = max(allowed) >= BYTES
     scale = 2.0**20 if in_bytes else 1.0
     return Memory(
         tuple(each / scale for each in most),
         tuple(each / scale for each in allowed),
         "MiB of activations" if in_bytes else "activations",
-        "measured" if measured else "simulated",
+        source,
     )
 
 
@@ -294,11 +308,17 @@ def _shown(
 
 
 def _measured(told: Told, record: Mapping[str, Any]) -> Timeline:
-    configuration = told.configuration(int(record["number"]))
-    ops = [
-        TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
-        for rank, kind, stage, microbatch, start, end in record["ops"]
-    ]
+    """A line of timelines.jsonl. Raises ControlError for one that does not fit the log."""
+    try:
+        configuration = told.configuration(int(record["number"]))
+        ops = [
+            TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
+            for rank, kind, stage, microbatch, start, end in record["ops"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ControlError(
+            f"timelines.jsonl: a line that does not fit the log: {error!r} in {str(record)[:200]}"
+        ) from None
     ops.sort(key=lambda timed: (timed.rank, timed.start))
     none = (0.0,) * configuration.schedule.num_ranks
     return Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)

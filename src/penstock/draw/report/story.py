@@ -143,7 +143,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Memory:
-    """Most activations that each rank held, against what it might. `source`: "measured" or "simulated"."""
+    """Most activations that each rank held, against what it might; `source` says how that is known."""
 
     peaks: tuple[float, ...]
     caps: tuple[float, ...]
