@@ -116,11 +116,16 @@ class Detector:
         self._pending.append(value)
         needed = self._fall
         if distance > 0:
-            doubles = min(self._pending) >= max(2 * level, level + 1.5 * self.threshold())
+            doubles = min(self._pending) >= max(2 * level, level + 1.5 * self.threshold(), self._rare())
             needed = self.sensitivity.rise if doubles else self.sensitivity.small_rise
         if len(self._pending) < needed:
             return None
         return self._verify(level)
+
+    def _rare(self) -> float:
+        """What about one in thirty numbers since the last change exceeds: where tails are heavy, more evidence is
+        needed for what lies among them."""
+        return sorted(self._regime)[-2] if len(self._regime) >= self.WINDOW // 2 else 0.0
 
     def restart(self) -> None:
         """Forgets the level: what is measured from now on is something else."""

@@ -231,7 +231,9 @@ class Controller:
         if not forced and self._patience.waits(self._iteration):
             return None
         gain = self.job.least_gain * self._patience.times_gain(self._iteration, bool(news))
-        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=self._may_return())
+        # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
+        returning = self._may_return() and (bool(news) or self._scored[0].worst is None)
+        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=returning)
         if chosen.candidate.action is Action.KEEP:
             return None
         check(chosen.candidate.configuration.schedule)

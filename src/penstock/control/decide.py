@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import fmean
+from statistics import fmean, stdev
 
 from penstock.control.candidates import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, transport_of
@@ -33,19 +33,25 @@ class Scored:
     Attributes:
         each: the time in each scenario, where there are several.
         peaks: most activations that each rank holds in any of them.
+        worst: the time with each link as late as in the worst of them; None where they hardly differ.
     """
 
     candidate: Candidate
     ms: float
     each: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
+    worst: float | None = None
 
 
 def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
     """Simulates a candidate on each scenario."""
     found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
-    return Scored(candidate, fmean(times), times, tuple(map(max, zip(*(peaks for _, peaks in found), strict=True))))
+    peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
+    worst = None
+    if len(measured.scenarios) > 1 and candidate.action in (Action.KEEP, Action.UNDELEGATE):
+        worst = predict(job, candidate.configuration, [measured.harshest])
+    return Scored(candidate, fmean(times), times, peaks, worst)
 
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
@@ -62,12 +68,12 @@ def choose(
 ) -> tuple[Scored, float]:
     """The best candidate that can be paid for, and what is lost in an iteration to keeping what runs now (ms).
 
-    A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance.
-    Among equals: the cheapest, then the one with the fewest delegated links, then a dynamic
-    one, which takes a late message best, then the first. What runs now stays
-    unless the best saves at least the share `least_gain`; a candidate that delegates fewer links is taken as soon as
-    it is no slower, if `returning`. Where what runs now is not among the candidates, a dead link forbids it: all can
-    be paid for, and nothing is lost.
+    A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance. What is
+    saved must be at least `least_gain` after its standard error over the scenarios is taken off. Among equals: the
+    cheapest, then the one with the fewest delegated links, then a dynamic one, which takes a late message best, then
+    the first. What runs now stays unless the best saves enough; a candidate that delegates fewer links is taken as
+    soon as it is no slower, even with links at their worst, if `returning`. Where what runs now is not among the
+    candidates, a dead link forbids it: all can be paid for, and nothing is lost.
 
     Args:
         scored: what runs now first, if it can go on.
@@ -81,14 +87,25 @@ def choose(
     if now is None:
         return best, 0.0
     lost = max(0.0, now.ms - min(each.ms for each in sure))
-    if best.ms <= now.ms * (1 - least_gain):
+    if best.ms + _error(best, now) <= now.ms * (1 - least_gain):
         return best, lost
-    fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE]
+    fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE and _stands_the_worst(each, now)]
     if returning and fewer:
         back = min(fewer, key=lambda each: (each.ms, *_rank(each)))
         if back.ms <= now.ms * (1 + _SAME):
             return back, lost
     return now, lost
+
+
+def _error(then: Scored, now: Scored) -> float:
+    """Standard error (ms) of what is saved, over the scenarios; 0 where there is one."""
+    saved = [before - after for after, before in zip(then.each, now.each, strict=True)]
+    return stdev(saved) / len(saved) ** 0.5 if len(saved) > 1 else 0.0
+
+
+def _stands_the_worst(back: Scored, now: Scored) -> bool:
+    """Whether going back would be no slower either where links are as late as they were at worst."""
+    return back.worst is None or now.worst is None or back.worst <= now.worst * (1 + _SAME)
 
 
 def _never_slower(scored: Scored, now: Scored) -> bool:

@@ -64,6 +64,8 @@ _FEWEST = 3
 """Messages of one size that a fit takes into account."""
 LATE = 8.0
 """Deviations above its expected time from which on a message counts as late."""
+COUNTED = 16
+"""Messages of which the share of late ones is counted: one of four says little."""
 LATE_SHARE = 0.15
 """Share of late messages that, in a row of iterations, speaks for loss: 1% of wild values does not come near."""
 
@@ -135,9 +137,10 @@ class LinkChange:
     """A verified change of one direction of a link.
 
     Attributes:
-        link: which; change: the levels before and after (ms), or shares of late messages where the cause is loss.
+        link: which; change: the levels before and after (ms), or shares of late messages.
         cause: see `Cause`; before, after: the estimates.
         num_iterations: since it began.
+        of_share: whether the levels are shares of late messages.
     """
 
     link: Link
@@ -146,10 +149,11 @@ class LinkChange:
     num_iterations: int
     before: LinkEstimate
     after: LinkEstimate
+    of_share: bool = False
 
     def __str__(self) -> str:
         before, after = self.change.before, self.change.after
-        if self.cause is Cause.LOSS:
+        if self.of_share:
             return f"link {show_link(self.link)}: late messages {before:.0%} -> {after:.0%} (loss)"
         return f"link {show_link(self.link)}: {before:.3g} -> {after:.3g} ms ({self.cause})"
 
@@ -180,6 +184,7 @@ class LinkWatch:
         self._told_now: tuple[float | None, float] = None, 0.0
         self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
         self._told: deque[tuple[float | None, float]] = deque(maxlen=self.ITERATIONS)
+        self._counted = 0, 0
         self.delays: deque[float] = deque(maxlen=self.ITERATIONS)
         self.age = 0
 
@@ -233,8 +238,8 @@ class LinkWatch:
             if change is not None:
                 found, loss = change, False
                 self._late.restart()
-            elif self._delay.pending == 0:  # many messages above the level are loss where the level itself stays
-                late = self._late.feed(sum(ms > bound for ms in half) / len(half))
+            elif self._delay.pending == 0 and self.age:  # many messages above the level, where that stays, are loss
+                late = self._count_late(half, bound)
                 if late is not None:
                     found, loss = late, True
         self._regime.append(messages)
@@ -250,7 +255,7 @@ class LinkWatch:
         after = [m for row in rows[-began:] for m in row]
         old, new = self._estimate(before, 0, len(rows) - began), self._estimate(after, len(rows) - began, len(rows))
         self._keep_last(began)
-        return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new)
+        return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new, loss)
 
     def estimate(self) -> LinkEstimate | None:
         """What is known since the last verified change; None before the first message."""
@@ -271,12 +276,23 @@ class LinkWatch:
         self._delay.restart()
         self._late.restart()
         self._now, self._told_now = [], (None, 0.0)
+        self._counted = 0, 0
         self._keep_last(0)
 
     def _spread(self) -> float:
         """The deviation (ms) of single messages since the last verified change."""
         times = [ms for row in self._regime for _, ms in row]
         return deviation(times) if times else 0.0
+
+    def _count_late(self, times: Sequence[float], bound: float) -> Change | None:
+        """Takes the share of late messages, once there are enough for it to mean something."""
+        late, num = self._counted
+        late, num = late + sum(ms > bound for ms in times), num + len(times)
+        if num < COUNTED:
+            self._counted = late, num
+            return None
+        self._counted = 0, 0
+        return self._late.feed(late / num)
 
     def _keep_last(self, count: int) -> None:
         for row in (self._regime, self._told, self.delays):

@@ -1,0 +1,95 @@
+"""A thousand noisy iterations without a straggler: at most one change of plan, however the noise is made.
+
+The noise is that of many processes on two cores: most messages pass in half a millisecond, some wait for a turn of
+the processor, and whole iterations are worse than others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import penstock as ps
+from penstock.control import Configuration, Controller, Decision, IterationEnded, Job, OpTimes, Switched, Transfers
+from penstock.control.configuration import peaks
+
+pytestmark = pytest.mark.unit
+
+COSTS = ps.Costs.uniform(3, 10, 10, 10)
+ZB = ps.build("zb", 3, 8)
+LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
+
+
+class Noise:
+    """Times of messages (ms). An iteration is worse or better as a whole, and so is each link."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.worse = dict.fromkeys(LINKS, 1.0)
+
+    def begin(self, number: int) -> None:
+        whole = math.exp(self.rng.gauss(0, 0.3)) * self.level(number)
+        self.worse = {link: whole * math.exp(self.rng.gauss(0, 0.3)) for link in LINKS}
+
+    def level(self, number: int) -> float:
+        return 1.0
+
+    def ms(self, link: tuple[int, int]) -> float:
+        turn = 2 + self.rng.expovariate(1 / 8) if self.rng.random() < 0.15 else 0.0
+        return (0.4 + self.rng.expovariate(2) + turn) * self.worse[link]
+
+
+class Bursts(Noise):
+    """Another process takes a core for some iterations, about every hundredth."""
+
+    left = 0
+
+    def level(self, number: int) -> float:
+        if not self.left and self.rng.random() < 0.01:
+            self.left = self.rng.randint(2, 12)
+        self.left = max(0, self.left - 1)
+        return 2.5 if self.left else 1.0
+
+
+class Drift(Noise):
+    """The machine gets slower and faster by half, in hundreds of iterations."""
+
+    def level(self, number: int) -> float:
+        return 1 + 0.5 * math.sin(number * 2 * math.pi / 400)
+
+
+class Wander(Noise):
+    """A walk with a weak pull back to where it was."""
+
+    at = 0.0
+
+    def level(self, number: int) -> float:
+        self.at = 0.99 * self.at + self.rng.gauss(0, 0.04)
+        return math.exp(self.at)
+
+
+@pytest.mark.parametrize("kind", [Noise, Bursts, Drift, Wander])
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_changes_the_plan_at_most_once_in_1000_iterations(kind: type[Noise], seed: int) -> None:
+    start = ("frozen", "dynamic")[seed % 2]
+    job = Job(COSTS, Configuration(ZB, start, (), tuple(peaks(ZB, COSTS))), host_memory=4.0)
+    noise, controller = kind(seed), Controller(job)
+    made: list[Decision] = []
+    for number in range(1000):
+        noise.begin(number)
+        for link in LINKS:
+            last, rows = 0.0, []
+            for k in range(8):
+                last = max(last, 30.0 * k + noise.ms(link))  # a stream keeps its order
+                rows.append((65536.0, 30.0 * k, last))
+            controller.feed(Transfers.of(link, rows))
+        for stage in range(3):
+            halves = [tuple(10 * noise.rng.gauss(1, 0.01) for _ in range(2)) for _ in range(3)]
+            controller.feed(OpTimes(stage, stage, tuple(zip("FIW", halves, strict=True))))  # type: ignore[arg-type]
+        made += controller.feed(IterationEnded(number, 280.0 * noise.rng.gauss(1, 0.02)))
+        if controller.waiting is not None:
+            controller.feed(Switched(controller.waiting.number))
+    assert len(made) <= 1, [(each.iteration, each.action, each.ms_now, each.ms_then) for each in made]
+    assert not any("compute" in each.causes for each in made)
