@@ -66,7 +66,8 @@ def train(
     ] = None,
     stretch: Annotated[float | None, _option("Emulated: slow ops and links down by this, against noise. [1]")] = None,
     message_cap: Annotated[
-        str | None, _option("Emulated: most bytes of a message; larger ones are sent as so many.", metavar="BYTES")
+        str | None,
+        _option("Emulated: most bytes of a message; larger ones become so many. [1MB]", metavar="BYTES"),
     ] = None,
     timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
     threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,

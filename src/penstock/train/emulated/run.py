@@ -21,8 +21,12 @@ from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
+from penstock.train.settings import num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
+
+GB_A_CORE = 1.0
+"""GB a second that a core can send and receive through gloo, about."""
 
 
 class EmulatedRun:
@@ -154,7 +158,7 @@ class EmulatedRun:
             late=(median(late), max(late)) if late else (0.0, 0.0),
             peaks=peaks,
             steered=read_steered(folder.path),
-            notices=[*_injected(settings), *_cut(settings), *notices],
+            notices=[*_injected(settings), *self._cut(), *self._crowded(iterations), *notices],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -166,13 +170,27 @@ class EmulatedRun:
         write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         return report
 
+    def _cut(self) -> list[str]:
+        if not self.settings.is_cut(self.schedule):
+            return []
+        return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
+
+    def _crowded(self, iterations: list[Iteration]) -> list[str]:
+        """Why iterations may be longer than simulated: more bytes a second than the cores here can send."""
+        settings = self.settings
+        if settings.in_process:
+            return []
+        num_bytes = 2 * self.schedule.num_microbatches * sum(self.costs.message_bytes[:-1])
+        seconds = median(each.simulated for each in iterations) / 1e3 * settings.stretch
+        rate = num_bytes / seconds / 1e9 if seconds else 0.0
+        if rate < GB_A_CORE * num_cores():
+            return []
+        return [
+            f"messages come to {rate:.1f} GB/s, which {num_cores()} cores hardly pass on in time; give --message-cap "
+            "or more --stretch"
+        ]
+
 
 def _injected(settings: EmulatedSettings) -> list[str]:
     conditions = settings.link_conditions()
     return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
-
-
-def _cut(settings: EmulatedSettings) -> list[str]:
-    if settings.message_cap is None:
-        return []
-    return [f"messages of more than {settings.message_cap} were sent, and simulated, as so many"]

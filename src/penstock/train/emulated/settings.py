@@ -49,7 +49,7 @@ class EmulatedSettings:
     costs: str = "gpt2-7b"
     steps: int = 20
     stretch: float = 1.0
-    message_cap: str | None = None
+    message_cap: str = "1MB"
     link: str | None = None
     transport: str = "host"
     link_depth: int | None = None
@@ -84,9 +84,9 @@ class EmulatedSettings:
         return Travel(**{name: getattr(self, name) for name in names})
 
     @property
-    def most_bytes(self) -> float | None:
+    def most_bytes(self) -> float:
         """`message_cap` as a number. Raises SettingsError."""
-        return None if self.message_cap is None else read_size("message_cap", self.message_cap)
+        return read_size("message_cap", self.message_cap)
 
     def link_conditions(self) -> LinkConditions | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
@@ -98,13 +98,18 @@ class EmulatedSettings:
 
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError."""
+        costs = self._whole_costs(schedule)
+        return dataclasses.replace(costs, message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes])
+
+    def is_cut(self, schedule: Schedule) -> bool:
+        """Whether messages are larger than `message_cap`. Raises SettingsError."""
+        return max(self._whole_costs(schedule).message_bytes) > self.most_bytes
+
+    def _whole_costs(self, schedule: Schedule) -> Costs:
         try:
-            costs = read_costs(self.costs, schedule.num_stages)
+            return read_costs(self.costs, schedule.num_stages)
         except CostError as error:
             raise SettingsError(f"--costs: {error}") from None
-        if self.most_bytes is None:
-            return costs
-        return dataclasses.replace(costs, message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes])
 
     def host_units(self, costs: Costs) -> float:
         """Host memory in the units of the costs. Raises SettingsError."""
