@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import penstock as ps
 from penstock.control import replay
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.steering import clock, helm, meeting
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -69,9 +71,9 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(12, 8, generator=generator)
-        helm = pipe._helm
-        assert helm is not None
-        numbers.append((helm.number, helm.digest, pipe.configuration.digest))
+        steering = pipe._helm
+        assert steering is not None
+        numbers.append((steering.number, steering.digest, pipe.configuration.digest))
         got.append(pipe.step(x, x.cos()).loss)
     notices = pipe.notices
     pipe.close()
@@ -106,9 +108,9 @@ def dies(rank: int, folder: str) -> list[str]:
     losses(pipe, 2)
     if rank == 2:
         os._exit(9)
-    helm = pipe._helm
-    assert helm is not None
-    controller = helm.controller if rank == 0 else 0
+    steered = pipe._helm
+    assert steered is not None
+    controller = steered.controller if rank == 0 else 0
     try:
         losses(pipe, 5)
     except (PeerLost, DeadlineExceeded) as error:
@@ -165,3 +167,26 @@ def test_emulated_processes_switch_together(transport: str) -> None:
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     assert outcomes[0].value == outcomes[1].value == outcomes[2].value
     assert outcomes[0].value[-1][0] >= 1, outcomes[0].text
+
+
+def drifting(rank: int) -> list[int]:
+    """Each rank believes to be a host of its own, whose clock is some seconds ahead and goes on to run ahead."""
+    second, shift = 10**9, [3 * rank]
+    clock.clock_name = lambda: f"host {rank}"  # type: ignore[assignment]
+    clock.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
+    meeting.clock_name = clock.clock_name
+    helm.COMPARED = 4
+    pipe = pipeline(ps.Steering(), None)
+    found = list(pipe._helm._meeting.ahead)  # type: ignore[union-attr]
+    shift[0] += 5 * rank
+    losses(pipe, 5)
+    found += pipe._helm._meeting.ahead  # type: ignore[union-attr]
+    pipe.close()
+    return found
+
+
+def test_clocks_of_several_hosts_are_compared_again_and_again() -> None:
+    outcomes = run_ranks(NUM_RANKS, drifting)
+    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    for found in (o.value for o in outcomes):
+        assert [round(each / 1e9) for each in found] == [0, 3, 6, 0, 8, 16]

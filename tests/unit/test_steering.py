@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ from penstock.runtime.steering.clock import Trip, ahead
 from penstock.runtime.steering.gathering import Gathering
 from penstock.runtime.steering.measured import COUNT, FIRST, MeasuredCosts
 from penstock.runtime.steering.offer import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
+from penstock.runtime.steering.records import Records
 from penstock.runtime.steering.report import Measured, Report, lines_of, report_of
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op
@@ -209,5 +211,21 @@ def test_options_that_make_no_sense() -> None:
         ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(least_gain=-1.0))
     with pytest.raises(ps.ScheduleError, match="cap is 1"):
         ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(max_held=1.0))
+    with pytest.raises(ps.ScheduleError, match="dispatch 'any'"):
+        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(dispatches=("any",)))
     with pytest.raises(RuntimeFailure, match="give another folder"):
         ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(folder="/proc/nowhere"))
+
+
+def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    for run in range(3):
+        records = Records(tmp_path)
+        records.control(f"run {run}")
+        records.close()
+        records.control("too late")
+    Records(tmp_path / "empty").close()
+    Records(tmp_path / "empty").close()
+    names = sorted(path.name for path in tmp_path.glob("control*"))
+    assert names == ["control-1.jsonl", "control-2.jsonl", "control.jsonl"]
+    assert [(tmp_path / name).read_text() for name in names] == ["run 0\n", "run 1\n", "run 2\n"]
+    assert len(list((tmp_path / "empty").iterdir())) == 3, "files without a line are no run"

@@ -31,6 +31,8 @@ WAIT = 0.1
 """Seconds that one look at the queue of plans may last."""
 KEPT = 64
 """Reports kept while the store is gone; older ones are dropped."""
+COMPARED = 64
+"""Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
 ENDS = 1.0
 """Seconds that threads have to end, and other processes to say that they have."""
 RESEND, GIVE_UP = 1.0, 15.0
@@ -134,6 +136,8 @@ class Helm:
             RuntimeFailure: the ranks have not run the same.
         """
         outcome = agree(offers)
+        if self._meeting.compare is not None and self._iteration % COMPARED == 0:
+            self._meeting.ahead = self._meeting.compare()
         if outcome.stopped is not None:
             self._end(self._stopped or f"rank {outcome.stopped} steers no more")
             return None

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ class Meeting:
         store: connected. name: tells this run's queues from those of all others.
         first: the first rank of this process; processes: of each.
         ahead: nanoseconds that each rank's clock is ahead of rank 0's.
+        compare: measures that again, where there are several clocks; every process must call it.
         server: a TCPStore that lives here, if it does.
     """
 
@@ -36,6 +37,7 @@ class Meeting:
     first: int
     processes: Sequence[int]
     ahead: Sequence[int] = ()
+    compare: Callable[[], Sequence[int]] | None = field(default=None, repr=False)
     server: Any = field(default=None, repr=False)
 
     @property
@@ -90,8 +92,12 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     refused = [f"rank {rank}: {text}" for rank, text in enumerate(peers.gather(error)) if text]
     if refused or reached is None:
         raise RuntimeFailure(f"{refused[0]}; steering needs a store that every rank reaches")
-    ahead = [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
-    return Meeting(reached, name, first, range(peers.num_ranks), ahead, server)
+
+    def compare() -> list[int]:
+        return [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
+
+    again = compare if len(set(clocks)) > 1 else None
+    return Meeting(reached, name, first, range(peers.num_ranks), compare(), again, server)
 
 
 def _jobs_own(clocks: Sequence[str]) -> tuple[Any, str]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.control import Configuration, Job, Prices, Sensitivity
-from penstock.control.configuration import peaks
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
-from penstock.schedule import Schedule
+from penstock.simulate.simulate import as_dispatch
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,6 @@ class Steering:
         if not 0 < self.patience < math.inf:
             raise RuntimeFailure(f"a patience of {self.patience:g} s: give a number above 0")
 
-    def caps(self, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Most activations each rank may hold."""
-        if self.max_held is None:
-            return tuple(peaks(schedule, costs))
-        if isinstance(self.max_held, int | float):
-            return (float(self.max_held),) * schedule.num_ranks
-        return tuple(map(float, self.max_held))
-
     def job(self, costs: Costs, start: Configuration, depth: int, has_delegates: bool) -> Job:
         """What the controller needs to know.
 
@@ -75,6 +66,7 @@ class Steering:
 
         Raises:
             ControlError: numbers that make no sense, or caps below what the start needs.
+            ScheduleError: an unknown dispatch.
         """
         return Job(
             costs,
@@ -84,7 +76,7 @@ class Steering:
             delegate_ms=self.delegate_ms,
             prices=self.prices,
             least_gain=self.least_gain,
-            dispatches=tuple(Dispatch(each) for each in self.dispatches),
+            dispatches=tuple(as_dispatch(each) for each in self.dispatches),
             may_replan=self.may_replan,
             may_delegate=self.may_delegate and has_delegates,
             least_delay=self.least_delay,

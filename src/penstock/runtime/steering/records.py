@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ class Records:
             return
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            _put_aside(Path(folder))
             for name in (CONTROL, ITERATIONS, TIMELINES):
                 self._files[name] = (Path(folder) / name).open("w", encoding="utf-8")
         except OSError as error:
@@ -66,3 +68,13 @@ class Records:
             if file is not None:
                 file.write(line + "\n")
                 file.flush()
+
+
+def _put_aside(folder: Path) -> None:
+    """Gives the files of an earlier run the first number that is free."""
+    old = [folder / name for name in (CONTROL, ITERATIONS, TIMELINES) if (folder / name).exists()]
+    if not any(path.stat().st_size for path in old):
+        return
+    number = next(n for n in count(1) if not any(path.with_stem(f"{path.stem}-{n}").exists() for path in old))
+    for path in old:
+        path.rename(path.with_stem(f"{path.stem}-{number}"))
