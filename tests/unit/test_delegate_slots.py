@@ -46,8 +46,11 @@ def test_a_grant_lets_more_be_taken_up_to_what_is_mapped() -> None:
     assert slots.take(PAGE) == (0, PAGE)
     assert slots.take(1) is None
     slots.grant(100 * PAGE)
-    assert slots.limit == 3 * PAGE
+    assert slots.take(3 * PAGE) is None
     assert slots.take(2 * PAGE) == (PAGE, 2 * PAGE)
+    slots.free(PAGE, 2 * PAGE)
+    slots.grant(-100 * PAGE)
+    assert slots.take(1) is None
 
 
 def test_what_is_taken_from_the_start_is_not_given_out() -> None:

@@ -14,7 +14,13 @@ from penstock.runtime.transports.delegate.packets import SlotPacket
 
 
 class Copying(Protocol):
-    """Copies between payloads and packets in shared memory."""
+    """Copies between payloads and packets in shared memory.
+
+    Attributes:
+        lends: whether payloads may stay where they came in.
+    """
+
+    lends: bool
 
     def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
         """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
@@ -34,6 +40,8 @@ class Copying(Protocol):
 
 class HostCopying:
     """From and to host memory."""
+
+    lends = True
 
     def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
         packet.pack(payload)

@@ -38,10 +38,11 @@ class Post(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What a receiving delegate must know of the one before it; see `Orders`."""
+    """What a delegate must know of the one before it; see `Orders`."""
 
     lanes: list[tuple[int, int, int]]
     taken: list[tuple[int, int]]
+    limit: int
 
 
 class Fleet:
@@ -257,7 +258,7 @@ class Fleet:
         delegate = self._delegates[post]
         self._leave(delegate)
         generation = delegate.orders.generation + 1
-        orders = replace(delegate.orders, generation=generation, lanes=resumed.lanes, taken=resumed.taken)
+        orders = replace(delegate.orders, generation=generation, **resumed._asdict())
         self.restarts += 1
         delegate.restart(orders)
         self._attend(post, delegate)

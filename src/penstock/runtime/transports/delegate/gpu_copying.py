@@ -30,6 +30,8 @@ class GpuCopying:
     lock: held while a packed message is handed over.
     """
 
+    lends = False
+
     def __init__(self, device: torch.device, lock: threading.RLock) -> None:
         self._device, self._lock = device, lock
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Seen(NamedTuple):
     capacity: int
 
 
+LENT = 64 << 10
+"""Bytes from which a message is used where it lies; smaller ones are copied out."""
 KEPT = 64
 """Messages of a step from which rates are worked out."""
 
@@ -53,6 +56,8 @@ class Inbox:
         self._free: dict[Post, list[Descriptor]] = {}
         self._seen: dict[Post, deque[Seen]] = {}  # of this step
         self._limits: dict[Post, int] = {}
+        self._lent: dict[Post, int] = {}
+        self._returned: deque[Held] = deque()
         self.crossings: list[Crossing] = []
         self.num_messages = 0
 
@@ -133,13 +138,33 @@ class Inbox:
         """A message that came in; its slot is the caller's until `free`."""
         return self._ready.pop(edge)
 
-    def free(self, held: Held) -> None:
-        """Gives a slot back."""
+    def free(self, held: Held, granted: int = 0) -> None:
+        """Gives a slot back, and what was granted for it."""
         note = held.note
         self._slots[held.post].pop(note.offset, None)
         queue = self._free.setdefault(held.post, [])
-        queue.append(Descriptor(Note.FREE, note.lane, offset=note.offset, capacity=note.capacity))
+        queue.append(Descriptor(Note.FREE, note.lane, granted, offset=note.offset, capacity=note.capacity))
         self.flush(held.post)
+
+    def lend(self, held: Held) -> Callable[[], None] | None:
+        """Lets a slot be used as it is; what it returns gives it back, from any thread. None: copy it out instead.
+
+        Its delegate may use as much more meanwhile: host memory bounds what is not taken, and as much again is lent.
+        """
+        capacity = held.note.capacity
+        if capacity < LENT or sum(self._lent.values()) + capacity > self._fleet.host_memory:
+            return None
+        if not self.grant(held.post, capacity):
+            return None
+        self._lent[held.post] = self._lent.get(held.post, 0) + capacity
+        return partial(self._returned.append, held)
+
+    def take_back(self) -> None:
+        """Frees the slots that were given back."""
+        while self._returned:
+            held = self._returned.popleft()
+            self._lent[held.post] -= held.note.capacity
+            self.free(held, held.note.capacity)
 
     def flush(self, post: Post) -> None:
         """Tells a delegate which slots are free, as far as its ring has room."""
@@ -161,6 +186,7 @@ class Inbox:
         resumed = Resumed(
             [(lane.source, lane.target, self._last[lane]) for lane in mine],
             list(self._slots.get(post, {}).items()),
+            self._fleet.share + self._lent.get(post, 0),
         )
         delegate = self._fleet.revive(post, resumed)
         for lane in self._watched:

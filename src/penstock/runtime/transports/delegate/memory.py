@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
+from collections.abc import Callable
 from mmap import MAP_SHARED, mmap
 
 import torch
@@ -36,6 +38,12 @@ class Memory:
     def part(self, offset: int, num_bytes: int) -> Tensor:
         """A part of it, as bytes."""
         return self._whole.narrow(0, offset, num_bytes)
+
+    def lend(self, offset: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
+        """A part of it, as bytes, whose last user gives it back: `returned` is called then, from any thread."""
+        view = memoryview(self._map)[offset : offset + num_bytes]
+        weakref.finalize(view, returned).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """A copy of a part."""

@@ -129,7 +129,7 @@ class Outbox:
 
     def revive(self, post: Post) -> None:
         """Starts a dead delegate again, with all that was not answered."""
-        delegate = self._fleet.revive(post, Resumed([], []))
+        delegate = self._fleet.revive(post, Resumed([], [], 0))
         for lane, end in self._lanes.items():
             if _post(lane) != post:
                 continue

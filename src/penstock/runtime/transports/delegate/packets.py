@@ -27,6 +27,10 @@ class SlotPacket(Packet):
             if leaf is not None and view is not None and place is not None:
                 yield view, place, leaf
 
+    def leaves_in_place(self) -> Payload:
+        """The payload, where it lies: its leaves keep the memory. Each counts its changes by itself."""
+        return self.unpack_with(lambda view, place: _in_place(view, place).data)
+
     def unpack_with(self, copy: Callable[[Tensor, Place], Tensor]) -> Payload:
         """The payload, each of its leaves copied out by `copy` from its view."""
         spec = self.spec
@@ -73,3 +77,9 @@ class Specs:
                 "versions"
             )
         return spec
+
+
+def _in_place(view: Tensor, place: Place) -> Tensor:
+    if place.rebuilt is not None:
+        return place.leaf(view)
+    return view if place.repeated is None else view.expand(place.repeated)

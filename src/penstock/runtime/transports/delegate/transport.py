@@ -268,7 +268,11 @@ class DelegateTransport:
             note = held.note
             memory = self._fleet.memory(held.post)
             spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
-            packet = SlotPacket(spec, memory.part(note.offset + spec_room(note.spec_bytes), note.payload_bytes))
+            start = note.offset + spec_room(note.spec_bytes)
+            returned = self._inbox.lend(held) if self._copying.lends else None
+            if returned is not None:
+                return SlotPacket(spec, memory.lend(start, note.payload_bytes, returned)).leaves_in_place()
+            packet = SlotPacket(spec, memory.part(start, note.payload_bytes))
             return self._copying.unpack(packet, lambda: self._inbox.free(held))
 
     # What was seen.
@@ -334,6 +338,7 @@ class DelegateTransport:
         if self._supervisor.error is not None:
             raise self._supervisor.error
         self._copying.progress()
+        self._inbox.take_back()
         for post, note in self._fleet.notes():
             if note.note is Note.MESSAGE:
                 edge = self._inbox.came(post, note)

@@ -108,6 +108,7 @@ class Receiver:
         for descriptor in self.home.commands():
             if descriptor.note is Note.FREE:
                 self.slots.free(descriptor.offset, descriptor.capacity)
+                self.slots.grant(-descriptor.number)
                 room = True
             elif descriptor.note is Note.GRANT:
                 self.slots.grant(descriptor.number)

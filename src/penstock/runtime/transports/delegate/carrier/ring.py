@@ -30,7 +30,7 @@ class Note(IntEnum):
     SEND = 1
     """Message `number` of a lane lies in a slot."""
     FREE = 2
-    """A received message was taken: its slot is free."""
+    """A received message was taken: its slot is free. `number` bytes of what was granted end."""
     GRANT = 3
     """`number` bytes more may be used."""
     EXPECT = 4

@@ -21,12 +21,12 @@ def rounded(num_bytes: int) -> int:
 
 class Slots:
     """Args:
-    limit: bytes that may be taken; grows by `grant`, up to `span`.
+    limit: bytes that may be taken; changes by `grant`. More than `span` can't be.
     taken: (offset, capacity) of slots that are taken from the start.
     """
 
     def __init__(self, limit: int, span: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        self.limit, self.span = min(limit, span), span
+        self.limit, self.span = limit, span
         self.used = 0
         self._free: list[tuple[int, int]] = [(0, span)]
         for offset, capacity in sorted(taken):
@@ -62,8 +62,8 @@ class Slots:
         self._free.insert(place, (offset, capacity))
 
     def grant(self, num_bytes: int) -> None:
-        """Raises the limit."""
-        self.limit = min(self.span, self.limit + num_bytes)
+        """Raises the limit, or lowers it again."""
+        self.limit += num_bytes
 
     def _cut(self, place: int, offset: int, capacity: int) -> None:
         start, size = self._free[place]
