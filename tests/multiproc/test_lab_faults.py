@@ -37,7 +37,7 @@ def test_where_no_way_is_left_each_rank_says_so_and_ends() -> None:
     with training_in_a_lab(num_runs=1, num_steps=50, timeout=5.0) as (lab, training, _):
         name = lab.name
         training.job.go(0).touch()
-        training.hear(0, "ready")
+        training.hear(0, "step 0")
         for nic in (0, DATA):
             lab.interface_down(1, nic)
         start = time.monotonic()

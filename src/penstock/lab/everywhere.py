@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import threading
 import time
@@ -44,7 +46,8 @@ def run_everywhere(
 
     Args:
         events: happen meanwhile.
-        timeout: seconds until all are stopped. grace: seconds that the others have after one has failed.
+        timeout: seconds until all are stopped.
+        grace: seconds that the others have after one has failed, and that all have after Ctrl-C.
         say: takes each line that a host writes, and each event; one at a time.
     """
     start = time.monotonic()
@@ -63,6 +66,9 @@ def run_everywhere(
             readers.append(threading.Thread(target=_relay, args=(process, say_in_turn), daemon=True))
             readers[-1].start()
         ended = _await(lab, processes, list(events), start, timeout, grace, say_in_turn)
+    except KeyboardInterrupt:
+        _interrupt(processes, grace)
+        raise
     finally:
         for process in processes:
             process.stop()
@@ -97,6 +103,16 @@ def _await(
                 limit = min(limit, time.monotonic() + grace)
         time.sleep(TICK)
     return ended
+
+
+def _interrupt(processes: Sequence[HostProcess], grace: float) -> None:
+    """Passes Ctrl-C on, and gives programs time to leave in their own way; a second one stops them."""
+    for process in processes:
+        process.signal(signal.SIGINT)
+    end = time.monotonic() + grace
+    with contextlib.suppress(KeyboardInterrupt):
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            time.sleep(TICK)
 
 
 def _relay(process: HostProcess, say: Callable[[str], None]) -> None:
