@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from backends import Backend, Case, Row
-from results import best_known, command, find, pair, table
+from results import best_known, command, find, table, times
 from setups import CHAIN_8, late
 from systems import setting
 
@@ -57,15 +57,16 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         if row["transport"] != "direct" or row["delay_ms"] == 0:
             continue
         keys = {name: row[name] for name in ("system", "link")}
-        without = best_known(find(rows, **keys, delay_ms=0.0, transport="direct"))
+        base = find(rows, **keys, delay_ms=0.0, transport="direct")
+        without = best_known(base)
         other = find(rows, **keys, delay_ms=row["delay_ms"], transport="delegated")
         dependency, lost = best_known(other) - without, best_known(row) - without
         paper = PAPER.get((row["system"], row["link"], row["delay_ms"]))
         body.append(
             [
                 f"{row['system']}, {row['link']} link, {row['delay_ms']:g} ms",
-                pair(row, without, ".2f"),
-                pair(find(rows, **keys, delay_ms=row["delay_ms"], transport="busy"), without, ".2f"),
+                times(row, base),
+                times(find(rows, **keys, delay_ms=row["delay_ms"], transport="busy"), base),
                 f"{dependency:.0f} ms",
                 f"{lost - dependency:.0f} ms",
                 "-" if paper is None else f"{paper:.2f}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from backends import Backend, Case, Row
-from results import best_known, command, find, pair, table
+from results import command, find, pair, table, times
 from setups import MODELS, late
 from systems import HOSTED, SYSTEMS, setting
 
@@ -48,7 +48,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             [
                 row["system"],
                 pair(row),
-                pair(row, best_known(without), ".2f"),
+                times(row, without),
                 f"{row.get('measured_bubble', row['bubble']):.1%}",
                 f"{paper[0]}, {paper[0] / PAPER_WITHOUT:.2f}, {paper[1]:.1%}" if paper else "-",
             ]

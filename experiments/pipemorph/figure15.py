@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from backends import Backend, Case, Row
-from results import best_known, command, find, pair, table
+from results import best_known, command, find, table, times
 from setups import CHAIN_8, late
 from systems import HOSTED, SYSTEMS, setting
 
@@ -57,8 +57,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "slowdown by delay of the last link (ms), simulated/measured; paper at 60 ms"
     body = []
     for system in systems:
-        unit = best_known(base(rows, system))
-        cells = [pair(find(rows, system=system, delay_ms=ms), unit, ".2f") for ms in delays]
+        cells = [times(find(rows, system=system, delay_ms=ms), base(rows, system)) for ms in delays]
         body.append([system, *cells, f"{PAPER[system]:.2f}" if system in PAPER else "-"])
     yield from table(["", *(f"{ms:g}" for ms in delays), "paper"], body)
     worst = max(

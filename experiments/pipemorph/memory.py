@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from backends import Backend, Case, Row
-from results import best_known, command, find, pair, simulated, table
+from results import best_known, command, find, measured, simulated, table
 from setups import CHAIN_8, DEPTH, late
 from systems import Setting, settled
 
@@ -89,13 +89,18 @@ def setting(way: str, memory: int) -> Setting:
     return Setting(job, Configuration(frozen, "dynamic", links, tuple(cap + more for cap in limit)))
 
 
+def slowdown(row: Row) -> str:
+    found = measured(row)
+    return f"{simulated(row) / UNDELAYED:.2f}" + ("" if found is None else f"/{found / UNDELAYED:.2f}")
+
+
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     memories = list(dict.fromkeys(row["memory"] for row in rows))
     yield f"slowdown against {UNDELAYED:g} ms by cap (activations a rank), simulated/measured"
     ways = (*WAYS, "best")
     yield from table(
         ["", *map(str, memories)],
-        [[way, *(pair(find(rows, way=way, memory=m), UNDELAYED, ".2f") for m in memories)] for way in ways],
+        [[way, *(slowdown(find(rows, way=way, memory=m)) for m in memories)] for way in ways],
     )
     over = max(p / c for row in rows if "peaks" in row for p, c in zip(row["peaks"], row["caps"], strict=True))
     yield f"largest peak over its cap: {over:.2f}"

@@ -80,11 +80,17 @@ def measured(row: Row) -> float | None:
     return median(row["measured_ms"]) if row["measured_ms"] else None
 
 
-def pair(row: Row, unit: float = 1.0, form: str = ".0f") -> str:
-    """`simulated/measured`, each divided by `unit`; the first alone where nothing was measured."""
+def pair(row: Row) -> str:
+    """`simulated/measured` in ms; the first alone where nothing was measured."""
     found = measured(row)
-    text = format(simulated(row) / unit, form)
-    return text if found is None else f"{text}/{format(found / unit, form)}"
+    return f"{simulated(row):.0f}" + ("" if found is None else f"/{found:.0f}")
+
+
+def times(row: Row, base: Row) -> str:
+    """The same as multiples of another row, simulated of simulated and measured of measured."""
+    found, unit = measured(row), measured(base)
+    text = f"{simulated(row) / simulated(base):.2f}"
+    return text if found is None or unit is None else f"{text}/{found / unit:.2f}"
 
 
 def best_known(row: Row) -> float:
