@@ -6,8 +6,8 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-`ps.Pipeline` runs a schedule; it, `EmulatedPipeline`, `emulate`, `Steering`, `StepResult` and `OpCall`
-import torch, when they are first used.
+`ps.Pipeline` runs a schedule; it, `DelegateOptions`, `EmulatedPipeline`, `emulate`, `OpCall`, `Steering`
+and `StepResult` import torch, when they are first used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.schedule import Needs, Op, Placement, Registered, Schedule, Schedu
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
 if TYPE_CHECKING:
-    from penstock.runtime import EmulatedPipeline, OpCall, Pipeline, Steering, StepResult, emulate
+    from penstock.runtime import DelegateOptions, EmulatedPipeline, OpCall, Pipeline, Steering, StepResult, emulate
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "Costs",
     "Expected",
     "Decoupled",
+    "DelegateOptions",
     "EmulatedPipeline",
     "LinkCondition",
     "LinkConditions",
@@ -89,7 +90,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("EmulatedPipeline", "OpCall", "Pipeline", "Steering", "StepResult", "emulate"):
+    if name in ("DelegateOptions", "EmulatedPipeline", "OpCall", "Pipeline", "Steering", "StepResult", "emulate"):
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

@@ -10,6 +10,7 @@ now takes by simulation, with those delays (ms). It ends with its input.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,4 +59,5 @@ def _write(line: str) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(5)  # ranks come first
     follow(sys.stdin, _write)

@@ -9,9 +9,11 @@ from penstock.runtime.registered import OpCall
 from penstock.runtime.stage import Stage
 from penstock.runtime.steering import Steering
 from penstock.runtime.step_result import StepResult
+from penstock.runtime.transport_choice import DelegateOptions
 
 __all__ = [
     "DeadlineExceeded",
+    "DelegateOptions",
     "EmulatedPipeline",
     "Emulation",
     "OpCall",

@@ -52,4 +52,5 @@ def plan_of(configuration: Configuration, costs: Costs, number: int = 0) -> Emul
     wiring = wire(configuration.schedule)
     change = memory_changes(wiring.graph, costs)
     frozen_caps(wiring.graph, change, configuration.caps)
+    _ = wiring.stations  # here, and not in the first step that runs it
     return EmulatedPlan(configuration, wiring, change, number)

@@ -84,6 +84,7 @@ def running(
     """
     schedule = configuration.schedule
     plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
+    _ = plan.wiring.stations  # here, and not in the first step that runs it
     return Running(configuration, plan, pairs_with(schedule, "I"), pairs_with(schedule, "R"), rank, tags)
 
 

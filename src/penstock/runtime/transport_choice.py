@@ -116,7 +116,7 @@ class TransportChoice:
         if delegated and not self.has_delegates:
             raise RuntimeFailure(
                 f"links {sorted(delegated)} are to be delegated, and transport {self.name!r} was made without "
-                f"delegates: give ps.Pipeline delegates=DelegateOptions()"
+                f"delegates: give ps.Pipeline delegates=ps.DelegateOptions()"
             )
         if self.depth is not None:
             require_depth(schedule, self.depth)
