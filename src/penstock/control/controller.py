@@ -233,7 +233,8 @@ class Controller:
         gain = self.job.least_gain * self._patience.times_gain(self._iteration, bool(news))
         # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
         returning = self._may_return() and (bool(news) or self._scored[0].worst is None)
-        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=returning)
+        wary = self._patience.is_wary(self._iteration)
+        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=returning, wary=wary)
         if chosen.candidate.action is Action.KEEP:
             return None
         check(chosen.candidate.configuration.schedule)

@@ -64,16 +64,16 @@ def _tried(job: Job, configuration: Configuration, links: Links | LinkConditions
 
 
 def choose(
-    scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False
+    scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False, wary: bool = False
 ) -> tuple[Scored, float]:
     """The best candidate that can be paid for, and what is lost in an iteration to keeping what runs now (ms).
 
     A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance. What is
-    saved must be at least `least_gain` after its standard error over the scenarios is taken off. Among equals: the
-    cheapest, then the one with the fewest delegated links, then a dynamic one, which takes a late message best, then
-    the first. What runs now stays unless the best saves enough; a candidate that delegates fewer links is taken as
-    soon as it is no slower, even with links at their worst, if `returning`. Where what runs now is not among the
-    candidates, a dead link forbids it: all can be paid for, and nothing is lost.
+    saved must be at least `least_gain`, after its standard error over the scenarios is taken off if `wary`. Among
+    equals: the cheapest, then the one with the fewest delegated links, then a dynamic one, which takes a late message
+    best, then the first. What runs now stays unless the best saves enough; a candidate that delegates fewer links is
+    taken as soon as it is no slower, even with links at their worst, if `returning`. Where what runs now is not among
+    the candidates, a dead link forbids it: all can be paid for, and nothing is lost.
 
     Args:
         scored: what runs now first, if it can go on.
@@ -87,7 +87,8 @@ def choose(
     if now is None:
         return best, 0.0
     lost = max(0.0, now.ms - min(each.ms for each in sure))
-    if best.ms + _error(best, now) <= now.ms * (1 - least_gain):
+    chance = _error(best, now) if wary else 0.0
+    if best.ms + chance <= now.ms * (1 - least_gain):
         return best, lost
     fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE and _stands_the_worst(each, now)]
     if returning and fewer:

@@ -1,24 +1,25 @@
 """How much a switch must gain, and how long after the last: more with each of late, so that noise moves little.
 
 Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
-few switches are free of this; each further one within some hundred iterations must gain twice as much, and leave
-twice as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many
+few switches are free of this; each further one within some hundred iterations must gain half as much again, and
+leave twice as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many
 iterations. A dead link is not counted, and does not wait.
 
-    decisions in the last 512 iterations    0    1    2    3    4    5    6    7
+    decisions in the last 1024 iterations   0    1    2    3    4    5    6    7
     least gain, times the job's
-      where something has just changed      1    1    1    2    4    8    8    8
-      where nothing has                     1    2    4    8    8    8    8    8
+      where something has just changed      1    1    1  1.5  2.3  3.4  5.1  7.6
+      where nothing has                     1  1.5  2.3  3.4  5.1  7.6    8    8
+    must stand above chance                no  yes  yes  yes  yes  yes  yes  yes
     iterations since the last               0    0    0    6   18   42   90  186
 """
 
 from __future__ import annotations
 
-WINDOW = 512
+WINDOW = 1024
 """Iterations for which a switch counts."""
 FREE = 2
 """Switches that call for no patience where something has just changed."""
-_MOST_DOUBLINGS = 3
+_GROWTH, _MOST = 1.5, 8.0
 _FIRST_PAUSE = 6
 
 
@@ -39,7 +40,11 @@ class Patience:
     def times_gain(self, iteration: int, news: bool) -> float:
         """How many times the job's least gain a switch must save. `news`: whether something has just changed."""
         num = len(self._recent(iteration))
-        return 2.0 ** min(max(0, num - FREE) if news else num, _MOST_DOUBLINGS)
+        return min(_GROWTH ** max(0, num - FREE if news else num), _MOST)
+
+    def is_wary(self, iteration: int) -> bool:
+        """Whether what a switch saves must stand above chance."""
+        return bool(self._recent(iteration))
 
     def _recent(self, iteration: int) -> list[int]:
         return [made for made in self._made if made > iteration - WINDOW]
