@@ -15,8 +15,6 @@ from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import print_json
-from penstock.control.errors import ControlError
-from penstock.control.story import read_story
 from penstock.draw.report import RunStory, to_page
 from penstock.draw.report.words import headline, more
 from penstock.formats.files import write_whole
@@ -74,6 +72,10 @@ def _folder(run: Path) -> Path:
 
 
 def _story(folder: Path, run: Path) -> RunStory:
+    # Imported here: control loads numpy, which the other verbs start without.
+    from penstock.control import ControlError
+    from penstock.control.story import read_story
+
     name = (run.parent if run.name == LOG else run).resolve().name
     try:
         return read_story(
