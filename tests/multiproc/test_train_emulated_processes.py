@@ -33,7 +33,7 @@ def costs(tmp_path: Path) -> Path:
 
 
 def options(folder: Path, costs: Path, steps: int) -> str:
-    plan = "--device emulated --schedule zb --ranks 2 --microbatches 6"
+    plan = "--device emulated --schedule zb --dispatch frozen --ranks 2 --microbatches 6"
     return f"{plan} --costs {costs} --steps {steps} --out {folder}"
 
 
