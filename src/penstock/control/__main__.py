@@ -2,7 +2,7 @@
 
     python -m penstock.control < events.jsonl > control.jsonl
 
-A process of its own, so that deciding, which takes a second of a core for a large schedule, never holds up a rank.
+A process of its own, so that deciding never holds up a rank.
 A line `{"record": {"links": {"6:7": 60.1}, ...}}` comes back with `simulated_ms`: how long an iteration of what runs
 now takes by simulation, with those delays (ms). It ends with its input.
 """

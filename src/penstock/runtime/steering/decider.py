@@ -1,7 +1,7 @@
 """The controller in a process of its own: events go in by a pipe, its log comes out by another.
 
-A decision takes a second of a core for a large schedule. In a thread of rank 0 it would hold the interpreter's lock
-from that rank's ops; here it runs beside, at a lower priority.
+A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the rank's
+ops; here it runs beside, at a lower priority.
 """
 
 from __future__ import annotations
