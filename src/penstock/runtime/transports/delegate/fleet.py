@@ -262,6 +262,7 @@ class Fleet:
         self.restarts += 1
         delegate.restart(orders)
         self._attend(post, delegate)
+        os.eventfd_write(delegate.told, 1)  # whoever waits may have been told by the one before it
         return delegate
 
     def _attend(self, post: Post, delegate: DelegateProcess) -> None:

@@ -19,7 +19,8 @@ class Counters:
         restarts: delegates started again after their death.
         failovers: connections that went on over another interface; failbacks: that went back to a better one;
             reconnects: over the same.
-        resent: messages given to a connection for a second time; doubled: that came twice, and were dropped.
+        resent: messages given to a connection, or to a new delegate, for a second time; doubled: that came twice,
+            and were dropped.
         starved: messages that waited for room in host memory.
     """
 

@@ -58,7 +58,6 @@ class Outbox:
         self._sent_at: dict[tuple[int, int], deque[int]] = {}
         self._wanted: dict[tuple[int, int], int] = {}
         self._load: dict[Post, int] = {}
-        self.resent = 0
 
     def take(self, target: int, kind: int, num_bytes: int) -> tuple[Lane, tuple[int, int]] | None:
         """The lane whose turn it is and a slot for a message; None where there is no room now.
@@ -127,9 +126,9 @@ class Outbox:
         """Ranks to which messages are on their way."""
         return {lane.target for lane, end in self._lanes.items() if end.waiting}
 
-    def revive(self, post: Post) -> None:
-        """Starts a dead delegate again, with all that was not answered."""
-        delegate = self._fleet.revive(post, Resumed([], [], 0))
+    def revive(self, post: Post) -> int:
+        """Starts a dead delegate again, with all that was not answered; returns how many messages that are."""
+        delegate, again = self._fleet.revive(post, Resumed([], [], 0)), 0
         for lane, end in self._lanes.items():
             if _post(lane) != post:
                 continue
@@ -137,7 +136,8 @@ class Outbox:
                 delegate.order(Descriptor(Note.CONNECT, lane, end.given))
             for message in end.waiting:
                 delegate.order(message)
-                self.resent += 1
+                again += 1
+        return again
 
     def grow(self) -> None:
         """Between steps: lanes for the rates of the last one, where they ask for more twice in a row."""

@@ -31,16 +31,23 @@ class Supervisor:
     def _work(self) -> None:
         while (posts := self._fleet.watch(LOOK if self._fleet.blind else -1.0)) is not None:
             with self._lock:
-                self._fleet.pass_on()
-                for post in posts:
-                    try:
-                        if self._fleet.dead(post):
-                            self._revive(post)
-                        else:
-                            self._fleet.get(post)
-                    except RuntimeFailure as error:
-                        self.error = error
-                        return
+                try:
+                    self._tend(posts)
+                except RuntimeFailure as error:
+                    self.error = error
+                    return
+                except Exception as error:
+                    self.error = RuntimeFailure(f"the delegates cannot be kept running: {error!r}")
+                    self.error.__cause__ = error
+                    return
+
+    def _tend(self, posts: list[Post]) -> None:
+        self._fleet.pass_on()
+        for post in posts:
+            if self._fleet.dead(post):
+                self._revive(post)
+            else:
+                self._fleet.get(post)
 
     def stop(self) -> None:
         """Ends the thread."""

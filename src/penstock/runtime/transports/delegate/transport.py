@@ -10,6 +10,7 @@ and delegates, in the middle of a message too.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,6 +82,8 @@ class DelegateTransport:
         conditions: Conditions | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not hasattr(os, "eventfd"):
+            raise RuntimeFailure("delegates need Linux; use transport='host'")
         if not 1 <= num_lanes <= most_lanes <= 255:
             raise RuntimeFailure(f"{num_lanes} lanes of at most {most_lanes}: give at least 1, and at most 255")
         if host_memory < 1 << 20:
@@ -330,7 +333,10 @@ class DelegateTransport:
     def _revive(self, post: Post) -> None:
         """Starts a dead delegate again, after all that it still told was taken in."""
         self._listen()
-        (self._outbox if post.outgoing else self._inbox).revive(post)
+        if post.outgoing:
+            self.counters.resent += self._outbox.revive(post)
+        else:
+            self._inbox.revive(post)
         self._starving.pop(post, None)
 
     def _listen(self) -> None:
