@@ -32,7 +32,20 @@ from penstock.program import (
     earliest_first,
     placements,
 )
-from penstock.schedule import Needs, Op, Placement, Registered, Schedule, ScheduleError, StageGraph, check, parse
+from penstock.schedule import (
+    Needs,
+    Op,
+    Placement,
+    Registered,
+    Schedule,
+    ScheduleError,
+    StageGraph,
+    Updates,
+    check,
+    count_mismatch,
+    parse,
+    with_updates,
+)
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -71,12 +84,14 @@ __all__ = [
     "StepResult",
     "Stepper",
     "Timeline",
+    "Updates",
     "View",
     "breadth_first",
     "build",
     "by_microbatch",
     "check",
     "costs_preset",
+    "count_mismatch",
     "depth_first",
     "earliest_first",
     "emulate",
@@ -86,6 +101,7 @@ __all__ = [
     "plan",
     "save",
     "simulate",
+    "with_updates",
 ]
 
 

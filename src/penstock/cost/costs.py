@@ -76,10 +76,13 @@ class Costs:
             from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing.
         message_bytes: what a stage's forward sends on, and so what its gradient weighs coming back; 0 a stage where
             not given. It matters where a link has a bandwidth, and where messages are really sent.
+        update_bytes: what a stage's gradients weigh on their way to the owner of its optimizer state, and its
+            parameters coming back, where updates are ops of the schedule; 0 a stage where not given.
         uneven: how many times as long the ops of each microbatch take, as those of long and short sequences do; 1 for
             those not given. Runs, simulated or emulated, take it; schedules are made as if all were 1.
 
-    Messages as ops (SEND_F and the like) take no time: `Links` says how late they arrive.
+    The time of an update is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no time: `Links`
+    says how late they arrive.
 
     Raises:
         CostError: a negative or non-finite number, lists of different lengths, or no stage.
@@ -95,6 +98,7 @@ class Costs:
     other: OtherCosts = field(default=())
     message_bytes: Sequence[float] = ()
     uneven: Sequence[float] = ()
+    update_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -104,7 +108,10 @@ class Costs:
         b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
         activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
         message_bytes = _validated("message_bytes", self.message_bytes, None) or (0.0,) * len(f)
-        for name, row in (("b", b), ("activation", activation), ("message_bytes", message_bytes)):
+        update_bytes = _validated("update_bytes", self.update_bytes, len(f) if self.update_bytes else None)
+        rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
+        rows |= {"message_bytes": message_bytes}
+        for name, row in rows.items():
             _validated(name, row, len(f))
         for name in ("freed_by_input", "kept_by_recompute"):
             share = getattr(self, name)
@@ -112,8 +119,7 @@ class Costs:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
         object.__setattr__(self, "uneven", _uneven(self.uneven))
-        rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation, "message_bytes": message_bytes}
-        for name, value in rows.items():
+        for name, value in (rows | {"update_bytes": update_bytes}).items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -171,6 +177,8 @@ class Costs:
             return self.message_bytes[producer[1]]
         if producer[0] in ("B", "I") and consumer[0] in ("B", "I"):
             return self.message_bytes[consumer[1]]
+        if consumer[0] == "U":
+            return self.update_bytes[consumer[1]] if self.update_bytes else 0.0
         return 0.0
 
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:

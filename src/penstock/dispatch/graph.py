@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.op import COMMUNICATION, KINDS
+from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.text import ranks_together
+from penstock.schedule.updates import one_message_a_rank
 
-PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2} | dict.fromkeys(COMMUNICATION, 0)
-"""What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W.
+PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2, "U": 2} | dict.fromkeys(COMMUNICATION, 0)
+"""What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W and U.
 
 Messages and registered ops come first, as they unlock other ranks.
 """
@@ -97,14 +98,13 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
 
     successors: list[list[int]] = [[] for _ in ops]
     num_needed = [0] * len(ops)
-    stage_graph = schedule.graph
     _check_known(schedule, ops, number, together)
     for op, found in numbers.items():
         sender = schedule.hosts(op)[0]
         number[op] = next((n for n in found if rank[n] == sender), found[0])
-    edges = [(p, op) for op in number for p in predecessors(op, stage_graph, number)]
+    edges = _needed(schedule, number, rank)
     _check_closed(number, edges)
-    for producer, consumer in [*edges, *_accumulation_order(schedule), *extra]:
+    for producer, consumer in [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]:
         for target in numbers.get(consumer, (number[consumer],)):
             # What several ranks made together is at hand on each of them; the first sends it to others.
             source = next((n for n in numbers.get(producer, ()) if rank[n] == rank[target]), number[producer])
@@ -142,6 +142,19 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         priority=[PRIORITY.get(op.kind, 0) for op in ops],
         **_gangs(len(ops), list(numbers.values())),
     )
+
+
+def _needed(schedule: Schedule, number: dict[Op, int], rank: list[int]) -> list[tuple[Op, Op]]:
+    """(producer, consumer) of everything that ops need; an update needs one message from each other rank."""
+    graph = schedule.graph
+    place = {op: (rank[n], n) for op, n in number.items()} if schedule.updates else {}
+    edges: list[tuple[Op, Op]] = []
+    for op in number:
+        needed = predecessors(op, graph, number)
+        if op.kind == UPDATE:
+            needed = one_message_a_rank(needed, place[op][0], place)
+        edges.extend((producer, op) for producer in needed)
+    return edges
 
 
 def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, list[int]]:
@@ -196,4 +209,28 @@ def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:
         for adding in by_stage.values():
             if len({op.kind for op in adding}) > 1:
                 edges.extend(pair for pair in itertools.pairwise(adding) if pair[0].kind != pair[1].kind)
+    return edges
+
+
+def _version_order(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """Edges that keep the ops of a copy of a stage on their side of the copy's updates, whatever the dispatch.
+
+    Which version of the parameters an op meets is part of the order: so runs are equal to the last bit, and what
+    was proved of the mismatch stays true.
+    """
+    if schedule.updates is None:
+        return []
+    edges: list[tuple[Op, Op]] = []
+    for row in schedule.order:
+        since: dict[tuple[int, int], list[Op]] = {}
+        last: dict[tuple[int, int], Op] = {}
+        for op in row:
+            copy = op.stage, schedule.pipeline_of(op)
+            if op.kind == UPDATE:
+                edges.extend((before, op) for before in since.pop(copy, ()))
+                last[copy] = op
+            else:
+                since.setdefault(copy, []).append(op)
+                if copy in last:
+                    edges.append((last[copy], op))
     return edges

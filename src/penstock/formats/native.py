@@ -9,6 +9,10 @@ Version 2 adds, only where a schedule has them, stages that ranks share and a gr
  "shared": [[0, [0, 1]]],
  "stage_graph": {"edges": [[0, 1]], "num_microbatches": [], "registered": [["GATHER", 1, 2, [0, 1]]],
                  "needs": [["F", 1, "GATHER", 1, 4, 1]]}
+
+Version 3 adds, only where a schedule has its updates as ops, what they gather and the mismatch that they may make:
+
+ "updates": {"window": 8, "max_mismatch": 1}
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from penstock.schedule import (
     Schedule,
     ScheduleError,
     StageGraph,
+    Updates,
     parse_op,
 )
 
-FORMAT, VERSION = "penstock-schedule", 2
+FORMAT, VERSION = "penstock-schedule", 3
 MAX_FLOAT = sys.float_info.max
 
 
@@ -38,7 +43,7 @@ def to_json(schedule: Schedule) -> str:
     graph = schedule.stage_graph
     value: dict[str, Any] = {
         "format": FORMAT,
-        "version": 1 if graph is None and not schedule.placement.shared else VERSION,
+        "version": _version(schedule),
         "name": schedule.name,
         "placement": schedule.placement.pipelines,
         "microbatch_pipeline": schedule.microbatch_pipeline,
@@ -54,7 +59,16 @@ def to_json(schedule: Schedule) -> str:
             "registered": [[r.kind, r.stage, r.num_ops, r.ranks] for r in graph.registered],
             "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
         }
+    if schedule.updates is not None:
+        value["updates"] = {"window": schedule.updates.window, "max_mismatch": schedule.updates.max_mismatch}
     return json.dumps(value)
+
+
+def _version(schedule: Schedule) -> int:
+    """The first version that can say it all, so that older readers read what they can."""
+    if schedule.updates is not None:
+        return VERSION
+    return 2 if schedule.stage_graph is not None or schedule.placement.shared else 1
 
 
 def from_json(text: str) -> Schedule:
@@ -75,6 +89,7 @@ def from_json(text: str) -> Schedule:
         )
     known = {"format", "version", "name", "placement", "microbatch_pipeline", "memory_limit", "order"}
     known |= {"shared", "stage_graph"} if version > 1 else set()
+    known |= {"updates"} if version > 2 else set()
     if unknown := sorted(set(value) - known):
         raise ScheduleError(f"unknown field {unknown[0]!r} in version {version}", rule="json")
     name = _field(value, "name", isinstance(value.get("name"), str), "a string")
@@ -99,7 +114,22 @@ def from_json(text: str) -> Schedule:
         tuple(pipeline_of),
         None if limit is None else float(limit),
         _stage_graph(value, len(placement[0]) if placement else 0),
+        _updates(value),
     )
+
+
+def _updates(value: dict[str, Any]) -> Updates | None:
+    updates = value.get("updates")
+    if updates is None:
+        return None
+    right = (
+        isinstance(updates, dict)
+        and set(updates) == {"window", "max_mismatch"}
+        and _is_int(updates["window"])
+        and (updates["max_mismatch"] is None or _is_int(updates["max_mismatch"]))
+    )
+    _field(value, "updates", right, "an object with window, a number, and max_mismatch, a number or null")
+    return Updates(updates["window"], updates["max_mismatch"])
 
 
 def _shared(value: dict[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:

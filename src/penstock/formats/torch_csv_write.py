@@ -102,6 +102,13 @@ def _refuse(schedule: Schedule) -> None:
                     step,
                     op,
                 )
+            if op.kind == "U":
+                _lacks(
+                    "updates as ops of the schedule (U); leave them out, and step the optimizer after the schedule",
+                    rank,
+                    step,
+                    op,
+                )
             if op.kind not in ACTIONS:
                 _lacks(f"ops of kind {op.kind}", rank, step, op)
 

@@ -14,13 +14,18 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble (p - 1)(f + b), as GPipe; peak min(p - i, N) activations.
     """
+    return in_turn("1f1b", num_ranks, num_microbatches, num_ranks)
+
+
+def in_turn(name: str, num_ranks: int, num_microbatches: int, in_flight: int) -> Schedule:
+    """1F1B whose first stage reads at most `in_flight` microbatches before its first backward, others no more."""
     rows = []
     for rank in range(num_ranks):
-        warmup = min(num_ranks - 1 - rank, num_microbatches)
+        warmup = min(num_ranks - rank, in_flight, num_microbatches + 1) - 1
         row = [Op("F", rank, m) for m in range(warmup)]
         for m in range(num_microbatches):
             if warmup + m < num_microbatches:
                 row.append(Op("F", rank, warmup + m))
             row.append(Op("B", rank, m))
         rows.append(row)
-    return Schedule.of("1f1b", one_to_one(num_ranks), rows, num_microbatches)
+    return Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches)

@@ -1,38 +1,65 @@
 """PipeDream (Narayanan et al. 2019) and PipeDream-2BW (2021): 1F1B that never flushes.
 
 Both are asynchronous: the optimizer steps while microbatches are under way, so the pipeline fills once a run
-and drains once. A schedule here is the order of F and B over such a run, N being all its microbatches. The
-updates between them, and the weight versions that each rule keeps, are no part of the order.
+and drains once. A schedule here is the order of ops over such a run, N being all its microbatches. With a `window`
+the updates are ops of it (U), each right after the last backward of its window; without, F and B stand alone. Which
+versions of the weights ops use is a rule of the run, not of the order.
 """
 
 from __future__ import annotations
 
-from penstock.library.one_f_one_b import one_f_one_b
-from penstock.schedule import Schedule
+from penstock.library.one_f_one_b import in_turn
+from penstock.library.options import at_least
+from penstock.schedule import Schedule, with_updates
 
 
-def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
+def pipedream(
+    num_ranks: int, num_microbatches: int, window: int | None = None, in_flight: int | None = None
+) -> Schedule:
     """Rank i lets p - i microbatches in, then runs one backward and one forward in turn to the end of the run.
 
         rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
         rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
 
-    No bubble once full: (p - 1)(f + b) over the whole run. Peak min(p - i, N) activations. The order is that of
-    `1f1b`; what sets PipeDream apart is that a step of the optimizer may follow any B (not present in the order).
-    Rank i then needs p - i versions of its weights, so that B finds those its F read.
+        with window=1, rank 0: F0 F1 F2 B0 U0 F3 B1 U1 ...    rank 2: F0 B0 U0 F1 B1 U1 F2 B2 U2 ...
+
+    No bubble once full: (p - 1)(f + b) over the whole run. Peak min(p - i, N) activations. F and B stand as in
+    `1f1b`; what sets PipeDream apart is that the optimizer steps after any B: with `window=1`, p - 1 - i updates
+    fall between a microbatch's F and B on rank i. Rank i then needs p - i versions of its weights, so that B finds
+    those its F read.
+
+    Args:
+        window: microbatches an update gathers, 1 for PipeDream's own; without it the updates are left out.
+        in_flight: most microbatches that the first stage reads before its first backward, p by default. With n of
+            them min(n, p - i) - 1 updates fall between F and B on rank i (AMDP, Lemma 1), at the price of bubbles.
     """
-    return one_f_one_b(num_ranks, num_microbatches).renamed("pipedream")
+    num_read = num_ranks if in_flight is None else in_flight
+    at_least("pipedream", "microbatch in flight", num_read, 1)
+    schedule = in_turn("pipedream", num_ranks, num_microbatches, num_read)
+    if window is None:
+        return schedule
+    at_least("pipedream", "microbatch in a window", window, 1)
+    return with_updates(schedule, window, min(num_read, num_ranks) - 1)
 
 
-def pipedream_2bw(num_ranks: int, num_microbatches: int) -> Schedule:
-    """PipeDream's order, meant for updates once a window of at least p microbatches.
+def pipedream_2bw(num_ranks: int, num_microbatches: int, window: int | None = None) -> Schedule:
+    """PipeDream's order with an update once a window of at least p microbatches.
 
         rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
         rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
 
-    Bubble and peak are those of `pipedream`. As a window is no shorter than the pipeline, two versions of the
-    weights are enough. The updates are not present in the order.
+        with window=3, rank 0: F0 F1 F2 B0 F3 B1 F4 B2 U0 F5 B3 ...    rank 2: F0 B0 F1 B1 F2 B2 U0 F3 B3 ...
+
+    Bubble and peak are those of `pipedream`. As a window is no shorter than the pipeline, at most one update falls
+    between a microbatch's F and B, and two versions of the weights are enough.
+
+    Args:
+        window: microbatches an update gathers, at least p; without it the updates are left out.
     """
-    return one_f_one_b(num_ranks, num_microbatches).renamed("pipedream-2bw")
+    schedule = in_turn("pipedream-2bw", num_ranks, num_microbatches, num_ranks)
+    if window is None:
+        return schedule
+    at_least("pipedream-2bw", "microbatches in a window, one a rank,", window, num_ranks)
+    return with_updates(schedule, window, 1)

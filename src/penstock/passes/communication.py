@@ -101,6 +101,12 @@ def _refuse_graphs(schedule: Schedule) -> None:
             "ranks run together; give each stage one rank",
             rule="communication",
         )
+    if schedule.updates is not None and schedule.placement.num_pipelines > 1:
+        raise ScheduleError(
+            "communication ops carry activations and gradients between stages, not what updates send between the "
+            "copies of one; give the schedule without its updates (U)",
+            rule="communication",
+        )
     if not schedule.graph.is_chain:
         raise ScheduleError(
             "communication ops say which stage sends, not to which, so they fit a plain chain of stages; this "

@@ -100,7 +100,7 @@ def _relisted(schedule: Schedule, costs: Costs, links: Links, caps: list[float])
         for op in row
         if op.kind == "I" and op.stage not in named and len(schedule.hosts(op)) == 1
     }
-    if not loose:
+    if not loose or schedule.updates is not None:  # a W that moves could come after the update that gathers it
         return None
     gone = {Op("W", op.stage, op.microbatch) for op in loose}
     joined = replace(

@@ -10,7 +10,7 @@ from penstock.cost import Costs, Links
 from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.merge import merged
 from penstock.passes.network import Network, network
-from penstock.schedule import Op, Schedule, check
+from penstock.schedule import Op, Schedule, check, require_no_updates
 
 _HORIZONS = 4
 """How many makespans are aimed at, from the one that no order of the weight gradients can beat."""
@@ -61,9 +61,10 @@ def separate_gradients(
             The schedule's own limit, in stage activations, holds besides.
 
     Raises:
-        ScheduleError: the schedule is not valid, or is itself above the limit.
+        ScheduleError: the schedule is not valid, is itself above the limit, or has updates as ops.
         CostError: costs for another number of stages, or a link between ranks that are not there.
     """
+    require_no_updates(schedule, "separate_gradients moves weight gradients over time without regard to them")
     check(schedule)
     costs, links = costs or Costs.uniform(schedule.num_stages), links or Links()
     net = network(schedule, costs, links)

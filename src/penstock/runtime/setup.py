@@ -56,7 +56,9 @@ def require_runnable(schedule: Schedule) -> None:
     """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
     graph, placement = schedule.graph, schedule.placement
     found = None
-    if placement.num_pipelines > 1:
+    if schedule.updates is not None:
+        found = "updates as ops of the order (U); the runtime steps the optimizer after the last op"
+    elif placement.num_pipelines > 1:
         found = f"{placement.num_pipelines} pipelines; the runtime runs schedules of one"
     elif placement.shared:
         stage, ranks = placement.shared[0]

@@ -8,6 +8,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.text import parse, to_text
 from penstock.schedule.untimed import needed_channel_depth, peak_in_flight
+from penstock.schedule.updates import Updates, Windows, count_mismatch, require_no_updates, with_updates
 
 __all__ = [
     "Needs",
@@ -17,13 +18,18 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StageGraph",
+    "Updates",
+    "Windows",
     "check",
     "circular",
+    "count_mismatch",
     "needed_channel_depth",
     "one_to_one",
     "parse",
     "parse_op",
     "peak_in_flight",
+    "require_no_updates",
     "to_text",
     "v_shape",
+    "with_updates",
 ]

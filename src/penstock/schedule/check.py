@@ -3,13 +3,14 @@
 `check` goes from what is local to what is global, so that the first broken rule is also the most telling:
 
     placement   every rank, stage and microbatch is in range, every op on the rank that hosts its stage
-    coverage    each (stage, microbatch) has one F, and one B or one I with one W
+    coverage    each (stage, microbatch) has one F, and one B or one I with one W; each copy each update once
     message     where messages are ops: each is there at both ends, in one order
     order       no op before what it needs on the same rank
     deadlock    the ranks, run together with bounded channels, all reach their last op
+    mismatch    no more updates between a forward and its backward than the schedule allows
     memory      no rank holds more activations than the limit
 
-The last but one is decided by running the order without time or tensors (`untimed`). By default a channel
+The deadlock rule is decided by running the order without time or tensors (`untimed`). By default a channel
 holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never
 block and a deadlock is a circle of ops that wait for one another. Warm-up counts with much slack between
 two ranks need this: the upper rank is far ahead of the lower one's use of its messages.
@@ -19,20 +20,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.schedule.check_updates import check_every_update, check_mismatch, check_windows, num_updates_of
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.messages import find_mismatch, has_communication
-from penstock.schedule.op import BACKWARD, BUILT_IN, COMMUNICATION, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
+from penstock.schedule.op import (
+    BACKWARD,
+    BUILT_IN,
+    COMMUNICATION,
+    FORWARD,
+    INPUT,
+    KINDS,
+    RECOMPUTE,
+    UPDATE,
+    WEIGHT,
+    Op,
+)
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import cell_texts
+from penstock.schedule.spot import error_at, name_of, spot_of
 from penstock.schedule.untimed import UntimedRun, activations_added, peak_in_flight, run_untimed
 
 __all__ = ["check", "peak_in_flight", "run_untimed"]
 
-_SHOWN_EACH_SIDE = 6
 
-
-def check(schedule: Schedule, *, channel_depth: int | None = None, memory_limit: float | None = None) -> None:
+def check(
+    schedule: Schedule,
+    *,
+    channel_depth: int | None = None,
+    memory_limit: float | None = None,
+    max_mismatch: int | None = None,
+) -> None:
     """Proves that `schedule` can run, or raises ScheduleError that shows why not.
 
     Args:
@@ -41,6 +58,8 @@ def check(schedule: Schedule, *, channel_depth: int | None = None, memory_limit:
             default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
         memory_limit: most stage activations a rank may hold, counted from F to B or W; by default the
             schedule's own limit.
+        max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
+            default the schedule's own bound, `updates.max_mismatch`.
     """
     _check_ranges(schedule)
     _check_coverage(schedule)
@@ -49,31 +68,12 @@ def check(schedule: Schedule, *, channel_depth: int | None = None, memory_limit:
     run = run_untimed(schedule, channel_depth)
     if run.blocked:
         raise _deadlock_error(schedule, run, channel_depth)
+    most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
+    if most is not None:
+        check_mismatch(schedule, most)
     limit = schedule.memory_limit if memory_limit is None else memory_limit
     if limit is not None:
         _check_memory(schedule, limit)
-
-
-def _name(op: Op) -> str:
-    return f"{op.short()} of stage {op.stage}"
-
-
-def _spot(schedule: Schedule, rank: int, step: int) -> str:
-    """The row around one op, with an arrow under it."""
-    cells = cell_texts(schedule, rank)
-    first, last = max(0, step - _SHOWN_EACH_SIDE), min(len(cells), step + _SHOWN_EACH_SIDE + 1)
-    before = "... " if first else ""
-    lead = f"  rank {rank} | {before}" + "".join(c + " " for c in cells[first:step])
-    cell = cells[step] if step < len(cells) else "(end)"
-    row = lead + " ".join([cell, *cells[step + 1 : last]]) + (" ..." if last < len(cells) else "")
-    return f"{row}\n{' ' * len(lead)}{'^' * len(cell)}"
-
-
-def _error(
-    schedule: Schedule, rule: str, rank: int, step: int, op: Op, message: str, peer: str | None = None
-) -> ScheduleError:
-    text = f"rank {rank}, step {step}, {_name(op)}: {message} (rule: {rule})\n{_spot(schedule, rank, step)}"
-    return ScheduleError(text, rule=rule, rank=rank, step=step, op=op, peer=peer)
 
 
 def _check_ranges(schedule: Schedule) -> None:
@@ -94,25 +94,32 @@ def _check_ranges(schedule: Schedule) -> None:
         )
     graph = schedule.graph
     _check_counts(schedule)
+    check_windows(schedule)
     for rank, row in enumerate(schedule.order):
         for step, op in enumerate(row):
             registered = graph.registered_of.get((op.kind, op.stage))
             if op.kind not in BUILT_IN and registered is None:
                 known = ", ".join(KINDS)
                 message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
-                raise _error(schedule, "kind", rank, step, op, message)
+                raise error_at(schedule, "kind", rank, step, op, message)
             if not 0 <= op.stage < schedule.num_stages:
                 rule = f"stages go from 0 to {schedule.num_stages - 1}"
-                raise _error(schedule, "range", rank, step, op, rule)
-            num_ops = registered.num_ops if registered else graph.microbatches_of(op.stage, schedule.num_microbatches)
+                raise error_at(schedule, "range", rank, step, op, rule)
+            if op.kind == UPDATE:
+                num_ops = num_updates_of(schedule, rank, step, op)
+            elif registered:
+                num_ops = registered.num_ops
+            else:
+                num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
             if not 0 <= op.microbatch < num_ops:
-                rule = f"{'its number goes' if registered else 'microbatches go'} from 0 to {num_ops - 1}"
-                raise _error(schedule, "range", rank, step, op, rule)
+                numbered = registered or op.kind == UPDATE
+                rule = f"{'its number goes' if numbered else 'microbatches go'} from 0 to {num_ops - 1}"
+                raise error_at(schedule, "range", rank, step, op, rule)
             hosts = schedule.hosts(op)
             if rank not in hosts:
                 where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
                 rule = f"stage {op.stage} is placed on {where}, so the op belongs there"
-                raise _error(schedule, "placement", rank, step, op, rule, peer=where)
+                raise error_at(schedule, "placement", rank, step, op, rule, peer=where)
 
 
 def _check_counts(schedule: Schedule) -> None:
@@ -175,7 +182,7 @@ def _check_coverage(schedule: Schedule) -> None:
             if ((rank, op) in seen) if shared else (op in spot):
                 first = row.index(op) if shared else spot[op][1]
                 message = f"the op is there twice, first at step {first}; each op runs once"
-                raise _error(schedule, "coverage", rank, step, op, message, peer=f"step {first}")
+                raise error_at(schedule, "coverage", rank, step, op, message, peer=f"step {first}")
             if shared:
                 seen.add((rank, op))
             spot[op] = rank, step
@@ -183,7 +190,7 @@ def _check_coverage(schedule: Schedule) -> None:
         for op, (rank, step) in spot.items():
             if absent := [host for host in schedule.hosts(op) if (host, op) not in seen]:
                 message = f"rank {absent[0]} runs it together with this rank, and its row has no such op"
-                raise _error(schedule, "coverage", rank, step, op, message, peer=f"rank {absent[0]}")
+                raise error_at(schedule, "coverage", rank, step, op, message, peer=f"rank {absent[0]}")
     graph = schedule.graph
     for registered in graph.registered:
         for index in range(registered.num_ops):
@@ -191,7 +198,7 @@ def _check_coverage(schedule: Schedule) -> None:
             if op not in spot:
                 host = schedule.hosts(op)[0]
                 raise ScheduleError(
-                    f"rank {host}: {_name(op)} is missing; {registered.num_ops} of its kind are registered "
+                    f"rank {host}: {name_of(op)} is missing; {registered.num_ops} of its kind are registered "
                     "(rule: coverage)",
                     rule="coverage",
                     rank=host,
@@ -203,28 +210,31 @@ def _check_coverage(schedule: Schedule) -> None:
             for half in (i, w):
                 if b in spot and half in spot:
                     message = f"the full backward is there too, at step {spot[b][1]}; use either B or I with W"
-                    raise _error(schedule, "coverage", *spot[half], half, message, peer=_name(b))
+                    raise error_at(schedule, "coverage", *spot[half], half, message, peer=name_of(b))
             if f not in spot:
                 raise _missing(schedule, f, spot.get(b) or spot.get(i) or spot.get(w))
             if b in spot:
                 continue
             if i not in spot and w not in spot:
-                raise _missing(schedule, b, spot[f], f"{_name(b)} is missing, and so are {i.short()} and {w.short()}")
+                raise _missing(
+                    schedule, b, spot[f], f"{name_of(b)} is missing, and so are {i.short()} and {w.short()}"
+                )
             if i not in spot or w not in spot:
                 raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
+    check_every_update(schedule, spot)
 
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
     """`near` is the spot of an op of the same stage and microbatch, None where there is none."""
     rank, step = (schedule.rank_of(op.stage, op.microbatch), None) if near is None else near
-    what = what or f"{_name(op)} is missing{'' if near else ', and so is its backward'}"
+    what = what or f"{name_of(op)} is missing{'' if near else ', and so is its backward'}"
     beside = "" if near is None else f", beside step {step}"
     text = (
         f"rank {rank}{beside}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
     )
     if near is not None:
-        text += "\n" + _spot(schedule, *near)
-    return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=_name(op))
+        text += "\n" + spot_of(schedule, *near)
+    return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=name_of(op))
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -235,10 +245,10 @@ def _check_messages(schedule: Schedule) -> None:
             (r, s, op) for r, row in enumerate(schedule.order) for s, op in enumerate(row) if op.kind in COMMUNICATION
         )
         message = "messages as ops are for plain chains of stages, each on one rank; leave them out here"
-        raise _error(schedule, "message", rank, step, op, message)
+        raise error_at(schedule, "message", rank, step, op, message)
     wrong = find_mismatch(schedule)
     if wrong is not None:
-        raise _error(schedule, "message", wrong.rank, wrong.step, wrong.op, wrong.message, peer=wrong.peer)
+        raise error_at(schedule, "message", wrong.rank, wrong.step, wrong.op, wrong.message, peer=wrong.peer)
 
 
 def _check_local_order(schedule: Schedule) -> None:
@@ -248,8 +258,8 @@ def _check_local_order(schedule: Schedule) -> None:
         for step, op in enumerate(row):
             for needed in predecessors(op, graph, place):
                 if place.get(needed, -1) > step:
-                    message = f"it needs {_name(needed)}, which comes later, at step {place[needed]}"
-                    raise _error(schedule, "order", rank, step, op, message, peer=_name(needed))
+                    message = f"it needs {name_of(needed)}, which comes later, at step {place[needed]}"
+                    raise error_at(schedule, "order", rank, step, op, message, peer=name_of(needed))
 
 
 def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | None) -> ScheduleError:
@@ -265,24 +275,24 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
         step = run.steps[waiting] - (1 if full else 0)
         if full:
             lines.append(
-                f"rank {waiting} at step {step} cannot send {_name(op)}: "
+                f"rank {waiting} at step {step} cannot send {name_of(op)}: "
                 f"its channel to rank {peer} holds {channel_depth}"
             )
         else:
             lines.append(
-                f"rank {waiting} at step {step} waits for {_name(op)} from rank {peer}, "
+                f"rank {waiting} at step {step} waits for {name_of(op)} from rank {peer}, "
                 f"which runs it at step {_step_of(schedule.order[peer], op)}"
             )
     first = cycle[0]
     op, peer, full = run.blocked[first]
     step = run.steps[first] - (1 if full else 0)
     own = schedule.order[first][step]
-    text = f"rank {first}, step {step}, {_name(own)}: the ranks wait for one another (rule: deadlock)\n"
+    text = f"rank {first}, step {step}, {name_of(own)}: the ranks wait for one another (rule: deadlock)\n"
     text += "\n".join(f"  {line}" for line in lines)
     for waiting in cycle:
         step_there = run.steps[waiting] - (1 if run.blocked[waiting][2] else 0)
-        text += "\n" + _spot(schedule, waiting, step_there)
-    return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{_name(op)} on rank {peer}")
+        text += "\n" + spot_of(schedule, waiting, step_there)
+    return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{name_of(op)} on rank {peer}")
 
 
 def _step_of(row: Sequence[Op], op: Op) -> int | str:
@@ -297,4 +307,4 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
             held += activations_added(op, again)
             if held > limit:
                 message = f"the rank would hold {held} stage activations, the limit is {limit:g}"
-                raise _error(schedule, "memory", rank, step, op, message)
+                raise error_at(schedule, "memory", rank, step, op, message)

@@ -6,6 +6,8 @@ F(s, m)       after F(s-1, m)
 B(s, m)       after F(s, m) and the backward (B or I) of (s+1, m)        I alike
 W(s, m)       after I(s, m)
 R(s, m)       after F(s, m); the backward is then after R(s, m)
+U(s, n)       of the owner after all backwards (B or W) of its window, of another copy after the owner's;
+              and after the copy's U before it (see `updates`)
 SEND_F(s, m)  after F(s, m); RECV_F(s+1, m) after it; F(s+1, m) after that. SEND_B and RECV_B alike, downwards
 registered    as its `Needs` say
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, WEIGHT, Op
 from penstock.schedule.stage_graph import StageGraph
 
 
@@ -51,6 +53,8 @@ def predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> list[O
                 for after in graph.targets[stage]
                 for m in graph.matching(stage, microbatch, after)
             ]
+    elif kind == UPDATE:
+        needed = graph.updates.needed(op, present) if graph.updates else []
     elif kind in (RECOMPUTE, "SEND_F"):
         needed = [Op(FORWARD, stage, microbatch)]
     elif kind == "SEND_B":
@@ -77,5 +81,6 @@ def _backward(stage: int, microbatch: int, present: Mapping[Op, int]) -> Op:
 
 
 def carries_message(producer: Op, consumer: Op) -> bool:
-    """Whether the dependency carries tensors when its ends lie on different ranks (activations, gradients)."""
-    return producer.stage != consumer.stage
+    """Whether the dependency carries tensors when its ends lie on different ranks (activations, gradients; for
+    updates those of weights, and parameters)."""
+    return producer.stage != consumer.stage or consumer.kind == UPDATE

@@ -5,6 +5,7 @@ The letters are torch's. PipeMorph and the zero-bubble papers write B for what i
     F  forward                 B  full backward (I and W at once)
     I  input-gradient half     W  weight-gradient half
     R  forward again, before a backward whose F kept nothing but its input
+    U  update: a copy of a stage takes over new parameters (see `updates`)
 
 SEND_F, RECV_F, SEND_B and RECV_B are messages as ops of their own, for runtimes that want them in the
 schedule (torch's); Penstock's own places messages itself. Any other kind is registered with the schedule's
@@ -16,11 +17,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE = "F", "B", "I", "W", "R"
+FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE, UPDATE = "F", "B", "I", "W", "R", "U"
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 """The kinds that every schedule is made of."""
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-BUILT_IN = (*KINDS, RECOMPUTE, *COMMUNICATION)
+BUILT_IN = (*KINDS, RECOMPUTE, UPDATE, *COMMUNICATION)
 
 _OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z]|[A-Z][A-Z_]+[A-Z])(?P<microbatch>[0-9]{1,9})")
 
@@ -28,7 +29,7 @@ _OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z]|[A-Z][A-Z_]+[A-Z])(?P<mi
 class Op(NamedTuple):
     """An op of `stage` (counted over the whole model) on `microbatch`; `kind` is F, B, I, W or another (above).
 
-    The microbatch of a registered op is its number among its like.
+    The microbatch of a registered op, and of U, is its number among its like.
     """
 
     kind: str

@@ -9,11 +9,13 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import Op
+from penstock.schedule.op import UPDATE, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.stage_graph import StageGraph
+from penstock.schedule.updates import OWNER, Updates, Windows
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -29,6 +31,7 @@ class Schedule:
         microbatch_pipeline: the pipeline of each microbatch; its length is the number of microbatches.
         memory_limit: most stage activations a rank may hold (freed at B or W), or None for no limit.
         stage_graph: how the stages depend on one another and which ops are registered; None for a chain.
+        updates: the window of the optimizer's updates, whose ops (U) are then in the order; None for none there.
 
     A value of this type need not be valid: `check` proves that.
     """
@@ -39,6 +42,7 @@ class Schedule:
     microbatch_pipeline: tuple[int, ...]
     memory_limit: float | None = None
     stage_graph: StageGraph | None = None
+    updates: Updates | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -85,8 +89,29 @@ class Schedule:
 
     @property
     def graph(self) -> StageGraph:
-        """How the stages depend on one another."""
+        """How the stages depend on one another, and what updates wait for."""
+        if self.updates is not None:
+            return self._graph_with_updates
         return self.stage_graph or StageGraph.chain(self.num_stages)
+
+    @cached_property
+    def _graph_with_updates(self) -> StageGraph:
+        return replace(self.stage_graph or StageGraph.chain(self.num_stages), updates=self.windows)
+
+    @property
+    def windows(self) -> Windows | None:
+        """The updates and their numbers; None where they are not in the order."""
+        if self.updates is None:
+            return None
+        return Windows(self.updates.window, self.num_microbatches, self.placement.num_pipelines)
+
+    def pipeline_of(self, op: Op) -> int:
+        """The pipeline whose copy of the stage runs `op`; 0 for registered ops."""
+        if op.kind == UPDATE and (windows := self.windows) is not None:
+            return windows.update_of(op.microbatch)[1]
+        if self.stage_graph is not None and (op.kind, op.stage) in self.stage_graph.registered_of:
+            return OWNER
+        return self.microbatch_pipeline[op.microbatch]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that hosts `stage` for `microbatch`; the first of them where several share it."""
@@ -96,7 +121,7 @@ class Schedule:
         """The ranks that run `op`: one, or all those that run it together."""
         if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
             return registered.ranks or self.placement.hosts(0, op.stage)
-        return self.placement.hosts(self.microbatch_pipeline[op.microbatch], op.stage)
+        return self.placement.hosts(self.pipeline_of(op), op.stage)
 
     @property
     def has_shared_ops(self) -> bool:
@@ -118,7 +143,7 @@ class Schedule:
         """The F ops alone, of the first `num_microbatches`, for evaluation. Not valid for training."""
         num = self.num_microbatches if num_microbatches is None else num_microbatches
         rows = tuple(tuple(op for op in row if op.kind == "F" and op.microbatch < num) for row in self.order)
-        return replace(self, order=rows, microbatch_pipeline=self.microbatch_pipeline[:num])
+        return replace(self, order=rows, microbatch_pipeline=self.microbatch_pipeline[:num], updates=None)
 
     def __str__(self) -> str:
         from penstock.schedule.text import to_text

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BUILT_IN
+from penstock.schedule.updates import Windows
 
 _NAME = re.compile(r"[A-Z]|[A-Z][A-Z_]+[A-Z]")
 
@@ -91,6 +92,7 @@ class StageGraph:
         num_microbatches: of each stage; empty where all stages have the schedule's.
         registered: ops of the user's own kinds.
         needs: what waits for what, besides what the edges say.
+        updates: the windows of a schedule that has updates as ops; `Schedule.graph` fills it in.
 
     Raises:
         ScheduleError: an edge or op names a stage that is not there, the edges form a cycle (it is named), or
@@ -102,6 +104,7 @@ class StageGraph:
     num_microbatches: tuple[int, ...] = ()
     registered: tuple[Registered, ...] = ()
     needs: tuple[Needs, ...] = ()
+    updates: Windows | None = None
 
     def __post_init__(self) -> None:
         for a, b in self.edges:
@@ -170,8 +173,8 @@ class StageGraph:
 
     @property
     def is_chain(self) -> bool:
-        """Whether this says no more than that stage s feeds stage s + 1."""
-        return self == _chain(self.num_stages)
+        """Whether this says no more of the stages than that s feeds s + 1."""
+        return replace(self, updates=None) == _chain(self.num_stages)
 
     def microbatches_of(self, stage: int, otherwise: int) -> int:
         """How many microbatches the stage works on; `otherwise` is the schedule's number."""

@@ -20,6 +20,7 @@ from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
+from penstock.schedule.updates import Updates
 
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
@@ -40,6 +41,9 @@ _KIND = re.compile(
 _NEEDS = re.compile(
     r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z_]+) of stage (?P<from>[0-9]{1,7}) before "
     r"(?P<num_after>[0-9]{1,7}) (?P<after>[A-Z_]+) of stage (?P<to>[0-9]{1,7})"
+)
+_UPDATES = re.compile(
+    r"updates every (?P<window>[0-9]{1,9}) microbatch(?:es)?(?:, mismatch at most (?P<most>[0-9]{1,9}))?"
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
@@ -136,6 +140,9 @@ def to_text(schedule: Schedule) -> str:
             mine = [m for m, pipeline in enumerate(schedule.microbatch_pipeline) if pipeline == k]
             line += f", microbatches {' '.join(map(str, mine))}" if mine else ""
         lines.append(line)
+    if (updates := schedule.updates) is not None:
+        most = "" if updates.max_mismatch is None else f", mismatch at most {updates.max_mismatch}"
+        lines.append(f"updates every {_plural(updates.window, 'microbatch', 'microbatches')}{most}")
     for stage, ranks in schedule.placement.shared:
         lines.append(f"stage {stage}: shared by ranks {' '.join(map(str, ranks))}")
     return "\n".join(lines + _graph_lines(schedule.stage_graph) + rows_text(schedule))
@@ -173,6 +180,7 @@ def parse(text: str) -> Schedule:
     counts: tuple[int, ...] = ()
     registered: list[Registered] = []
     needs: list[Needs] = []
+    updates: Updates | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -193,6 +201,10 @@ def parse(text: str) -> Schedule:
             mine[index] = list(map(int, (match["mbs"] or "").split()))
         elif match := _SHARED.fullmatch(line):
             shared.append((int(match["stage"]), _numbers(match["ranks"])))
+        elif match := _UPDATES.fullmatch(line):
+            if updates is not None:
+                _fail(number, 1, "the updates' window is given twice")
+            updates = Updates(int(match["window"]), None if match["most"] is None else int(match["most"]))
         elif match := _EDGES.fullmatch(line):
             pairs = [] if match["edges"] == "none" else match["edges"].split()
             edges = tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in pairs))
@@ -220,7 +232,8 @@ def parse(text: str) -> Schedule:
             _fail(
                 number,
                 1,
-                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of a stage graph), got {line[:60]!r}",
+                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of updates or of a stage graph), got "
+                f"{line[:60]!r}",
             )
     if head is None:
         _fail(1, 1, "the text holds no 'schedule NAME: ...' line")
@@ -254,7 +267,7 @@ def parse(text: str) -> Schedule:
                 pipeline_of[m] = k
     order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
     limit = float(head["limit"]) if head["limit"] else None
-    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph)
+    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph, updates)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import ranks_together
 
@@ -32,7 +32,9 @@ class UntimedRun:
 
 def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
     """Runs the frozen order until no rank can go on, over channels of bounded depth or, where the depth is
-    None, over channels that hold all that is in flight and so never fill up."""
+    None, over channels that hold all that is in flight and so never fill up.
+
+    What updates send, gradients to the owner and parameters from it, has lines of its own that hold no rank up."""
     return _run_unbounded(schedule) if channel_depth is None else _run_bounded(schedule, channel_depth)
 
 
@@ -86,13 +88,14 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     receivers: dict[Op, list[Op]] = {}
     for op, needed in needs.items():
         for producer in needed:
-            if carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+            if op.kind != UPDATE and carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
                 receivers.setdefault(producer, []).append(op)
     steps = [0] * schedule.num_ranks
     unsent: list[deque[Op]] = [deque() for _ in schedule.order]
     held: dict[tuple[int, int, bool], int] = {}
     arrived: set[tuple[Op, Op]] = set()
     done: set[Op] = set()
+    awaited: dict[Op, set[int]] = {}
     blocked: dict[int, tuple[Op, int, bool]] = {}
 
     def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
@@ -120,8 +123,10 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
             op = row[steps[rank]]
             for producer in needs[op]:
                 remote = rank_of_op.get(producer, rank) != rank
-                if producer not in done if not remote else (producer, op) not in arrived:
+                if producer not in done if not remote or op.kind == UPDATE else (producer, op) not in arrived:
                     blocked[rank] = producer, rank_of_op.get(producer, rank), False
+                    if op.kind == UPDATE:
+                        awaited.setdefault(producer, set()).add(rank)
                     return woken
             for producer in needs[op]:
                 if (producer, op) in arrived:
@@ -131,6 +136,7 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
             done.add(op)
             steps[rank] += 1
             unsent[rank].extend(receivers.get(op, ()))
+            woken |= awaited.pop(op, set())
 
     pending = deque(range(schedule.num_ranks))
     while pending:

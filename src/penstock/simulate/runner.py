@@ -98,7 +98,7 @@ class Runner:
         order: Order,
         links: Links | LinkConditions | Lines,
         *,
-        dispatch: Dispatch = Dispatch.FROZEN,
+        dispatch: Dispatch | str = Dispatch.FROZEN,
         transport: Transport,
         caps: Sequence[float] | None = None,
         warmup: Sequence[int] | None = None,
@@ -141,7 +141,7 @@ class Runner:
         else:
             arrays = {name: array.tolist() for name, array in arrays.items()}
         ended = loop.run(
-            dispatch is Dispatch.DYNAMIC,
+            Dispatch(dispatch) is Dispatch.DYNAMIC,
             bounded=bounded,
             lines=through.lines,
             base=through.base,
@@ -181,7 +181,7 @@ class Runner:
             np.array(memory_changes(graph, self.costs), np.float64),
         )
         mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}
-        if not graph.gang_ops and not mixed:
+        if not graph.gang_ops and not mixed and schedule.updates is None:
             self._templates = [made, *self._templates][: self.TEMPLATES]
         return made
 

@@ -1,0 +1,192 @@
+"""Updates of the optimizer as ops of a schedule: which there are, what each gathers, and what they come between.
+
+An update gathers the gradients of a window of microbatches. Each copy of a stage takes each update over once, by an
+op of its own, U. The copy of pipeline 0 owns the stage: it has the optimizer's state and applies the sum of all
+copies' gradients; the others wait for its parameters.
+
+    two pipelines, a window of four          update 0 gathers microbatches 0 to 3, update 1 gathers 4 to 7
+
+    B0 B2 on the owner's rank --.                           .--> U1 on the other copy's rank
+    B1 B3 on the other's -------+--> U0 on the owner's -----'    (of update 0, in pipeline 1)
+                   (gradients, reduced)           (parameters, broadcast)
+
+So that every op is there once, U is numbered `update * num_pipelines + pipeline`. Its place among the other ops of
+its copy says which parameters these meet: `count_mismatch` counts the updates between a forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT, Op
+
+if TYPE_CHECKING:
+    from penstock.schedule.schedule import Schedule
+
+OWNER = 0
+"""The pipeline whose copy of a stage has the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """That a schedule has its updates as ops, and what is asked of them.
+
+    Attributes:
+        window: microbatches that an update gathers, counted in their order; the last window may be shorter.
+        max_mismatch: most updates of a copy between a microbatch's forward and its backward there; None for any.
+
+    Raises:
+        ScheduleError: a window below 1, or a bound below 0.
+    """
+
+    window: int
+    max_mismatch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("window", self.window, 1), ("max_mismatch", self.max_mismatch, 0)):
+            if value is None and name == "max_mismatch":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ScheduleError(
+                    f"{name} of the updates is {value!r}; give a whole number from {least}", rule="updates"
+                )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The updates of a schedule with so many microbatches and pipelines, and how their ops are numbered."""
+
+    window: int
+    num_microbatches: int
+    num_pipelines: int = 1
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.num_microbatches // self.window)
+
+    @property
+    def num_ops(self) -> int:
+        """The U ops of each stage."""
+        return self.num_updates * self.num_pipelines
+
+    def microbatches(self, update: int) -> range:
+        """The microbatches that an update gathers, over all pipelines."""
+        return range(update * self.window, min((update + 1) * self.window, self.num_microbatches))
+
+    def number(self, update: int, pipeline: int) -> int:
+        """The number of the U with which a pipeline's copy takes an update over."""
+        return update * self.num_pipelines + pipeline
+
+    def update_of(self, number: int) -> tuple[int, int]:
+        """The (update, pipeline) of the U with that number."""
+        return divmod(number, self.num_pipelines)
+
+    def needed(self, op: Op, present: Mapping[Op, int]) -> list[Op]:
+        """What a U waits for: the copy's update before it, and then
+
+        - the owner's: the backward (B, or W where it is split) of every microbatch of the window, in any pipeline;
+        - another copy's: the owner's.
+        """
+        update, pipeline = self.update_of(op.microbatch)
+        needed = [Op(UPDATE, op.stage, self.number(update - 1, pipeline))] if update else []
+        if pipeline != OWNER:
+            return [*needed, Op(UPDATE, op.stage, self.number(update, OWNER))]
+        return needed + [_weight_gradient(op.stage, m, present) for m in self.microbatches(update)]
+
+
+def _weight_gradient(stage: int, microbatch: int, present: Mapping[Op, int]) -> Op:
+    whole, half = Op(BACKWARD, stage, microbatch), Op(WEIGHT, stage, microbatch)
+    split = whole not in present and (half in present or Op(INPUT, stage, microbatch) in present)
+    return half if split else whole
+
+
+def one_message_a_rank(needed: list[Op], rank: int, place: Mapping[Op, tuple[int, int]]) -> list[Op]:
+    """What a U of `rank` waits for, with one message of gradients from every other rank.
+
+    A rank adds up the gradients of a window and sends the sum, so the last op to add to it in that rank's order
+    stands for all. `place` is the (rank, step) of each op.
+    """
+    last: dict[int, Op] = {}
+    kept = []
+    for op in needed:
+        source, step = place.get(op, (rank, 0))
+        if op.kind == UPDATE or source == rank:
+            kept.append(op)
+        elif source not in last or step > place[last[source]][1]:
+            last[source] = op
+    return kept + [last[source] for source in sorted(last)]
+
+
+def updates_between(schedule: Schedule) -> dict[tuple[int, int], tuple[Op, ...]]:
+    """By (stage, microbatch), the U ops of its copy between its forward and its backward (B or I), in their order."""
+    found: dict[tuple[int, int], tuple[Op, ...]] = {}
+    for row in schedule.order:
+        passed: dict[tuple[int, int], list[Op]] = {}
+        begun: dict[tuple[int, int], int] = {}
+        for op in row:
+            copy = op.stage, schedule.pipeline_of(op)
+            if op.kind == UPDATE:
+                passed.setdefault(copy, []).append(op)
+            elif op.kind == FORWARD:
+                begun[op.stage, op.microbatch] = len(passed.get(copy, ()))
+            elif op.kind in (BACKWARD, INPUT) and (op.stage, op.microbatch) in begun:
+                since = begun[op.stage, op.microbatch]
+                found[op.stage, op.microbatch] = tuple(passed.get(copy, ())[since:])
+    return found
+
+
+def count_mismatch(schedule: Schedule) -> dict[tuple[int, int, int], int]:
+    """By (stage, pipeline, microbatch), how many updates of that copy fall between its forward and its backward.
+
+    AMDP's parameter mismatch (section 3.1). It is a matter of the order alone: no time, link or dispatch changes it.
+    """
+    return {
+        (stage, schedule.microbatch_pipeline[m], m): len(passed)
+        for (stage, m), passed in updates_between(schedule).items()
+    }
+
+
+def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = None) -> Schedule:
+    """A schedule of one pipeline with every update right after the last backward that it waits for.
+
+        before   rank 0 | F0 F1 .  .  B0 F2 B1 .  B2          after, window 1   rank 0 | F0 F1 .  .  B0 U0 F2 B1 U1 ..
+                 rank 1 | .  F0 B0 F1 B1 F2 B2                                  rank 1 | .  F0 B0 U0 F1 B1 U1 F2 ..
+
+    Raises:
+        ScheduleError: several pipelines (whose copies wait for one another: a matter of time), updates that are
+            there already, or what `Updates` refuses.
+    """
+    require_no_updates(schedule, "with_updates puts them in")
+    if schedule.placement.num_pipelines > 1 or schedule.graph.num_microbatches:
+        raise ScheduleError(
+            f"{schedule.name}: updates are put after the backwards of schedules with one pipeline and the same "
+            "microbatches on every stage; others place theirs themselves, as amdp(window=...) does",
+            rule="updates",
+        )
+    updates = Updates(window, max_mismatch)
+    windows = Windows(window, schedule.num_microbatches)
+    rows = []
+    for row in schedule.order:
+        present = {op: step for step, op in enumerate(row)}
+        after: dict[int, list[Op]] = {}
+        for stage in sorted({op.stage for op in row}):
+            earliest = 0
+            for update in range(windows.num_updates):
+                u = Op(UPDATE, stage, update)
+                earliest = max([earliest, *(present.get(op, 0) for op in windows.needed(u, present))])
+                after.setdefault(earliest, []).append(u)
+        rows.append(tuple(o for step, op in enumerate(row) for o in (op, *after.get(step, ()))))
+    return replace(schedule, order=tuple(rows), updates=updates)
+
+
+def require_no_updates(schedule: Schedule, what: str) -> None:
+    """Raises ScheduleError where a schedule has updates; `what` says who takes none."""
+    if schedule.updates is not None:
+        raise ScheduleError(
+            f"{schedule.name} has updates as ops (U, every {schedule.updates.window} microbatches), and {what}; give "
+            "the schedule without them (rule: updates)",
+            rule="updates",
+        )
