@@ -49,6 +49,8 @@ COUNTED = {
     "starved": "messages that waited for room in host memory",
 }
 """What delegates count, in words; where none of it happened nothing is said."""
+_STANDS_OUT = 3.0
+"""Times what a quarter of the messages take at most: a delay above that is the link's own."""
 BYTES = 1e4
 """Activations above this are bytes, not units."""
 
@@ -97,7 +99,7 @@ def read_story(
         )
         for row in rows
     )
-    least = told.job.smallest_delay
+    least = _least(told.job, rows)
     undisturbed, source = _undisturbed(told, hindsight, found, least)
     decided = tuple(_decided(told.chosen[number], told.job.start, found) for number in sorted(told.chosen))
     return RunStory(
@@ -107,7 +109,7 @@ def read_story(
         iterations=found,
         decisions=decided,
         spells=spells_of(found, links, least),
-        ran=_configurations(told, found, ran),
+        ran=_configurations(told, found, ran, least),
         memory=_memory(told, ran.values(), records, recorded),
         alarms=Alarms(
             sum(watch.num_suspected for watch in told.book.watches),
@@ -122,6 +124,13 @@ def read_story(
         counters=_counters(records),
         shown=_shown(told, decided, ran, recorded),
     )
+
+
+def _least(job: Job, rows: Sequence[Seen]) -> float:
+    """From which delay on (ms) a link counts as late: well above what every message takes on its way."""
+    delays = sorted(delay for row in rows for link in row.times if (delay := row.delay(link)) is not None)
+    usual = min(delays[len(delays) // 4], job.mean_op / 4) if delays else 0.0
+    return max(job.smallest_delay, _STANDS_OUT * usual)
 
 
 def _simulated(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, Timeline]:
@@ -202,8 +211,9 @@ def in_words(configuration: Configuration, start: Configuration) -> str:
     return f"{name}, {configuration.dispatch.value}, " + (f"delegated {links}" if links else "all links direct")
 
 
-def _configurations(told: Told, iterations: Sequence[Iteration], ran: Mapping[int, Timeline]) -> tuple[Ran, ...]:
-    least = told.job.smallest_delay
+def _configurations(
+    told: Told, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
+) -> tuple[Ran, ...]:
     late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
     found = []
     for number in sorted({each.decision for each in iterations}):
