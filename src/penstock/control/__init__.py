@@ -2,7 +2,6 @@
 
 from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
-from penstock.control.commit import Ack, Ask, Coordinator, Member, Nack, Propose, Running, Unknown, Verdict
 from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller, Counts
@@ -27,9 +26,7 @@ from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, reh
 from penstock.control.replay import replay
 
 __all__ = [
-    "Ack",
     "Action",
-    "Ask",
     "Candidate",
     "Cause",
     "Change",
@@ -37,7 +34,6 @@ __all__ = [
     "Configuration",
     "ControlError",
     "Controller",
-    "Coordinator",
     "Counts",
     "Decision",
     "Detector",
@@ -51,22 +47,16 @@ __all__ = [
     "LinkEstimate",
     "LinkUp",
     "Measured",
-    "Member",
-    "Nack",
     "Offered",
     "OpTimes",
     "Prices",
-    "Propose",
     "Rehearsal",
     "Rehearsed",
-    "Running",
     "Scored",
     "Sensitivity",
     "Switched",
     "Transfer",
     "Transfers",
-    "Unknown",
-    "Verdict",
     "candidates",
     "choose",
     "estimate",

@@ -3,7 +3,7 @@
 Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
 IterationEnded    --->  verify      has a delay changed, or an op's time, and does it last (changes.py)
                         choose      the best candidate that is worth its price (candidates.py, decide.py)
-Decision          <---  propose     number and digest; all ranks switch or none does (commit.py)
+Decision          <---  propose     number and digest; all ranks switch or none does
 Switched, Dropped --->  from then on that is what runs, or it never was
 """
 
