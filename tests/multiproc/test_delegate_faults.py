@@ -43,8 +43,9 @@ def killed(rank: int, gather: Any, seed: int) -> dict[str, Any]:
         nonlocal num_killed
         if (count + seed) % 5 == 2 and rank == seed % 2:
             pids = sorted(transport.pids.values())
-            os.kill(pids[(count + seed) % len(pids)], signal.SIGKILL)
-            num_killed += 1
+            with contextlib.suppress(ProcessLookupError):  # the last one killed, just replaced
+                os.kill(pids[(count + seed) % len(pids)], signal.SIGKILL)
+                num_killed += 1
 
     try:
         came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 18,), kill) for step in range(2))
@@ -60,7 +61,7 @@ def test_a_killed_delegate_is_started_again_and_no_message_is_lost_or_doubled(se
     found = values(run_delegate_ranks(2, killed, seed))
     assert [one["came"] for one in found] == [32, 32]
     killer = found[seed % 2]
-    assert killer["killed"] >= 4
+    assert killer["killed"] >= 3
     # One that dies before it was heard of again may be killed twice.
     assert 1 <= killer["restarts"] <= killer["killed"]
     assert found[1 - seed % 2]["restarts"] == 0
