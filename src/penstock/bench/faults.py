@@ -292,14 +292,18 @@ def run(
 def await_transfer(lab: Lab, chance: random.Random) -> None:
     """Returns at a random moment of a message's 134 ms on the data network."""
     end = time.monotonic() + 5.0
-    before = _carried(lab)
     while time.monotonic() < end:
-        time.sleep(0.005)
-        now = _carried(lab)
-        if now - before > MOVING:
-            break
-        before = now
-    time.sleep(chance.uniform(0.0, 0.06))
+        if _moving(lab):
+            time.sleep(chance.uniform(0.0, 0.06))
+            if _moving(lab):
+                return
+
+
+def _moving(lab: Lab) -> bool:
+    """Whether a message is on its way over the data network."""
+    before = _carried(lab)
+    time.sleep(0.005)
+    return _carried(lab) - before > MOVING
 
 
 def _carried(lab: Lab) -> int:
@@ -375,17 +379,18 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What counts of the runs with each fault; a pause is how much longer than usual a message took at most."""
-    usual = max(rows[0]["wait_s"].values(), default=0.0)  # a run that is steered keeps its measurements to itself
+    """What counts of the runs with each fault; of each run the longest wait for a message counts."""
     found = {}
-    for name in dict.fromkeys(row["fault"] for row in rows[1:]):
-        alike = [row for row in rows[1:] if row["fault"] == name]
-        pauses = [max(row["wait_s"].values()) - usual for row in alike if row["wait_s"]]
+    for name in dict.fromkeys(row["fault"] for row in rows):
+        alike = [row for row in rows if row["fault"] == name]
+        waited = [
+            max(row["wait_s"].values()) for row in alike if row["wait_s"]
+        ]  # steered runs keep them to themselves
         found[name] = {
             "num_runs": len(alike),
             "num_in_transfer": sum(row["in_transfer"] for row in alike),
-            "median_pause_s": statistics.median(pauses) if pauses else None,
-            "longest_pause_s": max(pauses, default=None),
+            "median_wait_s": statistics.median(waited) if waited else None,
+            "longest_wait_s": max(waited, default=None),
             "longest_step_s": max(row["longest_step_s"] for row in alike),
             "all_equal": all(row["equal"] and row["same_losses"] for row in alike),
             "all_messages_once": all(row["num_messages"] == row["num_messages_due"] for row in alike),
