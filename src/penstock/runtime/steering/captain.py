@@ -70,7 +70,10 @@ class Captain:
     """Steers the run from rank 0's process.
 
     Args:
-        line: to the store. queue: function from a process's first rank to the queue of its plans.
+        line, plans: to the store, for reports and for plans.
+        queue: function from a process's first rank to the queue of its plans.
+        take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
+            that rank 0 always knows what it waits for.
         stop: called where deciding cannot go on, with the reason.
 
     Attributes:
@@ -82,13 +85,15 @@ class Captain:
         steering: Steering,
         setting: Setting,
         line: Line,
+        plans: Line,
         reports: str,
         queue: Callable[[int], str],
+        take: Callable[[Plan], None],
         stop: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
-        self._steering, self._setting, self._line = steering, setting, line
-        self._reports, self._queue, self._stop = reports, queue, stop
+        self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
+        self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
         self._records = Records(steering.folder)
         self._gathering = Gathering(setting.start.schedule.num_ranks)
         self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
@@ -141,7 +146,7 @@ class Captain:
             while not self._closed.is_set():
                 data = self._line.pop(self._reports, WAIT)
                 while not self._again.empty():
-                    self._hand_out(self._again.get())
+                    self._hand_out(self._line, self._again.get())
                 if data is None:
                     continue
                 complete = self._gathering.add(Report.from_json(data))
@@ -211,11 +216,12 @@ class Captain:
             self.decisions.append(decision)
             text = json.dumps(decision["configuration"], sort_keys=True)
             self._digests[decision["number"]] = decision["digest"]
-            self._plan = Plan(decision["number"], text, decision["digest"])
-            self.resend(self._setting.processes)
+            self._plan = plan = Plan(decision["number"], text, decision["digest"])
+            self._hand_out(self._plans, self._setting.processes[1:])  # at once, for iterations may be short
+            self._take_plan(plan)
 
-    def _hand_out(self, processes: Sequence[int]) -> None:
+    def _hand_out(self, line: Line, processes: Sequence[int]) -> None:
         plan = self._plan
         if plan is not None:
             for first in processes:
-                self._line.push(self._queue(first), plan.to_json())
+                line.push(self._queue(first), plan.to_json())

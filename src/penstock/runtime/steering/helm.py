@@ -86,17 +86,25 @@ class Helm:
         self._out: SimpleQueue[tuple[int, Measured] | None] = SimpleQueue()
         self._stretch = setting.stretch
         self._meeting = meeting
-        self._lines = [Line(meeting.store.another()) for _ in range(3 if meeting.first == 0 else 2)]
         self._closed = threading.Event()
         self._captain = None
         if meeting.first == 0:
+            self._lines = [Line(meeting.store.another()) for _ in range(3)]
             self._captain = Captain(
-                steering, setting, self._lines[2], meeting.reports, meeting.plans, self._stop_later
+                steering,
+                setting,
+                self._lines[1],
+                self._lines[2],
+                meeting.reports,
+                meeting.plans,
+                self._take,
+                self._stop_later,
             )
-        self._threads = [
-            threading.Thread(target=self._send, name="penstock-reports", daemon=True),
-            threading.Thread(target=self._receive, name="penstock-plans", daemon=True),
-        ]
+        else:
+            self._lines = [Line(meeting.store.another()) for _ in range(2)]
+        self._threads = [threading.Thread(target=self._send, name="penstock-reports", daemon=True)]
+        if self._captain is None:
+            self._threads.append(threading.Thread(target=self._receive, name="penstock-plans", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -228,14 +236,16 @@ class Helm:
         line, queue = self._lines[1], self._meeting.plans(self._meeting.first)
         while not self._closed.is_set():
             data = line.pop(queue, WAIT)
-            if data is None:
-                continue
-            plan = Plan.from_json(data)
-            if self._is_news(plan.number):
-                readied = self._prove(plan)
-                with self._lock:
-                    if self._is_news(plan.number):
-                        self._held = readied
+            if data is not None:
+                self._take(Plan.from_json(data))
+
+    def _take(self, plan: Plan) -> None:
+        """Proves a plan and holds it, unless it is old."""
+        if self._is_news(plan.number):
+            readied = self._prove(plan)
+            with self._lock:
+                if self._is_news(plan.number):
+                    self._held = readied
 
     def _is_news(self, number: int) -> bool:
         held = self._held

@@ -52,5 +52,7 @@ def steer(
     if failed or helm is None:
         if helm is not None:
             helm.close()
+        else:
+            meeting.close()
         raise RuntimeFailure(failed)
     return helm
