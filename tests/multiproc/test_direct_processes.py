@@ -20,7 +20,7 @@ from penstock.runtime.transports.delegate import DelegateTransport
 from penstock.runtime.transports.direct import ConditionedDirect, DirectTransport, require_depth
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.wiring import wire
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Schedule, needed_channel_depth
 from plain_loop import gradients
 from processes import run_ranks
 
@@ -113,6 +113,9 @@ def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
     ):
         require_depth(schedule, 3)
     require_depth(schedule, 4)
+    in_order = ps.build("zb", 4, 12, warmup=[12, 8, 4, 1])
+    assert needed_channel_depth(in_order) > 1
+    require_depth(in_order, 1)
     with pytest.raises(RuntimeFailure, match="a channel of depth 0 can carry nothing"):
         require_depth(schedule, 0)
 

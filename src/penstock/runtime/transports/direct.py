@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.channel import Expected, Incoming, Posted, Tags
+from penstock.runtime.transports.channel import ChannelKey, Expected, Incoming, Posted, Tags
 from penstock.runtime.transports.conditioned import ConditionedTransport
 from penstock.runtime.transports.failure import explain
 from penstock.runtime.transports.group import THREADS_WAIT, GroupTransport
 from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.wiring import wire
 from penstock.schedule import Schedule, needed_channel_depth
 
 DEPTH = 2
@@ -39,11 +40,16 @@ ACKNOWLEDGEMENT = 1
 def require_depth(schedule: Schedule, depth: int) -> None:
     """Refuses a schedule whose order may come to a standstill with channels of this depth.
 
+    That takes messages that are awaited in another order than they leave in: those that leave in order arrive one
+    after the other, whether their receiver is busy or not, and make room.
+
     Raises:
         RuntimeFailure: with the depth that is needed.
     """
     if depth < 1:
         raise RuntimeFailure(f"a channel of depth {depth} can carry nothing: give at least 1")
+    if _keeps_order(schedule):
+        return
     needed = needed_channel_depth(schedule)
     if needed > depth:
         raise RuntimeFailure(
@@ -51,6 +57,20 @@ def require_depth(schedule: Schedule, depth: int) -> None:
             f"takes the first, and channels of depth {depth} would hold both up for ever; give depth={needed} or "
             "transport='host'"
         )
+
+
+def _keeps_order(schedule: Schedule) -> bool:
+    """Whether all messages of each channel are awaited in the order in which they leave."""
+    wiring = wire(schedule)
+    place = {op: number for row in schedule.order for number, op in enumerate(row)}
+    latest: dict[ChannelKey, int] = {}
+    for rank in range(schedule.num_ranks):
+        for edge in wiring.expected(rank):
+            key = ChannelKey.of(edge)
+            if place[edge.producer] < latest.get(key, -1):
+                return False
+            latest[key] = place[edge.producer]
+    return True
 
 
 class Link:
