@@ -100,9 +100,6 @@ def emulate(
     from measured import Order, measure  # here, so that simulation starts without torch
 
     job, configuration = setting.job, setting.configuration
-    if configuration.delegated and backend.name == "threads":
-        # All late links are delegated, and on the others a channel is never full: none needs a bound.
-        transport = "host"
     depth = job.depth if transport == "direct" else None
     order = Order(job.costs, configuration, conditions, transport, depth, backend.steps, backend.stretch, steering)
     return measure(order, backend.name == "processes")

@@ -1,7 +1,7 @@
 """Figure 15: the last link of the 14B model late by 0 to 60 ms.
 
     python experiments/pipemorph/figure15.py                        seconds
-    python experiments/pipemorph/figure15.py --backend threads      about 3 minutes
+    python experiments/pipemorph/figure15.py --backend threads      2 minutes
 
 8 ranks, 32 microbatches, ops of 10 ms (stretched by 3 where measured), latency. Numbers are slowdowns: an iteration
 as a multiple of the same system's without delay, as in the paper; those without a paper's number as a multiple of

@@ -77,7 +77,7 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         transport=order.transport,
         depth=order.depth,
         steering=order.steering,
-        delegates=DelegateOptions() if processes and first.delegated else None,
+        delegates=DelegateOptions() if first.delegated else None,
     ) as pipe:
         if first.delegated:
             pipe.reconfigure(first)

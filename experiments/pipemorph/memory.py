@@ -1,7 +1,7 @@
 """Slowdown against memory: the last link of the 14B model 60 ms late, under caps from frozen `zb`'s down to 1F1B's.
 
-    python experiments/pipemorph/memory.py                        half a minute
-    python experiments/pipemorph/memory.py --backend threads      two minutes
+    python experiments/pipemorph/memory.py                        a minute
+    python experiments/pipemorph/memory.py --backend threads      three minutes
 
 8 ranks, 32 microbatches, ops of 10 ms. Devices are alike: a cap of m lets every rank hold m activations. `zb` warms
 up with 15 on its first rank, 1F1B 8. Slowdowns are multiples of `zb`'s 1030 ms without delay. The late link is
