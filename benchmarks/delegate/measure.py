@@ -262,12 +262,11 @@ def _idle(gather: Callable[[Any], list[Any]], way: Delegates, seconds: float) ->
 
 
 def _memory_mb(pid: int) -> float:
-    """Memory that a process shares with no other, in MB."""
-    private = 0
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith(("Private_Clean", "Private_Dirty")):
-            private += int(line.split()[1])
-    return private / 1024
+    """Memory of a process that is no file and not shared, in MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) / 1024
+    return 0.0
 
 
 def measure(rounds: int, idle_seconds: float) -> dict[str, Any]:
