@@ -26,9 +26,11 @@ def enter(namespace: str, hostname: str, hosts_file: str) -> None:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), what)
 
-    there = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    name = f"/run/netns/{namespace}"
+    there = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     checked(libc.setns(there, CLONE_NEWNET), namespace)
     os.close(there)
+    os.stat(name)  # gone if the lab was taken away meanwhile, by someone who may not have seen this process
     checked(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS), "unshare")
     socket.sethostname(hostname)
     # What is mounted from here on is seen here alone, and what is taken away outside goes here too.

@@ -16,9 +16,14 @@ PATIENCE = 5.0
 
 
 def remove(name: str) -> None:
-    """Removes what is there of a lab. Raises LabError where something stays."""
+    """Removes what is there of a lab. Raises LabError where something stays.
+
+    Programs are killed twice, before and after the namespaces have lost their names: one that is just entering a host
+    looks for the name when it is in (`inside.py`), so it either sees that the lab is gone or is seen here.
+    """
     namespaces = namespaces_of(name)
-    _kill(namespaces)
+    numbers = shell.numbers_of(namespaces)
+    _kill(numbers)
     problems = []
     for namespace in namespaces:
         try:
@@ -27,6 +32,7 @@ def remove(name: str) -> None:
             problems.append(str(error))
     if problems:
         raise LabError("; ".join(problems))
+    _kill(numbers)
     Folder(name).remove()
 
 
@@ -43,13 +49,13 @@ def clean() -> list[str]:
     return found
 
 
-def _kill(namespaces: list[str]) -> None:
+def _kill(numbers: set[int]) -> None:
     """Kills what runs in namespaces, and what that started meanwhile, until nothing is left."""
     end = time.monotonic() + PATIENCE
-    while left := [number for namespace in namespaces for number in shell.processes_in(namespace)]:
+    while left := shell.processes_in(numbers):
         for number in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         if time.monotonic() > end:
-            raise LabError(f"processes {', '.join(map(str, left))} do not end; the lab's namespaces are kept")
+            raise LabError(f"processes {', '.join(map(str, left))} do not end; see what they wait for with ps")
         time.sleep(0.02)

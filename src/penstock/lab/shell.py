@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.lab.commands import Command
 from penstock.lab.errors import LabError
+from penstock.lab.kernel import NAMESPACES
 
 DEADLINE = 20.0
 """Seconds that one command may take."""
@@ -35,12 +38,20 @@ def congestion_control() -> str:
     return "cubic" if "cubic" in available else "reno"
 
 
-def processes_in(namespace: str) -> list[int]:
-    """Numbers of the processes in a namespace; none where it is not there."""
-    try:
-        done = subprocess.run(
-            ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False, timeout=DEADLINE
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [int(word) for word in done.stdout.split() if word.isdecimal()]
+def numbers_of(namespaces: Iterable[str]) -> set[int]:
+    """The kernel's numbers of network namespaces by name; never that of this process's own."""
+    found = set()
+    for name in namespaces:
+        with contextlib.suppress(OSError):
+            found.add(os.stat(f"{NAMESPACES}/{name}").st_ino)
+    return found - {os.stat("/proc/self/ns/net").st_ino}
+
+
+def processes_in(numbers: set[int]) -> list[int]:
+    """Processes that are in one of these namespaces."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is a zombie
+            if os.stat(path / "ns" / "net").st_ino in numbers:
+                found.append(int(path.name))
+    return found
