@@ -14,6 +14,7 @@ from penstock.formats import from_json, to_json
 from penstock.formats.perfetto import to_perfetto
 from penstock.formats.torch_csv_write import to_torch_csv
 from penstock.passes import add_communication, merge_gradients, recompute, retime, separate_gradients
+from penstock.passes.network import network
 from penstock.schedule import needed_channel_depth, peak_in_flight
 
 pytestmark = pytest.mark.unit
@@ -247,7 +248,9 @@ def test_simulation_times_updates_and_sends_one_message_of_gradients_a_copy() ->
     plain = ps.simulate(schedule, ps.Costs.uniform(4, b=2.0))
     costs = ps.Costs.uniform(4, b=2.0).with_other({("U", stage): 0.5 for stage in range(4)})
     timeline = ps.simulate(schedule, costs)
-    assert sum(timeline.busy) == pytest.approx(sum(plain.busy) + 16 * 0.5)
+    assert sum(timeline.busy) == pytest.approx(sum(plain.busy) + 8 * 0.5)  # the owners' alone
+    taken = ps.simulate(schedule, replace(costs, take_over=[0.25] * 4))
+    assert sum(taken.busy) == pytest.approx(sum(plain.busy) + 8 * 0.5 + 8 * 0.25)
     assert timeline.peak_activations == plain.peak_activations == tuple(map(float, peak_in_flight(schedule)))
     sent = [m for m in timeline.messages if m.target.kind == "U"]
     gradients = [m for m in sent if m.source.kind == "B"]
@@ -320,6 +323,10 @@ def test_passes_that_keep_updates() -> None:
         ps.check(result)
         assert ps.count_mismatch(result) == before
         assert ps.simulate(result, costs, links=links).makespan <= ps.simulate(split, costs, links=links).makespan
+    several = replace(ps.Costs.uniform(4, b=2.0, f=1.5), other={"U": 1.0}, take_over=[0.5] * 4)
+    again = retime(two_pipelines(), several, links)
+    assert ps.count_mismatch(again) == ps.count_mismatch(two_pipelines())
+    assert network(again, several, links).earliest_frozen()[1] == ps.simulate(again, several, links=links).makespan
     sent = add_communication(ps.build("pipedream-2bw", 4, 8, window=4))
     ps.check(sent)
     assert [op for op in sent.order[0] if op.kind == "U"] == [ps.Op("U", 0, 0), ps.Op("U", 0, 1)]

@@ -78,11 +78,13 @@ class Costs:
             not given. It matters where a link has a bandwidth, and where messages are really sent.
         update_bytes: what a stage's gradients weigh on their way to the owner of its optimizer state, and its
             parameters coming back, where updates are ops of the schedule; 0 a stage where not given.
+        take_over: milliseconds of an update on a copy that does not own the stage, which only takes parameters over;
+            0 a stage where not given.
         uneven: how many times as long the ops of each microbatch take, as those of long and short sequences do; 1 for
             those not given. Runs, simulated or emulated, take it; schedules are made as if all were 1.
 
-    The time of an update is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no time: `Links`
-    says how late they arrive.
+    The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
+    time: `Links` says how late they arrive.
 
     Raises:
         CostError: a negative or non-finite number, lists of different lengths, or no stage.
@@ -99,6 +101,7 @@ class Costs:
     message_bytes: Sequence[float] = ()
     uneven: Sequence[float] = ()
     update_bytes: Sequence[float] = ()
+    take_over: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -108,7 +111,9 @@ class Costs:
         b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
         activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
         message_bytes = _validated("message_bytes", self.message_bytes, None) or (0.0,) * len(f)
-        update_bytes = _validated("update_bytes", self.update_bytes, len(f) if self.update_bytes else None)
+        for name in ("update_bytes", "take_over"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, _validated(name, given, len(f) if given else None))
         rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
         rows |= {"message_bytes": message_bytes}
         for name, row in rows.items():
@@ -119,7 +124,7 @@ class Costs:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
         object.__setattr__(self, "uneven", _uneven(self.uneven))
-        for name, value in (rows | {"update_bytes": update_bytes}).items():
+        for name, value in rows.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -143,8 +148,10 @@ class Costs:
     def num_stages(self) -> int:
         return len(self.f)
 
-    def duration(self, kind: str, stage: int) -> float:
-        """Milliseconds of one op."""
+    def duration(self, kind: str, stage: int, owns: bool = True) -> float:
+        """Milliseconds of one op; of an update, on the copy that owns the stage or on another."""
+        if kind == "U" and not owns:
+            return self.take_over[stage] if self.take_over else 0.0
         by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b, "R": self.f}
         return by_kind[kind][stage] if kind in by_kind else self._other_cost(kind, stage)[0]
 

@@ -2,8 +2,8 @@
 
 {"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
 
-`b`, `activation`, `message_bytes`, `update_bytes` and `freed_by_input` may be there too; `format` and `version` may
-be left out.
+`b`, `activation`, `message_bytes`, `update_bytes`, `take_over` and `freed_by_input` may be there too; `format` and
+`version` may be left out.
 A profile's file, and the name of a preset, stand for costs too (`read_costs`).
 """
 
@@ -20,7 +20,7 @@ from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1
 
-_ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes")
+_ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes", "take_over")
 _SHARES = ("freed_by_input", "kept_by_recompute")
 
 

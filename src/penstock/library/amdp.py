@@ -64,7 +64,7 @@ def amdp(
         ... 2B7 1B6 1U0 1F10 2B9 2F11 1B8 1F12 .   .   2B11 1B10 2U1 2F13 ...
 
     Args:
-        f, b, u: times of a stage's F, B and U; their ratios shape the order.
+        f, b, u: times of a stage's F, B and its owner's U; their ratios shape the order.
         window: microbatches that an update gathers, a multiple of the d of a block; without it updates are left out.
         max_mismatch: most updates between a microbatch's F and B on any stage; 0 drains the pipelines at each update.
     """
@@ -122,7 +122,7 @@ class _Run:
                 op = self._next(rank)
                 if op is not None:
                     self._order[rank].append(op)
-                    heapq.heappush(running, (now + self._duration[op.kind], rank, op))
+                    heapq.heappush(running, (now + self._takes(op), rank, op))
                     idle.remove(rank)
             if not running:
                 return self._order
@@ -131,6 +131,11 @@ class _Run:
                 _, rank, op = heapq.heappop(running)
                 idle.add(rank)
                 self._ended(op, now)
+
+    def _takes(self, op: Op) -> float:
+        """How long an op takes; a copy that does not own its stage only takes parameters over, at once."""
+        copies = op.kind == "U" and op.microbatch % self._num_pipelines
+        return 0.0 if copies else self._duration[op.kind]
 
     def _put(self, op: Op, now: float) -> None:
         m = op.microbatch

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.updates import OWNER
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
         for o in range(graph.first[rank] + 1, graph.first[rank + 1]):
             row_before[node_of[o]].append(node_of[o - 1])
             row_after[node_of[o - 1]].append(node_of[o])
-    table: dict[tuple[str, int], float] = {}
+    table: dict[tuple[str, int, bool], float] = {}
     durations = []
     for op in graph.ops:
-        key = op.kind, op.stage
+        key = op.kind, op.stage, op.kind != "U" or schedule.pipeline_of(op) == OWNER
         if key not in table:
             table[key] = costs.duration(*key)
         durations.append(table[key])

@@ -25,6 +25,7 @@ from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.dispatch.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
 from penstock.simulate.memory import memory_changes
 from penstock.simulate.order import Order
@@ -168,6 +169,11 @@ class Runner:
             )
         graph = lower(schedule)
         duration = {key: self.costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+        durations = [duration[op[:2]] * self.costs.factor(op.kind, op.microbatch) for op in graph.ops]
+        if schedule.updates is not None:
+            for number, op in enumerate(graph.ops):
+                if op.kind == "U":
+                    durations[number] = self.costs.duration("U", op.stage, schedule.pipeline_of(op) == OWNER)
         made = Order(
             schedule,
             graph,
@@ -177,7 +183,7 @@ class Runner:
                 for name, attribute in (("rank_of", "rank"), *((each, each) for each in _AS_THEY_ARE))
             },
             np.array(graph.num_needed, np.int64),
-            np.array([duration[op[:2]] * self.costs.factor(op.kind, op.microbatch) for op in graph.ops], np.float64),
+            np.array(durations, np.float64),
             np.array(memory_changes(graph, self.costs), np.float64),
         )
         mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}
