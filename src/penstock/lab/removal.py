@@ -13,6 +13,8 @@ from penstock.lab.folder import Folder, names, namespaces_of
 
 PATIENCE = 5.0
 """Seconds that killed processes may take to be gone."""
+LOOKS = 4
+"""How often in a row nothing must be seen."""
 
 
 def remove(name: str) -> None:
@@ -50,12 +52,19 @@ def clean() -> list[str]:
 
 
 def _kill(numbers: set[int]) -> None:
-    """Kills what runs in namespaces, and what that started meanwhile, until nothing is left."""
+    """Kills what runs in namespaces, and what that started meanwhile, until nothing is left.
+
+    A program that forks and ends while the list is being read may be missed with its child, so nothing must be seen
+    several times in a row.
+    """
     end = time.monotonic() + PATIENCE
-    while left := shell.processes_in(numbers):
+    empty = 0
+    while empty < LOOKS:
+        left = shell.processes_in(numbers)
+        empty = 0 if left else empty + 1
         for number in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        if time.monotonic() > end:
+        if left and time.monotonic() > end:
             raise LabError(f"processes {', '.join(map(str, left))} do not end; see what they wait for with ps")
-        time.sleep(0.02)
+        time.sleep(0.01)
