@@ -183,7 +183,7 @@ def test_a_lab_is_changed_while_it_carries_packets(tmp_path: Path) -> None:
             ask(server_path, {})
         with pytest.raises(LabError, match="not now"):
             ask(server_path, {"do": "fail"})
-        server.close()
+    server.close()
 
 
 def test_a_lab_that_is_gone_does_not_answer(tmp_path: Path) -> None:
