@@ -1,7 +1,9 @@
 """All figures one after the other, then the table of simulated against measured.
 
-python experiments/pipemorph/all.py                        a quarter of an hour
-python experiments/pipemorph/all.py --backend threads      half an hour
+    python experiments/pipemorph/all.py                        a quarter of an hour
+    python experiments/pipemorph/all.py --backend threads      twenty-five minutes
+
+Measured runs sleep most of their time; those that are not measured compute.
 """
 
 from __future__ import annotations
