@@ -36,8 +36,8 @@ def test_numbers_stand_for_every_stage() -> None:
         ({"format": "x"}, "costs are a JSON object"),
         (
             {"speed": 1},
-            "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, freed_by_input, "
-            "kept_by_recompute and other",
+            "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, update_bytes, take_over, "
+            "freed_by_input, kept_by_recompute and other",
         ),
     ],
 )

@@ -148,6 +148,7 @@ class RankRun:
                     break
         if self.export is not None and self.first:
             export_model(Path(self.export), self.folder.checkpoints)
+        steps = self.pipe.num_steps
         if validation is None:
             # Nothing was left to train. The report needs a loss and a timeline all the same.
             validation = self.evaluate()
@@ -155,9 +156,8 @@ class RankRun:
         ending = self._ending()
         self.pipe.close()  # the records are complete then
         if self.first:
-            trained = tokens * (self.pipe.num_steps - start)
-            speed = trained / seconds if seconds else None
-            self.report = self._report(profile, loss, validation, speed, seconds, ending)
+            speed = tokens * (steps - start) / seconds if seconds else None
+            self.report = self._report(profile, steps, loss, validation, speed, seconds, ending)
 
     def _agree(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the step."""
@@ -222,13 +222,14 @@ class RankRun:
     def _report(
         self,
         profile: list[Profiled],
+        steps: int,
         loss: float | None,
         validation: float,
         tokens_per_second: float | None,
         seconds: float,
         ending: Ending,
     ) -> Report:
-        inputs, folder, steps = self.inputs, self.folder, self.pipe.num_steps
+        inputs, folder = self.inputs, self.folder
         settings = inputs.settings
         timing, pictures = self._timing(profile)
         save_picture(pictures, folder.file("timeline.html"))
