@@ -15,6 +15,8 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
+from penstock.train.settings import Settings
+from penstock.train.travel import without_password
 
 pytestmark = pytest.mark.unit
 
@@ -272,3 +274,19 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
 def test_a_folder_that_holds_a_run(tell: Callable[..., list[str]], run: Path) -> None:
     (line,) = tell(f"{SMALL} --data text.txt --out {run}", 2)
     assert line == f"{run} holds a run; go on with --resume {run}, or give another --out"
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("redis://:secret@127.0.0.1:6379/1", "redis://127.0.0.1:6379/1"),
+        ("redis://me:se@cret@host:1", "redis://host:1"),
+        ("tcp://host:29500", "tcp://host:29500"),
+        (None, None),
+    ],
+)
+def test_a_password_is_not_written_down(given: str | None, written: str | None) -> None:
+    assert without_password(given) == written
+    settings = Settings(adapt=given is not None, store=given)
+    assert json.loads(settings.to_json())["store"] == written
+    assert settings.store == given

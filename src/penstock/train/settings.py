@@ -20,7 +20,7 @@ from penstock.train.checks import (
     read_links,
     read_schedule,
 )
-from penstock.train.travel import Travel, host_memory_of
+from penstock.train.travel import Travel, host_memory_of, without_password
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class Settings:
         return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """All but the store's password, which whoever goes on with the run gives again."""
+        return json.dumps(dataclasses.asdict(self) | {"store": without_password(self.store)}, indent=2)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Settings:

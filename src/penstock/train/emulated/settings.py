@@ -19,7 +19,7 @@ from penstock.train.checks import (
     read_links,
     read_schedule,
 )
-from penstock.train.travel import Travel, host_memory_of, read_size
+from penstock.train.travel import Travel, host_memory_of, read_size, without_password
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class EmulatedSettings:
         return host_memory_of(self.host_memory, costs)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """All but the store's password, which whoever goes on with the run gives again."""
+        return json.dumps(dataclasses.asdict(self) | {"store": without_password(self.store)}, indent=2)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> EmulatedSettings:
