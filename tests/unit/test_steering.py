@@ -111,6 +111,12 @@ def test_a_report_comes_back_as_it_was() -> None:
     assert [row[:3] for row in sent.ops] == [["F", 1, 0], ["B", 1, 0]]
 
 
+def test_what_was_held_and_counted_travels() -> None:
+    told = measured(1)._replace(peak=2.5, counters={"failovers": 1, "resent": 0})
+    sent = Report.from_json(report_of(7, told, NO_SHIFT).to_json())
+    assert (sent.peak, sent.counters) == (2.5, {"failovers": 1, "resent": 0})
+
+
 def test_iterations_come_out_whole_and_in_order() -> None:
     gathering = Gathering(2)
     order = [(0, 1), (1, 1), (0, 0), (2, 0), (3, 1), (3, 0), (1, 0), (2, 1), (4, 0), (4, 1)]

@@ -62,6 +62,7 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
         step = steps[record["iteration"]]
         assert (record["number"], record["digest"]) == (step.number, step.configuration.digest)
         assert record["ms"] >= step.timeline.makespan - 1e-3
+        assert record["peaks"] == list(step.timeline.peak_activations)
     assert pipe.notices == []
 
 

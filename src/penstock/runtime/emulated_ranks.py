@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -106,9 +106,11 @@ def _run_rank(worker: Worker, device: EmulatedDevice, transport: Waiting, start:
     return RankStep(worker.rank, worker.recorder.times, worker.peak_held, device.late, transport.crossings())
 
 
-def _measured(step: RankStep, start: int, events: Sequence[Event] = ()) -> Measured:
+def _measured(
+    step: RankStep, start: int, events: Sequence[Event] = (), counters: Mapping[str, int] | None = None
+) -> Measured:
     end = step.times[-1][2] if step.times else start
-    return Measured(step.rank, start, end, step.times, step.crossings, events)
+    return Measured(step.rank, start, end, step.times, step.crossings, events, step.peak, counters)
 
 
 class Threads:
@@ -206,7 +208,8 @@ class Processes:
         mine, start = self._step(plan, self._run.stretch)
         offer = None
         if helm is not None:
-            helm.ended([_measured(mine, start, self._run.choice.link_events(self._transport))])
+            choice, transport = self._run.choice, self._transport
+            helm.ended([_measured(mine, start, choice.link_events(transport), choice.counters(transport))])
             offer = helm.offer()
         told = self.peers.gather((mine._replace(crossings=[]), offer))
         offers = [Offer(*each) for _, each in told if each is not None]

@@ -324,9 +324,21 @@ class Pipeline:
                 end = perf_counter_ns()
             self._share_tied()
             if self._helm is not None:
-                events = self._choice.link_events(self._transport)
+                seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended(
-                    [Measured(w.rank, begin, end, w.recorder.times, w.transport.crossings(), events) for w in workers]
+                    [
+                        Measured(
+                            w.rank,
+                            begin,
+                            end,
+                            w.recorder.times,
+                            w.transport.crossings(),
+                            seen[0],
+                            w.peak_held,
+                            seen[1],
+                        )
+                        for w in workers
+                    ]
                 )
             result = self._result(batch, self._helm)
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -101,6 +101,12 @@ class TransportChoice:
         """Starts the delegates of links that are to be delegated, before they are needed; any thread may do that."""
         if self.has_delegates and delegated and isinstance(transport, RoutedTransport):
             transport.prepare(delegated)
+
+    def counters(self, transport: Any) -> dict[str, int] | None:
+        """What this rank's delegates have counted so far, where there are any."""
+        if self.has_delegates or self.name == "delegate":
+            return asdict(transport.counters)
+        return None
 
     def link_events(self, transport: Any) -> list[Event]:
         """Links whose own interfaces died or came back since the last call, as far as delegates know."""

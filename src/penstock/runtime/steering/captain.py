@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -197,6 +198,8 @@ class Captain:
             "number": self._number,
             "digest": self._digests[self._number],
             "links": {link: ms for report in reports for link, ms in (report.links or {}).items()},
+            "peaks": [report.peak for report in sorted(reports, key=lambda report: report.rank)],
+            "counters": dict(sum((Counter(report.counters or {}) for report in reports), Counter())),
         }
 
     def _begin(self, costs: Costs) -> None:

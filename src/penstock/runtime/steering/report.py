@@ -24,6 +24,7 @@ class Measured(NamedTuple):
     Attributes:
         begin, end: of the step, in nanoseconds of the rank's clock; ops: each with its start and end.
         crossings: messages that came in. events: links that went down or came back.
+        peak: most activations the rank held; counters: what its delegates have counted so far.
     """
 
     rank: int
@@ -32,6 +33,8 @@ class Measured(NamedTuple):
     ops: Sequence[tuple[Op, int, int]]
     crossings: Sequence[Crossing] = ()
     events: Sequence[Event] = ()
+    peak: float = 0.0
+    counters: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Report:
         ops: rows of kind, stage, microbatch, start and end.
         events: lines for the controller, as its log has them.
         links: the median time of a message on each link that brought any.
+        peak, counters: see `Measured`.
     """
 
     iteration: int
@@ -51,6 +55,8 @@ class Report:
     ops: Sequence[Sequence[Any]]
     events: Sequence[str] = ()
     links: Mapping[str, float] | None = None
+    peak: float = 0.0
+    counters: Mapping[str, int] | None = None
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -67,7 +73,7 @@ def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch:
         ahead: nanoseconds that each rank's clock is ahead of rank 0's.
         stretch: milliseconds of the clock to one of the job's time.
     """
-    rank, begin, end, ops, crossings, events = measured
+    rank, begin, end, ops, crossings, events, peak, counters = measured
     scale, own = 1e6 * stretch, ahead[rank]
     found: list[Event] = list(events)
     by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
@@ -91,6 +97,8 @@ def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch:
         ],
         [event_line(event) for event in found],
         {show_link(each.link): round(median(each.ms), 4) for each in transfers},
+        peak,
+        counters,
     )
 
 
