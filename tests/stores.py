@@ -86,7 +86,7 @@ class Server:
 def running(kind: str, password: str | None = None) -> Iterator[Server]:
     """A server; the test is skipped where there is no redis-server."""
     if kind == "redis" and shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
+        pytest.skip("needs redis-server: it is not installed")
     server = Server(kind, password)
     try:
         yield server

@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) ->
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[str]:
     if SERVER is None:
-        pytest.skip("redis-server is not installed")
+        pytest.skip("needs redis-server: it is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
