@@ -325,21 +325,7 @@ class Pipeline:
             self._share_tied()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
-                self._helm.ended(
-                    [
-                        Measured(
-                            w.rank,
-                            begin,
-                            end,
-                            w.recorder.times,
-                            w.transport.crossings(),
-                            seen[0],
-                            w.peak_held,
-                            seen[1],
-                        )
-                        for w in workers
-                    ]
-                )
+                self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
             result = self._result(batch, self._helm)
         except BaseException:
             self.zero_grad()

@@ -10,21 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import Costs, LinkConditions
-from penstock.schedule import Schedule
+from penstock.cost import Costs
 from penstock.train.checks import (
     SettingsError,
     check_choices,
-    check_known,
     check_numbers,
-    read_links,
-    read_schedule,
 )
-from penstock.train.travel import Travel, host_memory_of, without_password
+from penstock.train.run_settings import RunSettings
+from penstock.train.travel import host_memory_of
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """Settings of a run; every field has a value that works.
 
     Attributes:
@@ -129,37 +126,10 @@ class Settings:
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
         return max(1, num_cores() // self.ranks)
 
-    def link_conditions(self) -> LinkConditions | None:
-        """The conditions to inject. Raises SettingsError for those that make no sense."""
-        return read_links(self.link, self.ranks)
-
-    @property
-    def travel(self) -> Travel:
-        """How messages travel. Raises SettingsError for options that do not go together."""
-        names = (field.name for field in dataclasses.fields(Travel))
-        return Travel(**{name: getattr(self, name) for name in names})
-
     @property
     def host_units(self) -> float:
         """Host memory in activations. Raises SettingsError for bytes, as a model's activations are not measured."""
         return host_memory_of(self.host_memory, Costs.uniform(1))
-
-    def build_schedule(self) -> Schedule:
-        """The schedule, checked. Raises ScheduleError."""
-        return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
-
-    def to_json(self) -> str:
-        """All but the store's password, which whoever goes on with the run gives again."""
-        return json.dumps(dataclasses.asdict(self) | {"store": without_password(self.store)}, indent=2)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Settings:
-        """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
-        values = check_known(cls, values, where)
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            raise SettingsError(f"{where}{error}") from None
 
 
 def num_cores() -> int:

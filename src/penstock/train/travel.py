@@ -20,14 +20,6 @@ SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e
 }
 
 
-def without_password(store: str | None) -> str | None:
-    """The address of a store as it may be written down."""
-    if store is None:
-        return None
-    scheme, _, rest = store.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
 @dataclass(frozen=True)
 class Travel:
     """How messages travel, and whether links are watched and answered.

@@ -15,6 +15,7 @@ from penstock.control import Event, IterationEnded, OpTimes, Transfers
 from penstock.control.events import OP_KINDS, show_link
 from penstock.control.log import event_line
 from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.worker import Worker
 from penstock.schedule import Op
 
 
@@ -35,6 +36,14 @@ class Measured(NamedTuple):
     events: Sequence[Event] = ()
     peak: float = 0.0
     counters: Mapping[str, int] | None = None
+
+    @classmethod
+    def of(
+        cls, worker: Worker, begin: int, end: int, events: Sequence[Event], counters: Mapping[str, int] | None
+    ) -> Measured:
+        """What a worker measured of the step that it has run."""
+        crossings = worker.transport.crossings()
+        return cls(worker.rank, begin, end, worker.recorder.times, crossings, events, worker.peak_held, counters)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stores.address import without_password
 from penstock.runtime.stores.store import StoreLost
 
 EXPIRES = 3600
@@ -61,10 +62,4 @@ class RedisStore:
             return call(self._client)
         except self._lost as error:
             self._client.connection_pool.disconnect()
-            raise StoreLost(f"the Redis at {_plain(self._url)} cannot be used: {error}") from None
-
-
-def _plain(url: str) -> str:
-    """The address without a password."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+            raise StoreLost(f"the Redis at {without_password(self._url)} cannot be used: {error}") from None

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.cost import CostError, Costs, LinkConditions
+from penstock.cost import CostError, Costs
 from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
     check_choices,
-    check_known,
     check_numbers,
-    read_links,
-    read_schedule,
 )
-from penstock.train.travel import Travel, host_memory_of, read_size, without_password
+from penstock.train.run_settings import RunSettings
+from penstock.train.travel import host_memory_of, read_size
 
 
 @dataclass(frozen=True)
-class EmulatedSettings:
+class EmulatedSettings(RunSettings):
     """Settings of a run on emulated devices; every field has a value that works.
 
     Attributes:
@@ -78,23 +73,9 @@ class EmulatedSettings:
             raise SettingsError("delegates are processes beside a rank's; leave out --in-process")
 
     @property
-    def travel(self) -> Travel:
-        """How messages travel. Raises SettingsError for options that do not go together."""
-        names = (field.name for field in dataclasses.fields(Travel))
-        return Travel(**{name: getattr(self, name) for name in names})
-
-    @property
     def most_bytes(self) -> float:
         """`message_cap` as a number. Raises SettingsError."""
         return read_size("message_cap", self.message_cap)
-
-    def link_conditions(self) -> LinkConditions | None:
-        """The conditions to inject. Raises SettingsError for those that make no sense."""
-        return read_links(self.link, self.ranks)
-
-    def build_schedule(self) -> Schedule:
-        """The schedule, checked. Raises ScheduleError."""
-        return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
 
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError."""
@@ -114,16 +95,3 @@ class EmulatedSettings:
     def host_units(self, costs: Costs) -> float:
         """Host memory in the units of the costs. Raises SettingsError."""
         return host_memory_of(self.host_memory, costs)
-
-    def to_json(self) -> str:
-        """All but the store's password, which whoever goes on with the run gives again."""
-        return json.dumps(dataclasses.asdict(self) | {"store": without_password(self.store)}, indent=2)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> EmulatedSettings:
-        """Reads settings; `where` heads errors. Raises SettingsError for unknown names and wrong types."""
-        values = check_known(cls, values, where)
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            raise SettingsError(f"{where}{error}") from None
