@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 OWNER = 0
 """The pipeline whose copy of a stage has the optimizer's state."""
 
+RULES = ("none", "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag")
+"""Names of the rules by which ops read weights; `runtime/weights` has what each does."""
+
 
 @dataclass(frozen=True)
 class Updates:
@@ -37,15 +40,22 @@ class Updates:
     Attributes:
         window: microbatches that an update gathers, counted in their order; the last window may be shorter.
         max_mismatch: most updates of a copy between a microbatch's forward and its backward there; None for any.
+        rule: which version of the weights ops read, one of `RULES`; "none" for the newest there is.
 
     Raises:
-        ScheduleError: a window below 1, or a bound below 0.
+        ScheduleError: a window below 1, a bound below 0, or another rule.
     """
 
     window: int
     max_mismatch: int | None = None
+    rule: str = "none"
 
     def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ScheduleError(
+                f"no rule named {self.rule!r} says which weights ops read; there are {', '.join(RULES)}",
+                rule="updates",
+            )
         for name, value, least in (("window", self.window, 1), ("max_mismatch", self.max_mismatch, 0)):
             if value is None and name == "max_mismatch":
                 continue
