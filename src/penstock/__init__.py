@@ -43,6 +43,7 @@ from penstock.schedule import (
     Updates,
     check,
     count_mismatch,
+    count_versions,
     parse,
     with_updates,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "check",
     "costs_preset",
     "count_mismatch",
+    "count_versions",
     "depth_first",
     "earliest_first",
     "emulate",

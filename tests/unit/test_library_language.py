@@ -29,7 +29,7 @@ def test_gpipe(p: int, n: int) -> None:
     same(ps.Program(ps.placements.one_to_one(p), n, ps.Rules("forward-first")), "gpipe")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag"])
 @pytest.mark.parametrize(("p", "n"), SIZES)
 def test_1f1b(name: str, p: int, n: int) -> None:
     rules = ps.Rules("backward-first", max_in_flight=[p - rank for rank in range(p)])

@@ -109,7 +109,7 @@ def test_dualpipe_v_is_half_of_dualpipe() -> None:
         assert near == [(op.kind, op.microbatch, op.stage) for op in half.order[rank]]
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag"])
 @pytest.mark.parametrize("p", range(1, 7))
 @pytest.mark.parametrize("n", [1, 3, 8, 24])
 def test_pipedream_fills_and_drains_once(name: str, p: int, n: int) -> None:

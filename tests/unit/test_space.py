@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
+from penstock.library import ASYNCHRONOUS
 from penstock.plan.space import fold, placements_of, search_space
 
-SYNCHRONOUS = [n for n in ps.SCHEDULES if n not in ("distmm", "mllm", "pipedream", "pipedream-2bw", "amdp")]
+SYNCHRONOUS = [n for n in ps.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -206,6 +206,9 @@ def test_check_refuses(what: str) -> None:
         ("pipedream", 4, {"window": 0}, "pipedream needs at least 1"),
         ("pipedream", 4, {"in_flight": 0}, "pipedream needs at least 1"),
         ("pipedream-2bw", 4, {"window": 3}, "pipedream-2bw needs at least 4"),
+        ("xpipe", 4, {"window": 0}, "xpipe needs at least 1"),
+        ("spectrain", 4, {"window": 1.5}, "give a whole number"),
+        ("vnag", 4, {"in_flight": 2}, "vnag has no option 'in_flight'; it takes window"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense(name: str, ranks: int, options: dict[str, object], message: str) -> None:
@@ -222,7 +225,7 @@ def test_updates_that_make_no_sense(wrong: tuple[int, int | None]) -> None:
 
 def test_text_says_the_window_and_the_bound() -> None:
     schedule = ps.build("pipedream-2bw", 2, 4, window=2)
-    assert "\nupdates every 2 microbatches, mismatch at most 1\n" in str(schedule)
+    assert "\nupdates every 2 microbatches, mismatch at most 1, weights by pipedream-2bw\n" in str(schedule)
     assert ps.parse(str(schedule)) == schedule
     twice = str(schedule).replace("rank 0", "updates every 3 microbatches\nrank 0")
     with pytest.raises(ps.ScheduleError, match="line 4, column 1: the updates' window is given twice"):
@@ -241,6 +244,37 @@ def test_json_is_of_the_first_version_that_can_say_it() -> None:
     for wrong in ([8, 1], {"window": 8}, {"window": "8", "max_mismatch": None}, {"window": True, "max_mismatch": 1}):
         with pytest.raises(ps.ScheduleError, match="field 'updates': expected an object with window"):
             from_json(json.dumps(value | {"updates": wrong}))
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag"])
+def test_files_keep_the_rule(name: str) -> None:
+    schedule = ps.build(name, 3, 7, window=3)
+    assert f"\nupdates every 3 microbatches, mismatch at most 1, weights by {name}\n" in str(schedule)
+    assert ps.parse(str(schedule)) == schedule
+    value = json.loads(to_json(schedule))
+    assert value["version"] == 4
+    assert value["updates"] == {"window": 3, "max_mismatch": 1, "rule": name}
+    assert from_json(json.dumps(value)) == schedule
+
+
+def test_what_says_no_rule_reads_the_newest_weights_and_another_rule_is_refused() -> None:
+    schedule = ps.build("xpipe", 3, 7, window=3)
+    newest = replace(schedule, updates=ps.Updates(3, 1))
+    value = json.loads(to_json(schedule))
+    older = value | {"version": 3, "updates": {"window": 3, "max_mismatch": 1}}
+    assert from_json(json.dumps(older)) == newest
+    assert to_json(newest) == json.dumps(older)
+    assert ps.parse(str(schedule).replace(", weights by xpipe", "")) == newest
+    with pytest.raises(ps.ScheduleError, match="field 'updates': expected an object with window"):
+        from_json(json.dumps(value | {"version": 3}))
+    with pytest.raises(ps.ScheduleError, match="and a rule by name, got"):
+        from_json(json.dumps(value | {"updates": value["updates"] | {"rule": 1}}))
+    for read, text in ((from_json, json.dumps(value).replace('"rule": "xpipe"', '"rule": "pipe"')),
+                       (ps.parse, str(schedule).replace("by xpipe", "by pipe"))):  # fmt: skip
+        with pytest.raises(
+            ps.ScheduleError, match="no rule named 'pipe' says which weights ops read; there are none"
+        ):
+            read(text)
 
 
 def test_simulation_times_updates_and_sends_one_message_of_gradients_a_copy() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.cost import Costs
-from penstock.library import SCHEDULES, build
+from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.plan import plan
 from penstock.plan.space import fold, placements_of, search_space
 from penstock.program import placements
@@ -27,7 +27,6 @@ COMPARED = (2, 4, 8, 16)
 MLLM_SIZES = ((2, 16), (4, 16), (8, 32), (16, 64))
 """(ranks, microbatches)."""
 STAGES_A_RANK = 4
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "amdp")
 
 
 def searches(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:

@@ -13,6 +13,10 @@ Version 2 adds, only where a schedule has them, stages that ranks share and a gr
 Version 3 adds, only where a schedule has its updates as ops, what they gather and the mismatch that they may make:
 
  "updates": {"window": 8, "max_mismatch": 1}
+
+Version 4 adds, only where it is not "none", the rule by which ops read weights:
+
+ "updates": {"window": 8, "max_mismatch": 1, "rule": "pipedream-2bw"}
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.schedule import (
+    NEWEST,
     Needs,
     Op,
     Placement,
@@ -34,7 +39,7 @@ from penstock.schedule import (
     parse_op,
 )
 
-FORMAT, VERSION = "penstock-schedule", 3
+FORMAT, VERSION = "penstock-schedule", 4
 MAX_FLOAT = sys.float_info.max
 
 
@@ -59,15 +64,17 @@ def to_json(schedule: Schedule) -> str:
             "registered": [[r.kind, r.stage, r.num_ops, r.ranks] for r in graph.registered],
             "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
         }
-    if schedule.updates is not None:
-        value["updates"] = {"window": schedule.updates.window, "max_mismatch": schedule.updates.max_mismatch}
+    if (updates := schedule.updates) is not None:
+        value["updates"] = {"window": updates.window, "max_mismatch": updates.max_mismatch}
+        if updates.rule != NEWEST:
+            value["updates"]["rule"] = updates.rule
     return json.dumps(value)
 
 
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
     if schedule.updates is not None:
-        return VERSION
+        return 3 if schedule.updates.rule == NEWEST else 4
     return 2 if schedule.stage_graph is not None or schedule.placement.shared else 1
 
 
@@ -114,22 +121,25 @@ def from_json(text: str) -> Schedule:
         tuple(pipeline_of),
         None if limit is None else float(limit),
         _stage_graph(value, len(placement[0]) if placement else 0),
-        _updates(value),
+        _updates(value, version),
     )
 
 
-def _updates(value: dict[str, Any]) -> Updates | None:
+def _updates(value: dict[str, Any], version: int) -> Updates | None:
     updates = value.get("updates")
     if updates is None:
         return None
+    known = {"window", "max_mismatch"} | ({"rule"} if version > 3 else set())
     right = (
         isinstance(updates, dict)
-        and set(updates) == {"window", "max_mismatch"}
+        and {"window", "max_mismatch"} <= set(updates) <= known
         and _is_int(updates["window"])
         and (updates["max_mismatch"] is None or _is_int(updates["max_mismatch"]))
+        and _is_str(updates.get("rule", NEWEST))
     )
-    _field(value, "updates", right, "an object with window, a number, and max_mismatch, a number or null")
-    return Updates(updates["window"], updates["max_mismatch"])
+    rule = ", and a rule by name" if version > 3 else ""
+    _field(value, "updates", right, f"an object with window, a number, and max_mismatch, a number or null{rule}")
+    return Updates(updates["window"], updates["max_mismatch"], updates.get("rule", NEWEST))
 
 
 def _shared(value: dict[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:

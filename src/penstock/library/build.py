@@ -19,7 +19,7 @@ from penstock.library.looped_bfs import looped_bfs
 from penstock.library.mllm import mllm
 from penstock.library.one_f_one_b import one_f_one_b
 from penstock.library.options import whole_number
-from penstock.library.pipedream import pipedream, pipedream_2bw
+from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag, xpipe
 from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
@@ -45,9 +45,15 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "distmm": distmm,
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
+    "spectrain": spectrain,
+    "xpipe": xpipe,
+    "vnag": vnag,
     "amdp": amdp,
     "mllm": mllm,
 }
+
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amdp")
+"""Orders over a whole run, which no flush ends: they take a `window`, and have their updates as ops with it."""
 
 
 def build(

@@ -1,9 +1,17 @@
-"""PipeDream (Narayanan et al. 2019) and PipeDream-2BW (2021): 1F1B that never flushes.
+"""PipeDream (Narayanan et al. 2019), and rules by which others run its order: 1F1B that never flushes.
 
-Both are asynchronous: the optimizer steps while microbatches are under way, so the pipeline fills once a run
-and drains once. A schedule here is the order of ops over such a run, N being all its microbatches. With a `window`
-the updates are ops of it (U), each right after the last backward of its window; without, F and B stand alone. Which
-versions of the weights ops use is a rule of the run, not of the order.
+All are asynchronous: the optimizer steps while microbatches are under way, so the pipeline fills once a run and
+drains once. A schedule here is the order of ops over such a run, N being all its microbatches. With a `window` the
+updates are ops of it (U), each right after the last backward of its window; without, F and B stand alone.
+
+What sets the names apart is which version of the weights ops read (`Updates.rule`):
+
+    name            a forward reads                         its backward reads         window
+    pipedream       the newest                              what its forward read      1, or more
+    vnag            the same, with NAdam as the optimizer                              1, or more
+    spectrain       a prediction by momentum                another one                1, or more
+    xpipe           a prediction by Adam's step             the newest                 1, or more
+    pipedream-2bw   what the window before the last left    the same                   p at least
 """
 
 from __future__ import annotations
@@ -34,17 +42,11 @@ def pipedream(
         in_flight: most microbatches that the first stage reads before its first backward, p by default. With n of
             them min(n, p - i) - 1 updates fall between F and B on rank i (AMDP, Lemma 1), at the price of bubbles.
     """
-    num_read = num_ranks if in_flight is None else in_flight
-    at_least("pipedream", "microbatch in flight", num_read, 1)
-    schedule = in_turn("pipedream", num_ranks, num_microbatches, num_read)
-    if window is None:
-        return schedule
-    at_least("pipedream", "microbatch in a window", window, 1)
-    return with_updates(schedule, window, min(num_read, num_ranks) - 1)
+    return _never_flushed("pipedream", num_ranks, num_microbatches, window, in_flight)
 
 
 def pipedream_2bw(num_ranks: int, num_microbatches: int, window: int | None = None) -> Schedule:
-    """PipeDream's order with an update once a window of at least p microbatches.
+    """PipeDream's order with an update once a window of at least p microbatches (PipeDream-2BW, 2021).
 
         rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
         rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
@@ -58,8 +60,68 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, window: int | None = No
     Args:
         window: microbatches an update gathers, at least p; without it the updates are left out.
     """
-    schedule = in_turn("pipedream-2bw", num_ranks, num_microbatches, num_ranks)
+    if window is not None:
+        at_least("pipedream-2bw", "microbatches in a window, one a rank,", window, num_ranks)
+    return _never_flushed("pipedream-2bw", num_ranks, num_microbatches, window)
+
+
+def spectrain(num_ranks: int, num_microbatches: int, window: int | None = None) -> Schedule:
+    """PipeDream's order; F and B read weights predicted by the optimizer's momentum (SpecTrain, Chen et al. 2018).
+
+        rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
+        rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
+
+    Both aim at the weights with which the microbatch's way back through the pipeline ends, so they agree without a
+    version being kept for each.
+
+    Args:
+        window: microbatches an update gathers, 1 for SpecTrain's own; without it the updates are left out.
+    """
+    return _never_flushed("spectrain", num_ranks, num_microbatches, window)
+
+
+def xpipe(num_ranks: int, num_microbatches: int, window: int | None = None) -> Schedule:
+    """PipeDream's order; F reads weights predicted by Adam's step (XPipe, Guan et al. 2019), B the newest.
+
+        rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
+        rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
+
+    How many steps ahead is read off the schedule: the updates of the copy between the F and its microbatch's own.
+
+    Args:
+        window: microbatches an update gathers (XPipe's are the microbatches of a mini-batch); without it the updates
+            are left out.
+    """
+    return _never_flushed("xpipe", num_ranks, num_microbatches, window)
+
+
+def vnag(num_ranks: int, num_microbatches: int, window: int | None = None) -> Schedule:
+    """`pipedream` for the optimizer NAdam, whose step looks ahead (Ajanthan et al. 2025).
+
+        rank 0 | F0 F1 F2 .  .  .  B0 F3 B1 ...
+        rank 1 | .  F0 F1 .  .  B0 F2 B1 F3 ...
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 ...
+
+    Args:
+        window: microbatches an update gathers, 1 for the paper's own; without it the updates are left out.
+    """
+    return _never_flushed("vnag", num_ranks, num_microbatches, window)
+
+
+def _never_flushed(
+    name: str, num_ranks: int, num_microbatches: int, window: int | None, in_flight: int | None = None
+) -> Schedule:
+    """The order that all share; `name` is that of the rule too.
+
+    Between a microbatch's F and B there are as many backwards as microbatches were let in, but itself: so many
+    windows may close there.
+    """
+    num_read = num_ranks if in_flight is None else in_flight
+    at_least(name, "microbatch in flight", num_read, 1)
+    schedule = in_turn(name, num_ranks, num_microbatches, num_read)
     if window is None:
         return schedule
-    at_least("pipedream-2bw", "microbatches in a window, one a rank,", window, num_ranks)
-    return with_updates(schedule, window, 1)
+    at_least(name, "microbatch in a window", window, 1)
+    return with_updates(schedule, window, -(-(min(num_read, num_ranks) - 1) // window), rule=name)

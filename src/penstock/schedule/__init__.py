@@ -8,9 +8,20 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.text import parse, to_text
 from penstock.schedule.untimed import needed_channel_depth, peak_in_flight
-from penstock.schedule.updates import Updates, Windows, count_mismatch, require_no_updates, with_updates
+from penstock.schedule.updates import (
+    NEWEST,
+    RULES,
+    Updates,
+    Windows,
+    count_mismatch,
+    require_no_updates,
+    with_updates,
+)
+from penstock.schedule.versions import count_versions
 
 __all__ = [
+    "NEWEST",
+    "RULES",
     "Needs",
     "Op",
     "Placement",
@@ -23,6 +34,7 @@ __all__ = [
     "check",
     "circular",
     "count_mismatch",
+    "count_versions",
     "needed_channel_depth",
     "one_to_one",
     "parse",

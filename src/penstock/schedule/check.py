@@ -8,6 +8,7 @@
     order       no op before what it needs on the same rank
     deadlock    the ranks, run together with bounded channels, all reach their last op
     mismatch    no more updates between a forward and its backward than the schedule allows
+    versions    by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
     memory      no rank holds more activations than the limit
 
 The deadlock rule is decided by running the order without time or tensors (`untimed`). By default a channel
@@ -20,7 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.schedule.check_updates import check_every_update, check_mismatch, check_windows, num_updates_of
+from penstock.schedule.check_updates import (
+    check_every_update,
+    check_mismatch,
+    check_two_buffers,
+    check_windows,
+    num_updates_of,
+)
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.messages import find_mismatch, has_communication
@@ -71,6 +78,7 @@ def check(
     most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
     if most is not None:
         check_mismatch(schedule, most)
+    check_two_buffers(schedule)
     limit = schedule.memory_limit if memory_limit is None else memory_limit
     if limit is not None:
         _check_memory(schedule, limit)

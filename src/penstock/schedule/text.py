@@ -20,7 +20,7 @@ from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
-from penstock.schedule.updates import Updates
+from penstock.schedule.updates import NEWEST, Updates
 
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
@@ -44,6 +44,7 @@ _NEEDS = re.compile(
 )
 _UPDATES = re.compile(
     r"updates every (?P<window>[0-9]{1,9}) microbatch(?:es)?(?:, mismatch at most (?P<most>[0-9]{1,9}))?"
+    r"(?:, weights by (?P<rule>[a-z0-9-]{1,40}))?"
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
@@ -142,7 +143,8 @@ def to_text(schedule: Schedule) -> str:
         lines.append(line)
     if (updates := schedule.updates) is not None:
         most = "" if updates.max_mismatch is None else f", mismatch at most {updates.max_mismatch}"
-        lines.append(f"updates every {_plural(updates.window, 'microbatch', 'microbatches')}{most}")
+        rule = "" if updates.rule == NEWEST else f", weights by {updates.rule}"
+        lines.append(f"updates every {_plural(updates.window, 'microbatch', 'microbatches')}{most}{rule}")
     for stage, ranks in schedule.placement.shared:
         lines.append(f"stage {stage}: shared by ranks {' '.join(map(str, ranks))}")
     return "\n".join(lines + _graph_lines(schedule.stage_graph) + rows_text(schedule))
@@ -204,7 +206,7 @@ def parse(text: str) -> Schedule:
         elif match := _UPDATES.fullmatch(line):
             if updates is not None:
                 _fail(number, 1, "the updates' window is given twice")
-            updates = Updates(int(match["window"]), None if match["most"] is None else int(match["most"]))
+            updates = _updates(number, match)
         elif match := _EDGES.fullmatch(line):
             pairs = [] if match["edges"] == "none" else match["edges"].split()
             edges = tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in pairs))
@@ -268,6 +270,14 @@ def parse(text: str) -> Schedule:
     order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
     limit = float(head["limit"]) if head["limit"] else None
     return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph, updates)
+
+
+def _updates(line: int, match: re.Match[str]) -> Updates:
+    most, rule = match["most"], match["rule"]
+    try:
+        return Updates(int(match["window"]), None if most is None else int(most), rule or NEWEST)
+    except ScheduleError as error:
+        _fail(line, 1, str(error))
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

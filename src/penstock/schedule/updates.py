@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 OWNER = 0
 """The pipeline whose copy of a stage has the optimizer's state."""
 
-RULES = ("none", "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag")
+NEWEST = "none"
+"""The rule that is none: F and B each read the newest weights of their copy."""
+
+RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag")
 """Names of the rules by which ops read weights; `runtime/weights` has what each does."""
 
 
@@ -48,7 +51,7 @@ class Updates:
 
     window: int
     max_mismatch: int | None = None
-    rule: str = "none"
+    rule: str = NEWEST
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -159,11 +162,15 @@ def count_mismatch(schedule: Schedule) -> dict[tuple[int, int, int], int]:
     }
 
 
-def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = None) -> Schedule:
+def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = None, rule: str = NEWEST) -> Schedule:
     """A schedule of one pipeline with every update right after the last backward that it waits for.
 
         before   rank 0 | F0 F1 .  .  B0 F2 B1 .  B2          after, window 1   rank 0 | F0 F1 .  .  B0 U0 F2 B1 U1 ..
                  rank 1 | .  F0 B0 F1 B1 F2 B2                                  rank 1 | .  F0 B0 U0 F1 B1 U1 F2 ..
+
+    Args:
+        window: microbatches that an update gathers.
+        max_mismatch, rule: as in `Updates`.
 
     Raises:
         ScheduleError: several pipelines (whose copies wait for one another: a matter of time), updates that are
@@ -176,7 +183,7 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
             "microbatches on every stage; others place theirs themselves, as amdp(window=...) does",
             rule="updates",
         )
-    updates = Updates(window, max_mismatch)
+    updates = Updates(window, max_mismatch, rule)
     windows = Windows(window, schedule.num_microbatches)
     rows = []
     for row in schedule.order:

@@ -14,12 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.library import SCHEDULES, build
+from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.schedule import Schedule, ScheduleError
 from penstock.tune.errors import TuneError
-
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "amdp")
-"""Orders over a whole run, which no flush ends: they have no step to compare with the others'."""
 
 KINDS = frozenset("FBIW")
 
