@@ -7,6 +7,7 @@ from penstock.data.batches import Batch, Batches, validation_batches
 from penstock.data.corpus import Corpus, open_corpus
 from penstock.data.entropy import Entropies, entropies
 from penstock.data.errors import DataError
+from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.prepare import Summary, prepare
 from penstock.data.tensors import to_tensors
@@ -21,6 +22,8 @@ __all__ = [
     "Entropies",
     "IndexedTokens",
     "IndexedWriter",
+    "MaskedSamples",
+    "MaskedText",
     "Summary",
     "Tokenizer",
     "entropies",

@@ -1,14 +1,29 @@
-"""What is trained: a GPT as a flat list of layers, its loss, its costs."""
+"""What is trained: models as flat lists of layers, their losses, their costs."""
 
+from penstock.models.bert import (
+    BERTConfig,
+    BERTLoss,
+    bert_costs,
+    bert_layers,
+    bert_presets,
+    bert_tied_parameters,
+)
 from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.models.sample import sample
-from penstock.models.stage import gpt_stage
+from penstock.models.stage import bert_stage, gpt_stage
 
 __all__ = [
+    "BERTConfig",
+    "BERTLoss",
     "CrossEntropy",
     "GPTConfig",
+    "bert_costs",
+    "bert_layers",
+    "bert_presets",
+    "bert_stage",
+    "bert_tied_parameters",
     "build_layers",
     "estimate_costs",
     "gpt_costs",

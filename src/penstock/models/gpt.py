@@ -7,13 +7,14 @@ partition over any number of ranks holds the same numbers, bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from penstock.models.block import Block, dropout_layer
+from penstock.models.seeded import built, generator_of, require_sizes
 
 __all__ = ["GPTConfig", "build_layers", "presets", "tied_parameters"]
 
@@ -35,21 +36,24 @@ class GPTConfig:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "depth", "width", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPT with {name} {getattr(self, name)}; it must be at least 1")
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"GPT of width {self.width} with {self.num_heads} heads; "
-                "the width must be a multiple of the number of heads"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"GPT with dropout {self.dropout}; it must be at least 0 and below 1")
+        sizes = {"vocab_size": self.vocab_size, "context": self.context, "depth": self.depth}
+        require_sizes("GPT", sizes, self.width, self.num_heads, self.dropout)
 
     @property
     def num_layers(self) -> int:
         """The blocks, the embedding and the head."""
         return self.depth + 2
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied weight counted once.
+
+        embedding  (V + T) h      block  12 h^2, with biases 13 h more, else 2 h      head  V h unless tied, norm
+        """
+        h, norm = self.width, (2 if self.bias else 1) * self.width
+        block = 12 * h * h + 2 * norm + (9 * h if self.bias else 0)
+        head = norm + (0 if self.tied else self.vocab_size * h)
+        return (self.vocab_size + self.context) * h + self.depth * block + head
 
 
 presets: dict[str, GPTConfig] = {
@@ -60,6 +64,8 @@ presets: dict[str, GPTConfig] = {
     "gpt2-355m": GPTConfig(vocab_size=50257, context=1024, depth=24, width=1024, num_heads=16, tied=True),
     "gpt2-774m": GPTConfig(vocab_size=50257, context=1024, depth=36, width=1280, num_heads=20, tied=True),
     "gpt2-1.5b": GPTConfig(vocab_size=50257, context=1024, depth=48, width=1600, num_heads=25, tied=True),
+    # AMDP's (table 2): GPT-2's vocabulary padded to a multiple of 128 gives its 1,557,686,400 parameters.
+    "amdp-gpt": GPTConfig(vocab_size=50304, context=1024, depth=48, width=1600, num_heads=25, tied=True),
 }
 """Named sizes; `dataclasses.replace` gives one another vocabulary, depth or context."""
 
@@ -71,7 +77,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.dropout = _dropout(config)
+        self.dropout = dropout_layer(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         num_tokens, context = tokens.shape[-1], self.position.num_embeddings
@@ -79,56 +85,6 @@ class Embedding(nn.Module):
             raise ValueError(f"{num_tokens} tokens given to a GPT of context {context}; crop the input")
         place = torch.arange(num_tokens, device=tokens.device)  # T
         out: Tensor = self.dropout(self.token(tokens) + self.position(place))  # B, T, D
-        return out
-
-
-class Attention(nn.Module):
-    """Causal self-attention, [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, num_tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, -1)  # B, T, 3, H, D/H
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each B, H, T, D/H
-        dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, num_tokens, width))  # B, T, D
-        return out
-
-
-class MLP(nn.Module):
-    """Two linears around a GELU, four times the width between them."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.down = nn.Linear(4 * config.width, config.width, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(functional.gelu(self.up(x), approximate="tanh"))  # B, T, 4D between
-        return out
-
-
-class Block(nn.Module):
-    """Attention and MLP, each behind its norm and around it a residual; [B, T, D] to [B, T, D]."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mlp = MLP(config)
-        self.dropout = _dropout(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
 
@@ -172,39 +128,20 @@ def tied_parameters(config: GPTConfig) -> list[list[str]]:
 
 
 def _build_layer(config: GPTConfig, index: int, seed: int) -> nn.Module:
-    # Built without storage first: torch's own initialisation would draw from the global generator.
-    with torch.device("meta"):
-        layer: nn.Module
-        if index == 0:
-            layer = Embedding(config)
-        elif index == config.num_layers - 1:
-            layer = Head(config)
-        else:
-            layer = Block(config)
-    layer.to_empty(device="cpu")
-    generator = _generator(seed, index)
     std = 0.5 * config.width**-0.5
     # What a block adds to the residual stream shrinks with the number of such additions.
     residual = std * (2 * config.depth) ** -0.5
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                scale = residual if name in ("attention.out.weight", "mlp.down.weight") else std
-                parameter.normal_(0.0, scale, generator=generator)
-        if config.tied and isinstance(layer, Head):
+    layer = built(lambda: _make_layer(config, index), generator_of(seed, index), std, residual)
+    if config.tied and isinstance(layer, Head):
+        with torch.no_grad():
             # The embedding draws its tokens first, so its generator's first numbers are its token weight.
-            layer.output.weight.normal_(0.0, std, generator=_generator(seed, 0))
+            layer.output.weight.normal_(0.0, std, generator=generator_of(seed, 0))
     return layer
 
 
-def _generator(seed: int, index: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def _dropout(config: GPTConfig) -> nn.Module:
-    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+def _make_layer(config: GPTConfig, index: int) -> nn.Module:
+    if index == 0:
+        return Embedding(config)
+    if index == config.num_layers - 1:
+        return Head(config)
+    return Block(config.width, config.num_heads, config.dropout, config.bias)

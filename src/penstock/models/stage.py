@@ -1,29 +1,37 @@
-"""A pipeline stage of a GPT, built without building any other layer."""
+"""A pipeline stage of a GPT or a BERT, built without building any other layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from penstock.models.bert import BERTConfig, bert_layers
 from penstock.models.gpt import GPTConfig, build_layers
 from penstock.runtime import Stage
 
-__all__ = ["gpt_stage"]
+__all__ = ["bert_stage", "gpt_stage"]
+
+Wrap = Callable[[nn.Module], nn.Module]
 
 
-def gpt_stage(
-    config: GPTConfig,
-    indices: Iterable[int],
-    seed: int = 0,
-    wrap: Callable[[nn.Module], nn.Module] | None = None,
-) -> Stage:
+def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
     """The stage that holds the layers at `indices`, under their names in the whole model ("layers.3").
 
     `wrap` may put something around each block, like activation checkpointing.
     """
     wanted = list(indices)
-    layers = dict(zip(wanted, build_layers(config, wanted, seed), strict=True))
+    return _stage(wanted, build_layers(config, wanted, seed), config.num_layers, wrap)
+
+
+def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
+    """As `gpt_stage`, of a BERT."""
+    wanted = list(indices)
+    return _stage(wanted, bert_layers(config, wanted, seed), config.num_layers, wrap)
+
+
+def _stage(indices: Sequence[int], layers: Sequence[nn.Module], num_layers: int, wrap: Wrap | None) -> Stage:
+    named = dict(zip(indices, layers, strict=True))
     if wrap is not None:
-        layers |= {i: wrap(layer) for i, layer in layers.items() if 0 < i < config.num_layers - 1}
-    return Stage({f"layers.{i}": layer for i, layer in layers.items()}, wanted)
+        named |= {i: wrap(layer) for i, layer in named.items() if 0 < i < num_layers - 1}
+    return Stage({f"layers.{i}": layer for i, layer in named.items()}, indices)

@@ -1,0 +1,223 @@
+"""A BERT as a flat list of layers, so that any cut of the list is a pipeline stage.
+
+Layer 0 embeds, layers 1 to `depth` are blocks in which every token sees every other, the last layer is the final
+norm with two heads: for the tokens that were masked and, from the first token, whether the second part of the text
+follows the first (Devlin et al. 2019, arXiv 1810.04805). The norms stand before attention and MLP, as in Megatron-LM,
+not behind them. Weights are seeded as in the GPT: any cut over any number of ranks holds the same numbers.
+
+What goes from layer to layer is a dict: `hidden` [B, T, D], and `real` [B, T] where some tokens are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.models.block import Block, dropout_layer
+from penstock.models.seeded import built, generator_of, require_sizes
+
+__all__ = ["BERTConfig", "BERTLoss", "bert_costs", "bert_layers", "bert_presets", "bert_tied_parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class BERTConfig:
+    """Sizes of a BERT.
+
+    Attributes:
+        vocab_size: tokens, the special ones included. context: tokens a sample at most.
+        depth: blocks. num_segments: kinds of parts a text has.
+        next_sentence: whether there is the head for the first token, with its pooling layer.
+        tied: whether embedding and output are one weight.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide the width.
+    """
+
+    vocab_size: int
+    context: int
+    depth: int
+    width: int
+    num_heads: int
+    num_segments: int = 2
+    next_sentence: bool = True
+    tied: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = ("vocab_size", "context", "depth", "num_segments")
+        sizes = {name: getattr(self, name) for name in names}
+        require_sizes("BERT", sizes, self.width, self.num_heads, self.dropout)
+
+    @property
+    def num_layers(self) -> int:
+        """The blocks, the embedding and the heads."""
+        return self.depth + 2
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied weight counted once.
+
+        embedding   (V + T + segments) h
+        block       12 h^2 + 13 h
+        heads       2h (norm)  +  h^2 + 3h (transform, norm)  +  V (bias)  [+ V h]  [+ h^2 + h + 2h + 2]
+        """
+        h, v = self.width, self.vocab_size
+        embedding = (v + self.context + self.num_segments) * h
+        heads = 2 * h + h * h + 3 * h + v + (0 if self.tied else v * h)
+        following = h * h + 3 * h + 2 if self.next_sentence else 0
+        return embedding + self.depth * (12 * h * h + 13 * h) + heads + following
+
+
+bert_presets: dict[str, BERTConfig] = {
+    "nano": BERTConfig(vocab_size=259, context=64, depth=4, width=64, num_heads=4),
+    "tiny": BERTConfig(vocab_size=259, context=128, depth=8, width=96, num_heads=3),
+    "amdp": BERTConfig(vocab_size=29056, context=512, depth=32, width=1600, num_heads=32),
+}
+"""Named sizes; nano and tiny are for bytes and three special tokens (`data.MaskedText`).
+
+AMDP's (table 2) says 1,036,179,458 parameters. They come out exactly with BERT's cased vocabulary, 28996 tokens,
+padded to a multiple of 128, both heads, and 512 positions, though the table's samples have 1024 tokens: for those
+take `dataclasses.replace(bert_presets["amdp"], context=1024)`, which has 819,200 parameters more.
+"""
+
+Value = dict[str, Tensor]
+
+
+class BERTEmbedding(nn.Module):
+    """Tokens[B, T], or a dict of `tokens`, `segments` and `real`, to what the blocks take."""
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.segment = nn.Embedding(config.num_segments, config.width)
+        self.dropout = dropout_layer(config.dropout)
+
+    def forward(self, given: Tensor | Value) -> Value:
+        value = {"tokens": given} if isinstance(given, Tensor) else given
+        if "tokens" not in value or set(value) - {"tokens", "segments", "real"}:
+            got = ", ".join(sorted(value)) or "nothing"
+            raise ValueError(f"a BERT was given {got}; it takes tokens and, if wanted, segments and real")
+        tokens = value["tokens"]
+        num_tokens, context = tokens.shape[-1], self.position.num_embeddings
+        if num_tokens > context:
+            raise ValueError(f"{num_tokens} tokens given to a BERT of context {context}; crop the input")
+        place = torch.arange(num_tokens, device=tokens.device)  # T
+        segments = value.get("segments", torch.zeros_like(tokens))
+        hidden = self.dropout(self.token(tokens) + self.position(place) + self.segment(segments))  # B, T, D
+        return {"hidden": hidden} if "real" not in value else {"hidden": hidden, "real": value["real"].bool()}
+
+
+class BERTBlock(Block):
+    """A block in which every token sees every real token."""
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__(config.width, config.num_heads, config.dropout, causal=False)
+
+    def forward(self, value: Value) -> Value:  # type: ignore[override]
+        real = value.get("real")
+        mask = None if real is None else real[:, None, None, :]  # B, 1, 1, T
+        return {**value, "hidden": super().forward(value["hidden"], mask)}
+
+
+class BERTHeads(nn.Module):
+    """The final norm and the heads: {"tokens": logits[B, T, V], "next": logits[B, 2]}."""
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.transform = nn.Linear(config.width, config.width)
+        self.transform_norm = nn.LayerNorm(config.width)
+        self.output = nn.Linear(config.width, config.vocab_size)
+        self.pool = nn.Linear(config.width, config.width) if config.next_sentence else None
+        self.follows = nn.Linear(config.width, 2) if config.next_sentence else None
+
+    def forward(self, value: Value) -> Value:
+        hidden = self.norm(value["hidden"])
+        transformed = functional.gelu(self.transform(hidden), approximate="tanh")
+        out = {"tokens": self.output(self.transform_norm(transformed))}
+        if self.pool is not None and self.follows is not None:
+            out["next"] = self.follows(torch.tanh(self.pool(hidden[:, 0])))
+        return out
+
+
+class BERTLoss:
+    """Cross-entropy of a sample's masked tokens, their mean, plus that of `next`; a mean over samples, in nats.
+
+    Targets are a dict of `tokens` [B, T], -100 where nothing was masked, and `next` [B] for a model with that head. A
+    sample counts the same whatever its number of masked tokens, so a batch is right in any microbatches.
+    """
+
+    def __call__(self, output: Value, targets: Value) -> Tensor:
+        if missing := [name for name in output if name not in targets]:
+            got = ", ".join(sorted(targets)) or "nothing"
+            raise ValueError(f"the model has an output {missing[0]!r}, and the targets are {got}; give one for each")
+        labels = targets["tokens"]  # B, T
+        each = functional.cross_entropy(
+            output["tokens"].float().mT, labels, reduction="none"
+        )  # B, T; 0 where ignored
+        # A sample with no masked token adds nothing, where a mean over none would be 0/0.
+        loss = (each.sum(-1) / (labels != -100).sum(-1).clamp(min=1)).mean()
+        if "next" in output:
+            loss = loss + functional.cross_entropy(output["next"].float(), targets["next"])
+        return loss
+
+    def __repr__(self) -> str:
+        return "BERTLoss()"
+
+
+def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: int = 0) -> list[nn.Module]:
+    """The layers at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+
+    Draws nothing from torch's global generators. With `config.tied`, embedding and output share one Parameter if both
+    are asked for; heads alone get the embedding's initial weight. `ValueError` for an index out of range.
+    """
+    wanted = list(range(config.num_layers) if indices is None else indices)
+    for index in wanted:
+        if not 0 <= index < config.num_layers:
+            raise ValueError(f"layer {index} asked of a BERT of {config.num_layers} layers, counted from 0")
+    layers = [_build_layer(config, index, seed) for index in wanted]
+    embedding = next((layer for layer in layers if isinstance(layer, BERTEmbedding)), None)
+    if config.tied and embedding is not None:
+        for layer in layers:
+            if isinstance(layer, BERTHeads):
+                layer.output.weight = embedding.token.weight
+    return layers
+
+
+def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
+    """Groups of plain parameter names that are one parameter, wherever their layers lie."""
+    if not config.tied:
+        return []
+    return [["layers.0.token.weight", f"layers.{config.num_layers - 1}.output.weight"]]
+
+
+def bert_costs(config: BERTConfig) -> list[float]:
+    """Forward FLOPs a token of each layer, from sizes alone; the heads count their vocabulary."""
+    width = config.width
+    block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice
+    return [3.0 * width, *[float(block)] * config.depth, 2.0 * width * (config.vocab_size + width)]
+
+
+def _build_layer(config: BERTConfig, index: int, seed: int) -> nn.Module:
+    std = 0.5 * config.width**-0.5
+    # What a block adds to the residual stream shrinks with the number of such additions.
+    residual = std * (2 * config.depth) ** -0.5
+    layer = built(lambda: _make_layer(config, index), generator_of(seed, index), std, residual)
+    if config.tied and isinstance(layer, BERTHeads):
+        with torch.no_grad():
+            # The embedding draws its tokens first, so its generator's first numbers are its token weight.
+            layer.output.weight.normal_(0.0, std, generator=generator_of(seed, 0))
+    return layer
+
+
+def _make_layer(config: BERTConfig, index: int) -> nn.Module:
+    if index == 0:
+        return BERTEmbedding(config)
+    if index == config.num_layers - 1:
+        return BERTHeads(config)
+    return BERTBlock(config)

@@ -1,0 +1,68 @@
+"""What every transformer here is made of: attention, MLP, and a block of both behind their norms."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["MLP", "Attention", "Block", "dropout_layer"]
+
+
+class Attention(nn.Module):
+    """Self-attention, [B, T, D] to [B, T, D]; `causal` lets no token see a later one."""
+
+    def __init__(
+        self, width: int, num_heads: int, dropout: float = 0.0, bias: bool = True, causal: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.causal = causal
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask` is True where a token may be seen, bool, and goes with [B, H, T, T]."""
+        batch, num_tokens, width = x.shape
+        qkv = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, -1)  # B, T, 3, H, D/H
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each B, H, T, D/H
+        dropout = self.dropout if self.training else 0.0
+        y = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=self.causal)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, num_tokens, width))  # B, T, D
+        return out
+
+
+class MLP(nn.Module):
+    """Two linears around a GELU, four times the width between them."""
+
+    def __init__(self, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(functional.gelu(self.up(x), approximate="tanh"))  # B, T, 4D between
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind its norm and around it a residual; [B, T, D] to [B, T, D]."""
+
+    def __init__(
+        self, width: int, num_heads: int, dropout: float = 0.0, bias: bool = True, causal: bool = True
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, num_heads, dropout, bias, causal)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp = MLP(width, bias)
+        self.dropout = dropout_layer(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+def dropout_layer(dropout: float) -> nn.Module:
+    return nn.Dropout(dropout) if dropout else nn.Identity()
