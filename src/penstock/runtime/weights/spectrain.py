@@ -3,8 +3,8 @@
     reads W - s lr v,  s = floor(k/2) + N - k - 1 in the forward, floor(k/2) in the backward
 
 Stage k of N, k from 0; v is SGD's momentum buffer (`v = momentum v + g`, W <- W - lr v), 0 before the first update.
-The prediction stands for W after s more updates of the same v: both ops of a microbatch then read about the weights
-of one moment, when its forward and backward are floor(k/2) steps away from it.
+The prediction stands for W after s more updates of the same v, so that all ops of a microbatch, on all stages, read
+about the weights of one moment.
 
 s counts microbatches, of which each has its own update in SpecTrain; where an update gathers a window of several, s
 is divided by it and rounded down. Only what is read changes; the update steps from W itself.
@@ -62,8 +62,8 @@ class MomentumPrediction(Rule):
             if isinstance(optimizer, SGD):
                 found += " without momentum" if any(not g["momentum"] for g in groups) else " with nesterov=True"
             raise RuntimeFailure(
-                f"rule {self.name!r} predicts weights from SGD's momentum, W - s lr v, and has no formula for {found}; use "
-                "torch.optim.SGD(momentum=0.9), or rule 'xpipe' with Adam or AdamW, or rule 'pipedream' with any "
+                f"rule {self.name!r} predicts weights from SGD's momentum, W - s lr v, and has no formula for "
+                f"{found}; use torch.optim.SGD(momentum=0.9), or rule 'xpipe' with Adam or AdamW, or rule 'pipedream' with any "
                 "optimizer"
             )
 
