@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.formats.costs import costs_from_json, load_costs
+from penstock.formats.costs import costs_from_json, costs_to_json, load_costs
 
 pytestmark = pytest.mark.unit
 
@@ -32,12 +32,14 @@ def test_numbers_stand_for_every_stage() -> None:
         ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
         ({"freed_by_input": 2}, "freed_by_input is 2: give a share from 0 to 1"),
         ({"freed_by_input": True}, "freed_by_input is a yes or no"),
+        ({"other": {"U": [1]}}, "field 'other.U' has 1 entries, one a stage is needed: 2"),
+        ({"other": {"U": "long"}}, "field 'other': expected the milliseconds of each registered kind, or one number"),
         ({"version": 2}, "version is 2: this Penstock reads up to 1"),
         ({"format": "x"}, "costs are a JSON object"),
         (
             {"speed": 1},
             "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, update_bytes, take_over, "
-            "freed_by_input, kept_by_recompute and other",
+            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute and other",
         ),
     ],
 )
@@ -57,6 +59,36 @@ def test_the_file_is_named(content: bytes, message: str, tmp_path: Path) -> None
     with pytest.raises(ps.CostError) as caught:
         load_costs(path, 2)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_written_costs_are_read_back() -> None:
+    rows = {"b": [3, 4], "activation": [5, 6], "message_bytes": [7, 0], "update_bytes": [8, 9], "take_over": [0.5, 1]}
+    state = {"weight_bytes": [20, 22], "gradient_bytes": [40, 44], "optimizer_bytes": [120, 132]}
+    other = {("U", 0): 2.5, ("U", 1): 3.5, "GATHER": 1.0}
+    full = ps.Costs([1, 2], [1, 2], [1, 2], freed_by_input=0.25, kept_by_recompute=0.1, other=other, **rows, **state)
+    for costs in (ps.Costs.uniform(3), full, ps.costs_preset("amdp-gpt", 4), ps.costs_preset("gpt2-7b")):
+        read = costs_from_json(costs_to_json(costs), costs.num_stages)
+        assert read == costs
+        assert costs_to_json(read) == costs_to_json(costs)
+
+
+def test_a_kind_that_costs_something_on_one_stage_alone_costs_nothing_on_others() -> None:
+    costs = ps.Costs([1, 2], [1, 2], [1, 2], other={("U", 1): 3.5, "U": 1.0, ("V", 0): 2.0})
+    read = costs_from_json(costs_to_json(costs), 2)
+    for kind, stage in (("U", 0), ("U", 1), ("V", 0), ("V", 1)):
+        assert read.duration(kind, stage) == costs.duration(kind, stage)
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        (ps.Costs([1], [1], [1], uneven=[1, 2]), "uneven microbatches"),
+        (ps.Costs([1], [1], [1], other={"OFFLOAD": (1.0, -1.0)}), "kind OFFLOAD takes memory"),
+    ],
+)
+def test_what_a_file_cannot_hold(costs: ps.Costs, words: str) -> None:
+    with pytest.raises(ps.CostError, match=words):
+        costs_to_json(costs)
 
 
 def test_no_file(tmp_path: Path) -> None:

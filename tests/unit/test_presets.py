@@ -10,7 +10,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock as ps
-from penstock.cost.presets import A100, H800, PRESETS, Accelerator, GPTShape, costs_preset, is_preset, parse_preset
+from penstock.cost.conditions import Queue
+from penstock.cost.presets import (
+    A100,
+    A800,
+    H800,
+    PRESETS,
+    Accelerator,
+    BERTShape,
+    GPTShape,
+    costs_preset,
+    is_preset,
+    parse_preset,
+)
 from penstock.models import GPTConfig, build_layers
 
 pytestmark = pytest.mark.unit
@@ -115,6 +127,82 @@ def test_more_samples_and_devices() -> None:
     assert slow == costs_preset("gpt2-14b", 8, device=A100)
 
 
+def test_amdp_gpt_has_the_parameters_of_its_paper() -> None:
+    shape = PRESETS["amdp-gpt"].shape
+    assert (shape.num_blocks, shape.num_heads, shape.width, shape.sequence) == (48, 25, 1600, 1024)
+    assert shape.num_parameters == 1_557_686_400
+    assert shape.padded_vocab == shape.vocab_size == dataclasses.replace(shape, vocab_size=50257).padded_vocab
+
+
+def test_amdp_bert_has_the_parameters_of_its_paper_with_half_the_positions() -> None:
+    shape = PRESETS["amdp-bert"].shape
+    assert (shape.num_blocks, shape.num_heads, shape.width, shape.sequence) == (32, 32, 1600, 1024)
+    assert dataclasses.replace(shape, num_positions=512, sequence=512).num_parameters == 1_036_179_458
+    assert shape.num_parameters == 1_036_179_458 + 512 * 1600
+
+
+def test_a_bert_counted_layer_by_layer() -> None:
+    """The numbers of a module put together here: torch counts them."""
+    h, v, n = 24, 128, 16
+    linear, norm = torch.nn.Linear, torch.nn.LayerNorm
+    block = [norm(h), linear(h, 3 * h), linear(h, h), norm(h), linear(h, 4 * h), linear(4 * h, h)]
+    embedding = [torch.nn.Embedding(rows, h) for rows in (v, n, 2)]
+    head = [norm(h), linear(h, h), norm(h), linear(h, v), linear(h, h), linear(h, 2)]
+    counts = [sum(p.numel() for m in layer for p in m.parameters()) for layer in (embedding, block, block, head)]
+    shape = BERTShape(2, h, num_heads=4, vocab_size=v, num_positions=n, sequence=n)
+    assert [layer.parameters for layer in shape.layers()] == counts
+    assert shape.num_parameters == sum(counts) - v * h  # the head's copy of the embedding's weight
+
+
+def test_splits_of_layers() -> None:
+    even = PRESETS["amdp-gpt"]
+    assert [len(part) for part in even.stages(8)] == [7, 6, 6, 6, 6, 6, 6, 7]
+    assert [len(part) for part in even.stages(16)] == [4, *[3] * 14, 4]
+    balanced = dataclasses.replace(even, split="balanced")
+    for preset in (even, balanced, dataclasses.replace(even, split="layers")):
+        for count in (1, 4, 7, 48):
+            assert [layer for part in preset.stages(count) for layer in part] == list(range(50))
+
+    def costliest(split: str) -> float:
+        costs = costs_preset("amdp-gpt", 8, split=split)  # type: ignore[arg-type]
+        return max(f + b for f, b in zip(costs.f, costs.b, strict=True))
+
+    assert costliest("balanced") < costliest("layers") <= costliest("even")
+    assert parse_preset("amdp-gpt:split=balanced") == balanced
+    with pytest.raises(ps.CostError, match="49 stages: it has 48 blocks"):
+        even.stages(49)
+    with pytest.raises(ps.CostError, match="no split 'halves' of layers; there are layers, even, balanced"):
+        parse_preset("amdp-gpt:split=halves")
+
+
+def test_state_of_the_model_by_stage() -> None:
+    preset = PRESETS["amdp-gpt"]
+    costs = preset.costs(8)
+    copies = preset.shape.num_parameters + 50304 * 1600  # the first and the last stage both hold the shared weight
+    assert sum(costs.weight_bytes) == sum(costs.gradient_bytes) == sum(costs.update_bytes) == 2 * copies
+    assert sum(costs.optimizer_bytes) == 12 * copies
+    assert preset.state_bytes(8) == [8 * weights for weights in costs.weight_bytes]
+    assert costs.duration("U", 3) == pytest.approx(30 * costs.weight_bytes[3] / 2 / A800.hbm_gb / 1e6)
+    assert costs.duration("U", 3, owns=False) == pytest.approx(costs.duration("U", 3) / 5)
+    arrival = preset.links().delay_of(0, 1, 2e6, 5.0, Queue())
+    assert arrival.arrived == pytest.approx(5.0 + 2e6 / 200e9 * 1e3)
+
+
+TABLE_3 = {
+    "amdp-gpt": {(4, 16): 25.2, (4, 64): 36.3, (8, 32): 44.0, (8, 128): 61.9},
+    "amdp-bert": {(4, 16): 26.0, (4, 64): 37.1, (8, 32): 45.2, (8, 128): 64.8},
+}
+"""AMDP's throughput of DAPPLE, ktokens/s by ranks and samples an update: what the device's share is fitted to."""
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_the_share_fits_the_published_throughput(name: str) -> None:
+    for (num_ranks, samples), expected in TABLE_3[name].items():
+        schedule = ps.build("1f1b", num_ranks, samples // 4)
+        makespan = ps.simulate(schedule, costs_preset(name, num_ranks)).makespan
+        assert samples * 1024 / makespan == pytest.approx(expected, rel=0.015)
+
+
 def test_texts() -> None:
     assert parse_preset("gpt2-14b") == PRESETS["gpt2-14b"]
     changed = parse_preset("gpt2-14b:tp=2,microbatch=2,sequence=2048,vocab=32000,device=a100,tflops=250")
@@ -129,14 +217,21 @@ def test_texts() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("gpt2-8b", ["no costs named 'gpt2-8b'", "did you mean", "gpt2-7b, gpt2-14b, gpt2-30b, gpt2-60b, gpt2-140b"]),
+        (
+            "gpt2-8b",
+            [
+                "no costs named 'gpt2-8b'",
+                "did you mean",
+                "gpt2-7b, gpt2-14b, gpt2-30b, gpt2-60b, gpt2-140b, amdp-gpt, amdp-bert",
+            ],
+        ),
         ("gpt2-7b:gpus=4", ["no option 'gpus'", "tp, microbatch"]),
         ("gpt2-7b:tp=two", ["tp is 'two'", "whole number"]),
         ("gpt2-7b:tp=3", ["tensor parallel is 3", "divide 32"]),
         ("gpt2-7b:tp=2,tp=4", ["tp is given twice"]),
         ("gpt2-7b:microbatch=0", ["microbatch size is 0", "at least 1"]),
         ("gpt2-7b:sequence=4096", ["4096 tokens", "2048 positions"]),
-        ("gpt2-7b:device=b200", ["no device named 'b200'", "h800, a100"]),
+        ("gpt2-7b:device=b200", ["no device named 'b200'", "h800, a100, a800"]),
         ("gpt2-7b:tflops=-1", ["tflops -1", "above 0"]),
         ("gpt2-7b:share_f=2", ["share_f 2", "at most 1"]),
         ("gpt2 7b", ["write a name"]),
@@ -152,6 +247,6 @@ def test_wrong_values() -> None:
     with pytest.raises(ps.CostError, match="60 stages: it has 48 layers; give 1 to 48"):
         costs_preset("gpt2-14b", 60)
     with pytest.raises(ps.CostError, match="group_gb 0"):
-        Accelerator(tflops=1, share_f=1, share_i=1, share_w=1, memory=1, group_gb=0)
+        Accelerator(tflops=1, share_f=1, share_i=1, share_w=1, memory=1, group_gb=0, hbm_gb=1, link_gb=1)
     with pytest.raises(ps.CostError, match=r"share_w 1\.5"):
         dataclasses.replace(H800, share_w=1.5)

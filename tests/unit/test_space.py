@@ -72,6 +72,12 @@ def test_costs_fold_into_stages_by_adding_up() -> None:
     costs = ps.Costs([1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 2, 2], activation=[1, 1, 5, 5])
     folded = fold(costs, 2)
     assert (folded.f, folded.i, folded.w, folded.activation) == ((3, 7), (7, 3), (2, 4), (2, 10))
+    state = ps.Costs(
+        [1] * 4, [1] * 4, [1] * 4, update_bytes=[1, 2, 3, 4], other={("U", 3): 2.0, ("U", 2): 1.0, "V": 5}
+    )
+    pairs = fold(state, 2)
+    assert (pairs.update_bytes, pairs.weight_bytes) == ((3, 7), ())
+    assert [pairs.duration(kind, stage) for kind in "UV" for stage in (0, 1)] == [0, 3, 5, 5]
     ends = fold(ps.Costs.uniform(6), 4, shared_ends=True)
     assert ends.f == (1, 2, 2, 1)
     with pytest.raises(ps.CostError, match="do not fold into 3 stages"):

@@ -1,4 +1,4 @@
-"""What ops cost: milliseconds for each stage's F, I, W and B, and the activations a forward keeps."""
+"""What ops cost: milliseconds for each stage's F, I, W and B, the activations a forward keeps, what weights take."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from numbers import Real
 
 FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
+
+_OPTIONAL_ROWS = ("update_bytes", "take_over", "weight_bytes", "gradient_bytes", "optimizer_bytes")
+"""What stays empty where it is not given."""
 
 
 class CostError(ValueError):
@@ -80,6 +83,10 @@ class Costs:
             parameters coming back, where updates are ops of the schedule; 0 a stage where not given.
         take_over: milliseconds of an update on a copy that does not own the stage, which only takes parameters over;
             0 a stage where not given.
+        weight_bytes: of a stage's parameters as ops read them; not given where nobody asks for memory.
+        gradient_bytes: of a buffer of their gradients; `weight_bytes` where not given.
+        optimizer_bytes: of what only the optimizer keeps: moments, and parameters in full precision where ops read
+            shorter ones; 0 a stage where not given.
         uneven: how many times as long the ops of each microbatch take, as those of long and short sequences do; 1 for
             those not given. Runs, simulated or emulated, take it; schedules are made as if all were 1.
 
@@ -102,6 +109,9 @@ class Costs:
     uneven: Sequence[float] = ()
     update_bytes: Sequence[float] = ()
     take_over: Sequence[float] = ()
+    weight_bytes: Sequence[float] = ()
+    gradient_bytes: Sequence[float] = ()
+    optimizer_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)
@@ -111,7 +121,7 @@ class Costs:
         b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
         activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
         message_bytes = _validated("message_bytes", self.message_bytes, None) or (0.0,) * len(f)
-        for name in ("update_bytes", "take_over"):
+        for name in _OPTIONAL_ROWS:
             given = getattr(self, name)
             object.__setattr__(self, name, _validated(name, given, len(f) if given else None))
         rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
@@ -191,8 +201,13 @@ class Costs:
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
         """The same costs with those of more registered ops, by (kind, stage)."""
         added = _other(dict(other), self.num_stages)
-        kept = tuple(entry for entry in _other(self.other, self.num_stages) if entry[:2] not in dict(other))
+        kept = tuple(entry for entry in self.other_entries if entry[:2] not in dict(other))
         return replace(self, other=kept + added)
+
+    @property
+    def other_entries(self) -> tuple[tuple[str, int | None, float, float], ...]:
+        """`other` as (kind, stage or None for all, ms, memory), sorted."""
+        return _other(self.other, self.num_stages)
 
     def _other_cost(self, kind: str, stage: int) -> tuple[float, float]:
         found = self._other_by_key
@@ -200,5 +215,4 @@ class Costs:
 
     @cached_property
     def _other_by_key(self) -> dict[tuple[str, int | None], tuple[float, float]]:
-        entries = _other(self.other, self.num_stages)
-        return {(kind, stage): (ms, memory) for kind, stage, ms, memory in entries}
+        return {(kind, stage): (ms, memory) for kind, stage, ms, memory in self.other_entries}

@@ -2,8 +2,8 @@
 
 {"format": "penstock-costs", "version": 1, "f": 10, "i": [10, 10, 12, 12], "w": 10}
 
-`b`, `activation`, `message_bytes`, `update_bytes`, `take_over` and `freed_by_input` may be there too; `format` and
-`version` may be left out.
+`b`, `activation`, `message_bytes`, what is about updates and the model's state, `freed_by_input` and
+`kept_by_recompute` may be there too, and what `other` kinds of op take; `format` and `version` may be left out.
 A profile's file, and the name of a preset, stand for costs too (`read_costs`).
 """
 
@@ -20,7 +20,8 @@ from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1
 
-_ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes", "take_over")
+_STATE_ROWS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+_ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes", "take_over", *_STATE_ROWS)
 _SHARES = ("freed_by_input", "kept_by_recompute")
 
 
@@ -45,12 +46,51 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
     for name in _SHARES:
         if isinstance(value.get(name), bool):
             raise CostError(f"{name} is a yes or no: give a share from 0 to 1")
-    other = value.get("other", {})
-    if not isinstance(other, dict) or not all(
-        isinstance(ms, int | float) and ms is not True for ms in other.values()
-    ):
+    shares = {name: value[name] for name in _SHARES if name in value}
+    return Costs(**rows, **shares, other=_other_costs(value.get("other", {}), num_stages))
+
+
+def costs_to_json(costs: Costs) -> str:
+    """What `costs_from_json` reads back as equal costs.
+
+    Raises:
+        CostError: costs that a file cannot hold: uneven microbatches, other kinds of op that take memory.
+    """
+    if costs.uneven:
+        raise CostError("uneven microbatches are a run's, not a file's; leave them out (replace(costs, uneven=()))")
+    value: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    value |= {name: list(row) for name in _ROWS if (row := getattr(costs, name))}
+    value |= {name: getattr(costs, name) for name in _SHARES}
+    kinds: dict[str, dict[int | None, float]] = {}
+    for kind, stage, ms, memory in costs.other_entries:
+        if memory:
+            raise CostError(f"kind {kind} takes memory, which a file of costs cannot say; give its time alone")
+        kinds.setdefault(kind, {})[stage] = ms
+    if kinds:
+        stages = range(costs.num_stages)
+        value["other"] = {
+            kind: ms[None] if None in ms and len(ms) == 1 else [ms.get(stage, ms.get(None, 0.0)) for stage in stages]
+            for kind, ms in kinds.items()
+        }
+    return json.dumps(value)
+
+
+def _other_costs(value: Any, num_stages: int) -> dict[str | tuple[str, int], float]:
+    if not isinstance(value, dict):
         raise CostError("field 'other': expected the milliseconds of each registered kind, like {\"GATHER\": 2.5}")
-    return Costs(**rows, **{name: value[name] for name in _SHARES if name in value}, other=other)
+    found: dict[str | tuple[str, int], float] = {}
+    for kind, ms in value.items():
+        if isinstance(ms, list):
+            row = _row(f"other.{kind}", ms, num_stages)
+            found |= {(kind, stage): each for stage, each in enumerate(row)}
+        elif isinstance(ms, int | float) and ms is not True and ms is not False:
+            found[kind] = ms
+        else:
+            raise CostError(
+                "field 'other': expected the milliseconds of each registered kind, or one number a stage, like "
+                '{"GATHER": 2.5}'
+            )
+    return found
 
 
 def read_costs(source: str, num_stages: int) -> Costs:

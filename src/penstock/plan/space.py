@@ -321,7 +321,16 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
     def folded(values: Sequence[float]) -> list[float]:
         body = values[outer : len(values) - outer]
         sums = [sum(body[s * each : (s + 1) * each]) for s in range(inner)]
-        return [*values[:outer], *sums, *values[len(values) - outer :]]
+        return [*values[:outer], *sums, *values[len(values) - outer :]] if values else []
+
+    def stage_of(part: int) -> int:
+        return part if part < outer else min(outer + (part - outer) // each, num_stages - 1)
+
+    others: dict[str | tuple[str, int], tuple[float, float]] = {}
+    for kind, part, ms, memory in costs.other_entries:
+        key = kind if part is None else (kind, stage_of(part))
+        before = others.get(key, (0.0, 0.0))
+        others[key] = before[0] + ms, before[1] + memory
 
     sent = [costs.message_bytes[outer + (s + 1) * each - 1] for s in range(inner)]
     return replace(
@@ -332,6 +341,12 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
         b=folded(costs.b),
         activation=folded(costs.activation),
         message_bytes=[*costs.message_bytes[:outer], *sent, *costs.message_bytes[len(costs.message_bytes) - outer :]],
+        update_bytes=folded(costs.update_bytes),
+        take_over=folded(costs.take_over),
+        weight_bytes=folded(costs.weight_bytes),
+        gradient_bytes=folded(costs.gradient_bytes),
+        optimizer_bytes=folded(costs.optimizer_bytes),
+        other=others,
     )
 
 

@@ -1,28 +1,50 @@
-"""Costs by a model's name: the GPT-2s of PipeMorph's evaluation on the device they ran on, or another.
+"""Costs by a model's name: those of PipeMorph's and AMDP's evaluations on the device they ran on, or another.
 
     costs_preset("gpt2-14b")                                    8 stages of 6 layers, as in the paper
     costs_preset("gpt2-14b", num_stages=4, microbatch_size=2)
+    costs_preset("amdp-gpt", num_stages=4, split="balanced")
     parse_preset("gpt2-30b:tp=4,tflops=700", 8)                 as the command line takes it
 
-The paper's table 2 gives devices and parallelism; layers and widths are those of the scripts in its artifact.
+PipeMorph's table 2 gives devices and parallelism; layers and widths are those of the scripts in its artifact.
 Embedding and head count as a layer each when layers are dealt out, so the first and the last stage hold a block less.
+AMDP's table 2 gives sizes and numbers of parameters; its layers are dealt out as Megatron does it.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
+from penstock.cost.conditions import LinkCondition, LinkConditions
 from penstock.cost.costs import CostError, Costs
-from penstock.cost.presets.accelerator import DEVICES, H800, Accelerator
-from penstock.cost.presets.gpt import GPTShape
+from penstock.cost.cut import partition
+from penstock.cost.over_time import Constant
+from penstock.cost.presets.accelerator import A800, A800_HEADS_OF_50, DEVICES, H800, Accelerator
+from penstock.cost.presets.bert import BERTShape
+from penstock.cost.presets.gpt import GPTShape, LayerCosts
 
-WEIGHT_BYTES = 16
-"""A parameter under Adam in mixed precision: weight and gradient of 2 bytes, a copy and two moments of 4 (Rajbhandari
-et al. 2020, ZeRO, arXiv 1910.02054, section 3.1)."""
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+"""Of a parameter under Adam in mixed precision: weight and gradient are 16-bit; the optimizer keeps a copy and two
+moments in 32 (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1)."""
+
+STEP_BYTES = 30
+"""Of a parameter that a step of Adam reads and writes: the gradient (2) is read and zeroed, copy and moments (12) are
+read and written, the weight (2) is written. It does little arithmetic, so this is what takes its time."""
+
+TAKE_OVER_BYTES = 6
+"""Of a parameter that a copy reads and writes to take it over: it comes, is written and the gradient is zeroed."""
+
+Split = Literal["layers", "even", "balanced"]
+
+SPLITS: Mapping[Split, str] = {
+    "layers": "embedding and head count as a layer each when layers are dealt out",
+    "even": "blocks are dealt out; the embedding comes on top of the first, the head of the last stage's (Megatron)",
+    "balanced": "the costliest stage costs least (`cost/cut.py`)",
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,12 @@ class CostPreset:
     Attributes:
         name: as it is asked for.
         shape: of the model, and what it is fed.
-        num_stages, num_microbatches, data_parallel: as the paper ran it (three microbatches a stage).
+        num_stages, data_parallel: as the paper ran it.
         device: what it runs on.
+        split: which layers make a stage, one of `SPLITS`.
+
+    Raises:
+        CostError: another split.
     """
 
     name: str
@@ -41,9 +67,15 @@ class CostPreset:
     num_stages: int
     data_parallel: int = 1
     device: Accelerator = H800
+    split: Split = "layers"
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise CostError(f"no split {self.split!r} of layers; there are {', '.join(SPLITS)}")
 
     @property
     def num_microbatches(self) -> int:
+        """Three a stage, as PipeMorph's runs have."""
         return 3 * self.num_stages
 
     def stages(self, num_stages: int | None = None) -> list[range]:
@@ -53,57 +85,95 @@ class CostPreset:
             CostError: fewer layers than stages.
         """
         count = self.num_stages if num_stages is None else num_stages
-        total = self.shape.num_layers
+        even = self.split == "even"
+        total = self.shape.num_blocks if even else self.shape.num_layers
         if not 1 <= count <= total:
-            raise CostError(f"{self.name} in {count} stages: it has {total} layers; give 1 to {total} stages")
-        each, more = divmod(total, count)
-        inner = range(1, count - 1)
-        extra = {*inner[:more]} if more <= len(inner) else {*inner, *[0, count - 1][: more - len(inner)]}
-        found, start = [], 0
-        for stage in range(count):
-            end = start + each + (stage in extra)
-            found.append(range(start, end))
-            start = end
-        return found
+            what = "blocks" if even else "layers"
+            raise CostError(f"{self.name} in {count} stages: it has {total} {what}; give 1 to {total} stages")
+        if self.split == "balanced":
+            return partition([sum(self._layer_ms(layer)) for layer in self.shape.layers()], count)
+        sizes = _dealt(total, count)
+        if even:
+            sizes[0] += 1
+            sizes[-1] += 1
+        ends = list(accumulate(sizes))
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def costs(self, num_stages: int | None = None) -> Costs:
-        """Milliseconds, bytes of activations and of messages, one entry a stage.
+        """Milliseconds, bytes of activations, of messages and of the model's state, one entry a stage.
 
         Raises:
             CostError: fewer layers than stages.
         """
-        layers, device, group = self.shape.layers(), self.device, self.shape.tensor_parallel
-        message = self.shape.message_bytes
-        reduce = device.all_reduce_ms(message, group)
+        layers, device = self.shape.layers(), self.device
         parts = [[layers[index] for index in part] for part in self.stages(num_stages)]
+        times = [[self._layer_ms(layer) for layer in part] for part in parts]
+        parameters = [sum(layer.parameters for layer in part) for part in parts]
         kept = sum(layer.activation for layer in layers)
         held = sum(min(layer.held, layer.activation) for layer in layers)
         return Costs(
-            f=[sum(device.compute_ms("F", la.f) + la.all_reduces_f * reduce for la in part) for part in parts],
-            i=[sum(device.compute_ms("I", la.i) + la.all_reduces_i * reduce for la in part) for part in parts],
-            w=[sum(device.compute_ms("W", la.w) for la in part) for part in parts],
+            f=[sum(f for f, _, _ in part) for part in times],
+            i=[sum(i for _, i, _ in part) for part in times],
+            w=[sum(w for _, _, w in part) for part in times],
             activation=[sum(layer.activation for layer in part) for part in parts],
             freed_by_input=1 - held / kept,
-            message_bytes=[message] * (len(parts) - 1) + [0.0],
+            other={("U", stage): device.move_ms(STEP_BYTES * count) for stage, count in enumerate(parameters)},
+            message_bytes=[self.shape.message_bytes] * (len(parts) - 1) + [0.0],
+            update_bytes=[GRADIENT_BYTES * count for count in parameters],
+            take_over=[device.move_ms(TAKE_OVER_BYTES * count) for count in parameters],
+            weight_bytes=[WEIGHT_BYTES * count for count in parameters],
+            gradient_bytes=[GRADIENT_BYTES * count for count in parameters],
+            optimizer_bytes=[OPTIMIZER_BYTES * count for count in parameters],
         )
 
-    def weight_bytes(self, num_stages: int | None = None) -> list[float]:
-        """What weights, gradients and the optimizer's state take on each device of a stage."""
-        layers = self.shape.layers()
-        return [WEIGHT_BYTES * sum(layers[index].parameters for index in part) for part in self.stages(num_stages)]
+    def links(self) -> LinkConditions:
+        """All links as fast as the device's."""
+        return LinkConditions(default=LinkCondition(bandwidth=Constant(self.device.link_gb * 1e9)))
+
+    def state_bytes(self, num_stages: int | None = None) -> list[float]:
+        """What weights, gradients and the optimizer's state take on each device of a stage, one copy of it."""
+        costs = self.costs(num_stages)
+        rows = zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)
+        return [sum(row) for row in rows]
 
     def max_in_flight(self, num_stages: int | None = None) -> list[int]:
         """Microbatches whose activations fit beside the weights, by stage; 0 where not even one does."""
         costs = self.costs(num_stages)
         return [
-            max(0, int((self.device.memory - weights) // activation))
-            for weights, activation in zip(self.weight_bytes(num_stages), costs.activation, strict=True)
+            max(0, int((self.device.memory - state) // activation))
+            for state, activation in zip(self.state_bytes(num_stages), costs.activation, strict=True)
         ]
+
+    def _layer_ms(self, layer: LayerCosts) -> tuple[float, float, float]:
+        """Milliseconds of a layer's F, I and W."""
+        device = self.device
+        reduce = device.all_reduce_ms(self.shape.message_bytes, self.shape.tensor_parallel)
+        return (
+            device.compute_ms("F", layer.f) + layer.all_reduces_f * reduce,
+            device.compute_ms("I", layer.i) + layer.all_reduces_i * reduce,
+            device.compute_ms("W", layer.w),
+        )
+
+
+def _dealt(total: int, count: int) -> list[int]:
+    """How many of so many layers each stage has, alike but for inner stages, which take what is left over."""
+    each, more = divmod(total, count)
+    inner = range(1, count - 1)
+    extra = {*inner[:more]} if more <= len(inner) else {*inner, *[0, count - 1][: more - len(inner)]}
+    return [each + (stage in extra) for stage in range(count)]
 
 
 def _paper(name: str, layers: int, width: int, parallel: tuple[int, int, int]) -> CostPreset:
     tensor, data, stages = parallel
     return CostPreset(name, GPTShape(layers, width, tensor_parallel=tensor), stages, data)
+
+
+_AMDP_GPT = GPTShape(48, 1600, num_heads=25, vocab_size=50304, num_positions=1024, microbatch_size=4)
+"""1,557,686,400 parameters, as AMDP's table 2 has it: GPT-2's 50,257 words padded to a multiple of 128."""
+
+_AMDP_BERT = BERTShape(32, 1600, num_heads=32, vocab_size=29056, num_positions=1024, microbatch_size=4)
+"""1,036,998,658 parameters: the 28,996 words of cased BERT, padded. AMDP's table 2 has 1,036,179,458, which is the
+same model with 512 positions. Its sequence of 1024 needs 1024 of them, 512 x 1600 numbers more."""
 
 
 PRESETS: dict[str, CostPreset] = {
@@ -114,6 +184,8 @@ PRESETS: dict[str, CostPreset] = {
         _paper("gpt2-30b", 38, 8192, (2, 4, 8)),
         _paper("gpt2-60b", 38, 11264, (4, 2, 8)),
         _paper("gpt2-140b", 78, 12288, (8, 2, 8)),
+        CostPreset("amdp-gpt", _AMDP_GPT, 8, device=A800, split="even"),
+        CostPreset("amdp-bert", _AMDP_BERT, 8, device=A800_HEADS_OF_50, split="even"),
     )
 }
 
@@ -134,16 +206,19 @@ def costs_preset(
     microbatch_size: int | None = None,
     sequence: int | None = None,
     tensor_parallel: int | None = None,
-    device: Accelerator | str = H800,
+    device: Accelerator | str | None = None,
+    split: Split | None = None,
 ) -> Costs:
-    """Costs of a GPT-2 by name, from formulas over an assumed device: no measurement of yours.
+    """Costs of a GPT-2 or a BERT by name, from formulas over an assumed device: no measurement of yours.
 
     Args:
-        name: one of `penstock.cost.presets.PRESETS`: gpt2-7b, 14b, 30b, 60b, 140b.
+        name: one of `penstock.cost.presets.PRESETS`: gpt2-7b, 14b, 30b, 60b, 140b; amdp-gpt, amdp-bert.
         num_stages: the paper's where not given.
-        microbatch_size: samples; 1 where not given. sequence: tokens a sample; 1024.
+        microbatch_size: samples; 1 where not given, 4 of AMDP's. sequence: tokens a sample; 1024.
         tensor_parallel: devices that share each layer; the paper's where not given.
-        device: an `Accelerator`, or the name of one: h800 (the paper's), a100.
+        device: an `Accelerator`, or the name of one: h800, a100, a800; the paper's where not given.
+        split: which layers make a stage, one of `penstock.cost.presets.SPLITS`: "even" for AMDP's where not given,
+            "layers" for the others.
 
     Raises:
         CostError: an unknown name, or sizes that do not go together.
@@ -151,7 +226,12 @@ def costs_preset(
     preset = find_preset(name)
     changes = {"microbatch_size": microbatch_size, "sequence": sequence, "tensor_parallel": tensor_parallel}
     shape = replace(preset.shape, **{key: value for key, value in changes.items() if value is not None})
-    return replace(preset, shape=shape, device=_device(device)).costs(num_stages)
+    return replace(
+        preset,
+        shape=shape,
+        device=preset.device if device is None else _device(device),
+        split=split or preset.split,
+    ).costs(num_stages)
 
 
 def _device(device: Accelerator | str) -> Accelerator:
@@ -165,7 +245,7 @@ def _device(device: Accelerator | str) -> Accelerator:
 _PRESET_TEXT = re.compile(r"(?P<name>[a-z0-9.-]+)(?::(?P<options>[a-z_0-9=.,-]+))?", re.IGNORECASE)
 
 _SHAPE = {"tp": "tensor_parallel", "microbatch": "microbatch_size", "sequence": "sequence", "vocab": "vocab_size"}
-_DEVICE = ("tflops", "share_f", "share_i", "share_w", "group_gb")
+_DEVICE = ("tflops", "share_f", "share_i", "share_w", "group_gb", "hbm_gb", "link_gb")
 
 
 def is_preset(text: str) -> bool:
@@ -177,8 +257,8 @@ def is_preset(text: str) -> bool:
 def parse_preset(text: str) -> CostPreset:
     """Reads `gpt2-14b` or `gpt2-14b:tp=2,microbatch=2,sequence=2048,vocab=32000,device=a100,tflops=250`.
 
-    Options are those four sizes, a device by name, and any of its numbers (tflops, share_f, share_i, share_w,
-    group_gb).
+    Options are those four sizes, a device by name, any of its numbers (tflops, share_f, share_i, share_w, group_gb,
+    hbm_gb, link_gb), and the split of layers, as `split=balanced`.
 
     Raises:
         CostError: names what is unknown or not a number.
@@ -190,10 +270,8 @@ def parse_preset(text: str) -> CostPreset:
     given: dict[str, str] = {}
     for part in (match["options"] or "").split(",") if match["options"] else ():
         key, _, value = part.partition("=")
-        if key not in (*_SHAPE, *_DEVICE, "device"):
-            raise CostError(
-                f"costs {text!r}: no option {key!r}; there are {', '.join((*_SHAPE, 'device', *_DEVICE))}"
-            )
+        if key not in (known := (*_SHAPE, "device", *_DEVICE, "split")):
+            raise CostError(f"costs {text!r}: no option {key!r}; there are {', '.join(known)}")
         if key in given:
             raise CostError(f"costs {text!r}: {key} is given twice")
         given[key] = value
@@ -209,9 +287,10 @@ def parse_preset(text: str) -> CostPreset:
             preset.shape, **{_SHAPE[key]: number(key, int, "a whole number") for key in given if key in _SHAPE}
         )
         device = replace(
-            _device(given.get("device", "h800")),
+            _device(given["device"]) if "device" in given else preset.device,
             **{key: number(key, float, "a number") for key in given if key in _DEVICE},
         )
     except CostError as error:
         raise error if str(error).startswith("costs ") else CostError(f"costs {text!r}: {error}") from None
-    return replace(preset, shape=shape, device=device)
+    split: Any = given.get("split", preset.split)
+    return replace(preset, shape=shape, device=device, split=split)
