@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, costs_preset
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
+from penstock.passes import repeat_windows
 from penstock.plan import Expected, Plan, plan
 from penstock.program import (
     Branch,
@@ -101,6 +102,7 @@ __all__ = [
     "parse",
     "placements",
     "plan",
+    "repeat_windows",
     "save",
     "simulate",
     "with_updates",

@@ -3,6 +3,7 @@
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
 from penstock.passes.recompute import recompute
+from penstock.passes.repeated import repeat_windows
 from penstock.passes.retime import retime
 from penstock.passes.separate import separate_gradients
 
@@ -11,6 +12,7 @@ __all__ = [
     "merge_gradients",
     "recompute",
     "remove_communication",
+    "repeat_windows",
     "retime",
     "separate_gradients",
 ]
