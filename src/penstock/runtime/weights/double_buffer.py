@@ -52,7 +52,7 @@ class DoubleBuffer(Rule):
                     version = op.microbatch // window - 1
                     message = (
                         f"microbatch {op.microbatch} is of window {version + 1}, so rule {self.name!r} has it read "
-                        f"the weights after {version} updates, and {passed.get(copy, 0)} come before this forward; give "
-                        "updates a longer window (at least one microbatch a rank in pipedream's order)"
+                        f"the weights after {version} updates, and {passed.get(copy, 0)} come before this forward; "
+                        "give updates a longer window (at least one microbatch a rank in pipedream's order)"
                     )
                     raise error_at(schedule, "updates", rank, step, op, message)

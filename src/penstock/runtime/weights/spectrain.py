@@ -63,8 +63,8 @@ class MomentumPrediction(Rule):
                 found += " without momentum" if any(not g["momentum"] for g in groups) else " with nesterov=True"
             raise RuntimeFailure(
                 f"rule {self.name!r} predicts weights from SGD's momentum, W - s lr v, and has no formula for "
-                f"{found}; use torch.optim.SGD(momentum=0.9), or rule 'xpipe' with Adam or AdamW, or rule 'pipedream' with any "
-                "optimizer"
+                f"{found}; use torch.optim.SGD(momentum=0.9), or rule "
+                "'xpipe' with Adam or AdamW, or rule 'pipedream' with any optimizer"
             )
 
     def require_schedule(self, schedule: Schedule, zero: bool) -> None:
