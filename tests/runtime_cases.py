@@ -86,7 +86,7 @@ def compare_case(made: Case, schedule: ps.Schedule, dispatch: str) -> list[str]:
     mine = {n: p.detach() for n, p in pipe.named_parameters()}
     found += [f"after the update: {d}" for d in differences({n: names[n].detach() for n in mine}, mine)]
     buffers = dict(module.named_buffers())
-    own = {n: b for stage in pipe._stages.values() for n, b in stage.named_buffers()}
+    own = {n: b for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
     found += [f"buffer: {d}" for d in differences({n: buffers[n] for n in own}, own)]
     pipe.close()
     return found

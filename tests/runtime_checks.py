@@ -132,7 +132,7 @@ def evaluation_changes_nothing(ranks: int) -> None:
     pipe = build(model, ps.build("interleaved-1f1b", ranks, 4 * ranks) if ranks > 1 else ps.build("1f1b", 1, 4))
     x, y = batches(4 * ranks, 8)[0]
     pipe.step(x, y, update=False)
-    stages = nn.ModuleList(pipe._stages.values())
+    stages = nn.ModuleList(pipe._model.stages.values())
     state, modes = copy.deepcopy(stages.state_dict()), [m.training for m in stages.modules()]
     grads, rng = copy.deepcopy(own_gradients(pipe)), torch.get_rng_state()
     plain = copy.deepcopy(model)
@@ -229,7 +229,7 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
             [partial(make, s) for s in range(ranks)], schedule, loss_fn=Tokens(), tied=names if ranks > 1 else (),
             dispatch=dispatch, optimizer=partial(torch.optim.SGD, lr=0.1),
         )  # fmt: skip
-        assert built == sorted(pipe._stages)
+        assert built == sorted(pipe._model.stages)
         plain = copy.deepcopy(tied if ranks > 1 else stages)
         optimizer = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.1)
         for number, (x, y) in enumerate(token_steps(4, [3, 4]), start=1):
@@ -238,7 +238,7 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
             optimizer.zero_grad()
             pipe.step(x, y)
             assert_equal_values(pipe, nn.ModuleList(plain))
-        last = pipe._stages.get(ranks - 1)
+        last = pipe._model.stages.get(ranks - 1)
         if ranks > 1 and last is not None:
             table = dict(last.named_parameters())[f"{ranks - 1}.layers.2.weight"]
             assert torch.equal(table, plain[0].layers[1].weight)
@@ -264,7 +264,7 @@ def master_weights_stay_float32_under_autocast(ranks: int) -> None:
 def compiled_stages_say_that_they_fuse(ranks: int) -> None:
     stages = [torch.compile(lin(), backend="eager") for _ in range(ranks)]
     pipe = ps.Pipeline(stages, ps.build("zb-h1", ranks, 4), loss_fn=MSE)
-    assert len(pipe.notices) == len(pipe._stages)
+    assert len(pipe.notices) == len(pipe._model.stages)
     assert all("torch.compile" in notice and "stage" in notice for notice in pipe.notices)
 
 

@@ -43,7 +43,7 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
         plain, model = tied_model(schedule.num_stages), tied_model(schedule.num_stages)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss)
         assert isinstance(pipe._peers, GroupPeers)
-        lines = lines_of(wire(schedule, [tie.stages for tie in pipe._ties]))
+        lines = lines_of(wire(schedule, [tie.stages for tie in pipe._model.ties]))
         pipe._transport = LineTransport(pipe._peers.group, pipe._tags, 30.0, lines, "gloo", torch.device("cpu"))
         wrong = []
         for step, rows in enumerate((19, 26, 19), start=1):  # shapes that come and go

@@ -23,5 +23,6 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
 
 def schedule_digest(schedule: Schedule) -> str:
     """Tells schedules apart by what runs, whatever they are called."""
-    text = repr((schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph))
+    fields = schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph, schedule.updates
+    text = repr(fields)
     return hashlib.sha256(text.encode()).hexdigest()

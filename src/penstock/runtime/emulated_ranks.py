@@ -195,7 +195,7 @@ class Processes:
         }
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)
-        self._tags = Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, self._indices)
+        self._tags = Tags.of(schedule)
         nothing = Conditions(LinkConditions())
         self._transport: Any = run.choice.make(
             peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing

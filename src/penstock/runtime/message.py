@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.schedule import Op
+from penstock.schedule.op import UPDATE
 
 
 class Edge(NamedTuple):
     """A message from `producer` to `consumer`.
 
     `slot` 0 carries activations or gradients; slot k carries the gradient of the k-th tied parameter; slot -k is a
-    token, which carries nothing: the k-th of the stage graph's needs asks that the producer has run.
+    token, which carries nothing: the k-th of the stage graph's needs asks that the producer has run. The slots after
+    those of tied parameters are of updates, one for each copy of a stage but the owner's: gradients of a window go to
+    the owner, parameters come back.
     """
 
     producer: Op
@@ -25,8 +28,17 @@ class Edge(NamedTuple):
     def is_token(self) -> bool:
         return self.slot < 0
 
+    @property
+    def is_update(self) -> bool:
+        """Whether it carries a window's gradients to a stage's owner, or parameters from it."""
+        return self.consumer.kind == UPDATE
+
     def __str__(self) -> str:
-        what = "the token of " if self.is_token else "the tied gradient of " if self.slot else ""
+        what = ""
+        if self.is_update:
+            what = "the parameters of " if self.producer.kind == UPDATE else "the window's gradients after "
+        elif self.slot:
+            what = "the token of " if self.is_token else "the tied gradient of "
         return f"{what}{self.producer.short()} of stage {self.producer.stage}"
 
 

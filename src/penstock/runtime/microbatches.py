@@ -5,6 +5,8 @@ one with fewer tokens, counts for what it holds:
 
     loss = sum_m  weight_m / sum(weights) * loss_m
 
+Where updates are ops of the schedule, the weights of each update's window sum to 1.
+
 A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
 weighs as many samples as it has.
 """
@@ -35,6 +37,7 @@ class Microbatches:
         scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty, read off a few elements.
+        windows: the microbatches that each update gathers; all are one window where updates are no ops.
     """
 
     inputs: list[Any]
@@ -42,6 +45,7 @@ class Microbatches:
     scales: list[float]
     signatures: list[Signature]
     digest: int
+    windows: tuple[range, ...]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -104,15 +108,29 @@ def num_entries(value: Any) -> int:
     return max(1, _num_samples(leaves, "inputs")) if leaves else 1
 
 
-def weigh(inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None) -> list[float]:
-    """Each microbatch's share in the loss of the batch."""
+def weigh(
+    inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None, windows: Sequence[range]
+) -> list[float]:
+    """Each microbatch's share in the loss of its window.
+
+    Raises:
+        RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
+    """
     weight = getattr(loss_fn, "weight", None)
     if callable(weight):
         weights = [float(weight(target)) for target in targets]
     else:
         weights = [float(_size(value)) for value in inputs]
-    total = sum(weights)
-    return [w / total if total else 0.0 for w in weights]
+    scales = []
+    for update, window in enumerate(windows):
+        total = sum(weights[m] for m in window)
+        if not total and len(windows) > 1:
+            raise RuntimeFailure(
+                f"microbatches {window.start} to {window.stop - 1}, the window of update {update}, weigh nothing: "
+                "the loss has no target there, and the update no gradient; leave the data out, or give a longer window"
+            )
+        scales += [weights[m] / total if total else 0.0 for m in window]
+    return scales
 
 
 def _size(value: Any) -> int:
@@ -122,11 +140,20 @@ def _size(value: Any) -> int:
 
 
 def cut_batch(
-    inputs: Any, targets: Any, num_microbatches: int, loss_fn: Callable[..., Tensor] | None
+    inputs: Any,
+    targets: Any,
+    num_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None,
+    windows: Sequence[range] = (),
 ) -> Microbatches:
-    """Cuts inputs and targets and weighs the microbatches."""
+    """Cuts inputs and targets and weighs the microbatches.
+
+    Args:
+        windows: the microbatches that each update gathers; all of them in one where not given.
+    """
+    windows = tuple(windows) or (range(num_microbatches),)
     cut_inputs = split(inputs, num_microbatches, "inputs")
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
-    scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None)
+    scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
     signatures = [tuple((tuple(t.shape), t.dtype) for t in flatten(value)[0]) for value in cut_inputs]
-    return Microbatches(cut_inputs, cut_targets, scales, signatures, digest_of(inputs, targets))
+    return Microbatches(cut_inputs, cut_targets, scales, signatures, digest_of(inputs, targets), windows)

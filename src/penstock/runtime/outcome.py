@@ -1,6 +1,6 @@
 """How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective.
 
-    | losses, a microbatch each | type of the loss | digest of the batch, a rank each | offers, a rank each |
+    | losses, a microbatch each | type of the first | digest of the batch, a rank each | offers, a rank each |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
 digest and number without rounding.
@@ -8,7 +8,10 @@ digest and number without rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from penstock.runtime.agreement import require_same
 from penstock.runtime.microbatches import Microbatches
@@ -25,10 +28,10 @@ class Outcome:
     """The end of a step.
 
     Args:
-        last: the runner of the last stage, in the process that has it.
+        last: the runners of the last stage's copies that are in this process.
     """
 
-    def __init__(self, peers: Peers, last: StageRunner | None) -> None:
+    def __init__(self, peers: Peers, last: Sequence[StageRunner]) -> None:
         self._peers, self._last = peers, last
 
     def share(self, batch: Microbatches, helm: Helm | None) -> tuple[StepResult, Running | None]:
@@ -43,10 +46,11 @@ class Outcome:
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         digests, offers = num_microbatches + 1, num_microbatches + 1 + num_ranks
         shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
-        if self._last is not None:
-            for m, loss in self._last.losses.items():
+        for runner in self._last:
+            for m, loss in runner.losses.items():
                 shared[m] = loss
-                shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+                if m == 0:
+                    shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
         here = list(self._peers.here)
         shared[digests:offers][here] = batch.digest
         if helm is not None:
@@ -59,8 +63,15 @@ class Outcome:
             rows = shared[offers:].view(num_ranks, -1).tolist()
             following = helm.settle([Offer(*map(int, row)) for row in rows])
         losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
-        first, *others = losses.unbind()
-        total = first.clone()
-        for loss in others:
-            total += loss
-        return StepResult(total, losses), None if following is None else following.made
+        windows = torch.stack([_sum(losses[window.start : window.stop]) for window in batch.windows])
+        total = windows[0].clone() if len(windows) == 1 else windows.mean()
+        return StepResult(total, losses, window_losses=windows), None if following is None else following.made
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """Their sum, in the order in which a plain loop adds them."""
+    first, *others = losses.unbind()
+    total = first.clone()
+    for loss in others:
+        total += loss
+    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -24,28 +25,36 @@ from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
+from penstock.runtime.held_model import HeldModel
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.outcome import Outcome
-from penstock.runtime.parameters import all_dtypes, owned_parameters, tied_gradients, ties_of
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
-from penstock.runtime.setup import device_of, dispatch_of, optimizer_of, peers_of, require_runnable
+from penstock.runtime.setup import (
+    dispatch_of,
+    optimizer_of,
+    peers_of,
+    require_runnable,
+    require_steerable,
+    require_untied,
+)
 from penstock.runtime.split import unprepare
 from penstock.runtime.splitting import split_stages
 from penstock.runtime.stage import StageSource
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
-from penstock.runtime.stages import build_stage, evaluating, stages_of
+from penstock.runtime.stages import evaluating, stages_of
+from penstock.runtime.state_bytes import bytes_of
 from penstock.runtime.steering import Helm, Measured, Steering, steer
 from penstock.runtime.step_result import StepResult
-from penstock.runtime.tied import Tie
 from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.tree import on_host
+from penstock.runtime.updating import Updating
 from penstock.runtime.wiring import Wiring, num_indices
 from penstock.runtime.worker import Device, Transport, Worker
 from penstock.schedule import Schedule, ScheduleError, check
@@ -89,6 +98,11 @@ class Pipeline:
         links: conditions to inject: messages are held back as these say, and the numbers stay the same.
         steering: measure links while training, and switch to what is faster; None: not at all.
         delegates: how delegates carry messages, where there are any.
+        zero: of the copies of a stage in several pipelines only the first has the optimizer's state, and sends the
+            others its parameters (ZeRO); False: every copy has it and steps.
+
+    Where updates are ops of the schedule (U), one step runs many of them, each on its stage alone, by the rule that
+    the schedule names; `clip_norm` then bounds the norm of each stage's gradient.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
@@ -120,6 +134,7 @@ class Pipeline:
         links: LinkConditions | None = None,
         steering: Steering | None = None,
         delegates: DelegateOptions | None = None,
+        zero: bool = True,
     ) -> None:
         schedule = remove_communication(schedule)  # the transport places messages
         self.clip_norm = clip_norm
@@ -129,6 +144,7 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._peers = peers_of(mesh, schedule.num_ranks, timeout)
         require_runnable(schedule)
+        require_steerable(schedule, steering)
         if links is not None:
             links.check_ranks(schedule.num_ranks)
         self._conditions = None if links is None else Conditions(links)
@@ -144,6 +160,7 @@ class Pipeline:
             "ops": sorted(ops),
             "transport": choice.shared,
             "steering": steering is not None,
+            "zero": zero,
         }
         require_same(self._peers.gather(facts), "every rank must make the same ps.Pipeline(...)")
         self._check(schedule)
@@ -151,25 +168,18 @@ class Pipeline:
         start = start_of(schedule, dispatch_of(dispatch, schedule, known), known, steering)
         functions = functions_of(schedule, ops)
         sources = stages_of(model, schedule.num_stages, costs)
-        here = {s for rank in self._peers.here for s in schedule.stages_of(rank)}
-        self._stages = stages = {index: build_stage(sources[index], index) for index in sorted(here)}
-        self._device = device_of(stages, device)
-        for stage in stages.values():
-            stage.to(self._device)
         self._notices: list[str] = []
-        self._ties = ties = ties_of(sources, stages, tied, self._peers)
-        self._tied = tied_gradients(ties, stages)
+        self._model = held = HeldModel(sources, schedule.placement, self._peers, device, tied)
+        require_untied(schedule, held.ties)
         self._num_indices = num_indices(schedule)
-        self._tags = Tags(
-            schedule.num_stages, len(ties), schedule.num_microbatches, schedule.graph.needs, self._num_indices
-        )
+        self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         self._runners = {
-            index: StageRunner(stage, index, schedule.num_stages, self._device, loss_fn, autocast, False)
-            for index, stage in stages.items()
+            key: StageRunner(stage, key[1], schedule.num_stages, held.device, loss_fn, autocast, False)
+            for key, stage in held.copies.here.items()
         }
         self._split_stages()
-        self._calls = calls_of(schedule, functions, stages)
+        self._calls = calls_of(schedule, functions, held.stages)
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
             self._transport = self._choice.make(
@@ -178,14 +188,12 @@ class Pipeline:
                 timeout,
                 self._running.plan.wiring,
                 start.dispatch,
-                self._device,
+                held.device,
                 self._conditions,
             )
-        self._parameters = list({id(p): p for s in stages.values() for p in s.parameters()}.values())
-        self._own = owned_parameters(stages, ties)
-        self._dtypes = all_dtypes(stages, self._own, self._peers)
-        self._share_tied_values()
-        self.optimizer = optimizer_of(optimizer, self.parameters())
+        self._updating = Updating(schedule, held.copies, zero) if schedule.updates is not None else None
+        self._zero = zero
+        self.optimizer = self._make_optimizer(optimizer)
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._helm: Helm | None = None
         if steering is not None:
@@ -211,7 +219,7 @@ class Pipeline:
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> Running:
-        return running(configuration, [tie.stages for tie in self._ties], self.rank, self._tags, self._costs)
+        return running(configuration, [tie.stages for tie in self._model.ties], self.rank, self._tags, self._costs)
 
     def _switch(self, then: Running) -> None:
         """Runs something else from the next step on."""
@@ -223,19 +231,15 @@ class Pipeline:
             if notice not in self._notices:
                 self._notices.append(notice)
 
-    def _share_tied_values(self) -> None:
-        """Starts all copies of a tied parameter from its owner's value."""
-        for slot, tie in enumerate(self._ties, start=1):
-            parameter = self._tied.parameter(slot)
-            value = self._share(tie, None if parameter is None else parameter.detach(), parameter)
-            if parameter is not None and value is not None:
-                with torch.no_grad():
-                    self._tied.fill(slot, value)
-
-    def _share(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
-        """What the owner of a tied parameter has, for all ranks that hold it."""
-        ranks = [self.schedule.rank_of(stage, 0) for stage in tie.stages]
-        return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))
+    def _make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
+        """The optimizer over what is stepped here: of several copies of a stage the owner's, or every one."""
+        if self._updating is not None:
+            optimizer = optimizer_of(given, self._updating.masters(), self._updating.stand_ins())
+            self._updating.rule.require(optimizer)
+            return optimizer
+        if self._zero:
+            return optimizer_of(given, self._model.owned())
+        return optimizer_of(given, self.parameters(), self._model.copies.stand_ins())
 
     @property
     def schedule(self) -> Schedule:
@@ -286,24 +290,30 @@ class Pipeline:
 
     def parameters(self) -> list[Parameter]:
         """The parameters in this process, each once."""
-        return list(self._parameters)
+        return list(self._model.parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """The parameters in this process under their plain names in the whole model, a tied one once."""
-        yield from self._own.items()
+        yield from self._model.own.items()
 
     # Stepping.
 
-    def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
-        """Runs the schedule once over a batch, then the optimizer.
+    def step(
+        self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
+    ) -> StepResult:
+        """Runs the schedule once over a batch, then the optimizer. Where updates are ops of the schedule, they run in
+        their places instead, and all have run when the step ends.
 
         Args:
             inputs: a tensor, or tuple (positional arguments) or dict (keyword arguments) of tensors with the
                 samples in dimension 0, cut into microbatches; or a list with one such entry a microbatch.
             targets: alike; each goes to `loss_fn` with its microbatch's output.
-            update: False to only add to the gradients, as several `backward` calls would; `update()` follows.
+            update: False to only add to the gradients, as several `backward` calls would; `update()` follows. Where
+                updates are ops: False leaves the last window open, and the next step's first one adds to it.
+            rates: where updates are ops, the learning rate of each; by default the optimizer's own.
 
-        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently.
+        A step that fails leaves no gradients, as those of only some microbatches would be wrong silently. Where it
+        may have made some of its updates, the pipeline is of no more use until it has loaded a checkpoint.
 
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
@@ -311,44 +321,85 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
-        batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn)
+        windows = self._windows()
+        batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn, windows)
+        if self._updating is not None:
+            self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
+        elif rates is not None:
+            raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         self._num_steps += 1
-        self._tied.begin()
+        self._model.begin()
         try:
-            with restored(self._device):
+            with restored(self._model.device):
                 if self._transport is not None:
                     self._transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
                 workers = self._run(StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed), now.plan)
                 end = perf_counter_ns()
-            self._share_tied()
+            if self._updating is None:
+                self._model.gather_gradients()
+            self._model.copies.share_buffers()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
             result = self._result(batch, self._helm)
-        except BaseException:
+        except BaseException as error:
             self.zero_grad()
+            if self._updating is not None:
+                self._updating.fail(error)
             raise
         finally:
-            self._tied.end()
-        return StepResult(result.loss, result.losses, self.update()) if update else result
+            self._model.end()
+        if self._updating is not None:
+            self._updating.end()
+            self.num_updates += len(windows) - (not update)
+            return result
+        return replace(result, grad_norm=self.update()) if update else result
+
+    def _windows(self) -> list[range]:
+        """The microbatches of each update that is an op."""
+        windows = self.schedule.windows
+        return [] if windows is None else [windows.microbatches(update) for update in range(windows.num_updates)]
 
     def update(self) -> Tensor | None:
-        """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on."""
+        """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
+
+        Raises:
+            RuntimeFailure: updates are ops of the schedule, and have run.
+        """
+        if self._updating is not None:
+            raise RuntimeFailure(f"{self.schedule.name} has updates as ops of its order; step() runs them all")
         norm = None
         if self.clip_norm is not None:
-            norm = global_norm(self._dtypes, self._own, self._peers)
+            norm = global_norm(self._model.dtypes, self._model.own, self._peers)
             scale_gradients(self.parameters(), self.clip_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
+            if self._zero:
+                self._model.copies.share_parameters()
         self.num_updates += 1
         self.zero_grad()
         return norm
 
+    def mismatch(self) -> dict[tuple[int, int, int], int]:
+        """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
+
+        What `ps.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without updates.
+        """
+        mine = {} if self._updating is None else self._updating.mismatch()
+        return {key: count for part in self._peers.gather(mine) for key, count in part.items()}
+
+    def state_bytes(self) -> list[dict[str, int]]:
+        """Of each rank the bytes of parameters, of older versions and gradients at most in the last step, and of the
+        optimizer's state. Every rank must call it.
+        """
+        mine = {rank: bytes_of(self._model.copies, self._updating, self.optimizer, rank) for rank in self._peers.here}
+        found = {rank: held for part in self._peers.gather(mine) for rank, held in part.items()}
+        return [found[rank] for rank in sorted(found)]
+
     def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._model.zero_grad()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
@@ -362,9 +413,7 @@ class Pipeline:
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
-        last = self.schedule.num_stages - 1
-        runner = self._runners.get(last)
-        mine = {} if runner is None else {m: on_host(value) for m, value in runner.results.items()}
+        mine = {m: on_host(value) for runner in self._last_runners() for m, value in runner.results.items()}
         outputs: dict[int, Any] = {}
         for part in self._peers.gather(mine):
             outputs.update(part)
@@ -373,7 +422,7 @@ class Pipeline:
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
-        with evaluating(self._stages.values()), restored(self._device):
+        with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch
 
@@ -385,10 +434,13 @@ class Pipeline:
         for rank in self._peers.here:
             transport: Transport = self._transport or local_transport(rank)
             dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            runners = {s: self._runners[s] for s in self.schedule.stages_of(rank)}
-            device: Device = TorchDevice(runners, self._tied, self._device)
+            runners = {key: self._runners[key] for key in self._model.copies.of_rank(rank)}
+            pipelines = self.schedule.microbatch_pipeline
+            device: Device = TorchDevice(runners, self._model.tied, pipelines, self._model.device)
+            if self._updating is not None and settings.training:
+                device = self._updating.device(device, rank)
             if plan.wiring.schedule.stage_graph is not None:
-                device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, self._device)
+                device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, self._model.device)
             workers.append(Worker(plan.wiring, rank, dispatcher, device, transport))
         try:
             for runner in self._runners.values():
@@ -415,15 +467,13 @@ class Pipeline:
         signatures = [texts[shape] for shape in shapes]
         return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
 
-    def _share_tied(self) -> None:
-        """Gives the sum of every tied gradient to all ranks that hold the parameter."""
-        sums = self._tied.sums()
-        for slot, tie in enumerate(self._ties, start=1):
-            self._tied.put(slot, self._share(tie, sums.get(slot), self._tied.parameter(slot)))
+    def _last_runners(self) -> list[StageRunner]:
+        """Those of the last stage's copies here."""
+        return [runner for (_, stage), runner in self._runners.items() if stage == self.schedule.num_stages - 1]
 
     def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what a helm says."""
-        outcome = Outcome(self._peers, self._runners.get(self.schedule.num_stages - 1))
+        outcome = Outcome(self._peers, self._last_runners())
         result, following = outcome.share(batch, helm)
         if following is not None:
             self._switch(following)
@@ -435,6 +485,8 @@ class Pipeline:
         It appears whole or not at all; of older ones the newest `keep - 1` stay. `meta` is small JSON of the
         caller's, the same on all ranks. Raises CheckpointError.
         """
+        if self._updating is not None:
+            self._updating.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         return saving.save(directory, self._state(), self._peers, counters, meta or {}, keep)
 
@@ -450,7 +502,7 @@ class Pipeline:
         return meta
 
     def _state(self) -> saving.State:
-        return saving.State(self._stages, self._ties, self.optimizer)
+        return saving.State(self._model, self.optimizer, self._updating)
 
     @property
     def num_steps(self) -> int:
@@ -487,6 +539,6 @@ class Pipeline:
             self._helm.close()
         if self._transport is not None:
             self._transport.close()
-        self._tied.close()
-        for stage in self._stages.values():
+        self._model.close()
+        for stage in self._model.every_stage():
             unprepare(stage)

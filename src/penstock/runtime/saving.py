@@ -2,13 +2,16 @@
 
     model/layers.3.mlp.up.weight             parameters and buffers, by their names in the whole model
     optimizer/layers.3.mlp.up.weight/exp_avg
+    gradients/layers.3.mlp.up.weight         where gradients wait for an update
 
 A tied parameter is stored once, under the name it has in its lowest stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +29,27 @@ from penstock.runtime.checkpoint import (
     optimizer_tensors,
     write,
 )
+from penstock.runtime.held_model import HeldModel
 from penstock.runtime.peers import Peers
-from penstock.runtime.stage import Stage
-from penstock.runtime.tied import Tie
+from penstock.runtime.updating import PREFIX as ASYNCHRONOUS
+from penstock.runtime.updating import Updating
+from penstock.schedule.updates import OWNER
 
 MODEL = "model/"
+GRADIENTS = "gradients/"
 COUNTERS = "pipeline"
 
 
 class State:
-    """What a pipeline saves: the stages and the optimizer of this process, under their stored names."""
+    """What a pipeline saves: the stages and the optimizer of this process, under their stored names.
 
-    def __init__(self, stages: Mapping[int, Stage], ties: Sequence[Tie], optimizer: Optimizer | None) -> None:
-        self.optimizer = optimizer
+    Of several copies of a stage the owner's is saved, and all get what is loaded. So too gradients that wait for an
+    update, and what a schedule with updates keeps besides.
+    """
+
+    def __init__(self, model: HeldModel, optimizer: Optimizer | None, updating: Updating | None) -> None:
+        self.optimizer, self._model, self._updating = optimizer, model, updating
+        stages, ties = model.stages, model.ties
         stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
         self._twins = {name for name, stored in stored_as.items() if name != stored}
         self._tensors: list[tuple[str, Tensor]] = []
@@ -49,11 +60,21 @@ class State:
                 self._names.setdefault(parameter, stored_as.get(name, name))
             kept = stage.state_dict(keep_vars=True)
             self._tensors += [(name, buffer) for name, buffer in stage.named_buffers() if name in kept]
+        for stage in model.copies.here.values():
+            for name, parameter in stage.named_parameters():
+                self._names.setdefault(parameter, stored_as.get(name, name))
+        if updating is not None:
+            self._names |= updating.names()
         self._stored_as = stored_as
 
     def to_tensors(self) -> tuple[dict[str, Tensor], Any]:
         """What this process writes, and the optimizer's meta."""
         tensors = {MODEL + name: t.detach() for name, t in self._tensors if name not in self._twins}
+        if self._updating is not None:
+            tensors |= self._updating.tensors()
+        else:
+            waiting = {name: p.grad for name, p in self._model.own.items() if p.grad is not None}
+            tensors |= {f"{GRADIENTS}{name}": gradient for name, gradient in waiting.items()}
         if self.optimizer is None:
             return tensors, None
         state, meta = optimizer_tensors(self.optimizer, self._names)
@@ -64,14 +85,40 @@ class State:
         """Stored name -> shape of the model's tensors in this process."""
         return {MODEL + self._stored_as.get(name, name): tuple(t.shape) for name, t in self._tensors}
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: Reader, num_updates: int) -> None:
         """Fills the model and the optimizer. The names must match."""
         loaded = reader.load(sorted(self.expected()))
         with torch.no_grad():
             for name, tensor in self._tensors:
-                tensor.copy_(loaded[MODEL + self._stored_as.get(name, name)])
+                tensor.data.copy_(loaded[MODEL + self._stored_as.get(name, name)])
         if self.optimizer is not None:
             load_optimizer(self.optimizer, self._names, reader)
+        self._model.share_values()
+        self._model.zero_grad()
+        if self._updating is not None:
+            mine = {name for stage in self._model.copies.here.values() for name, _ in stage.named_parameters()}
+            places = {n: _place(n) for n in reader.names()}
+            wanted = [n for n, place in places.items() if place is not None and place.rsplit("/", 1)[-1] in mine]
+            self._updating.load({places[n] or n: t for n, t in reader.load(wanted).items()}, num_updates)
+        else:
+            self._load_gradients(reader)
+
+    def _load_gradients(self, reader: Reader) -> None:
+        """Gradients that wait for an update, whatever kind of schedule they come from."""
+        for stage in self._model.copies.here.values():
+            for name, parameter in stage.named_parameters():
+                stored = self._stored_as.get(name, name)
+                found = [n for n in reader.names() if n.endswith(f"gradients/{stored}")]
+                parts = list(reader.load(found).values())
+                if parts:
+                    parameter.grad = reduce(add, parts).to(parameter.device)
+
+
+def _place(name: str) -> str | None:
+    """Under which name a schedule with updates takes a tensor over: gradients from others are the owner's."""
+    if name.startswith(GRADIENTS):
+        return f"{ASYNCHRONOUS}{OWNER}/{name}"
+    return name if name.startswith(ASYNCHRONOUS) else None
 
 
 def save(
@@ -107,12 +154,12 @@ def load(directory: str | Path, state: State, peers: Peers) -> tuple[dict[str, i
     for part in peers.gather(state.expected()):
         expected.update(part)
     match(reader, expected, prefix=MODEL)
-    state.load(reader)
     meta = dict(reader.meta) if isinstance(reader.meta, dict) else {}
     counters = meta.pop(COUNTERS, None)
     if not isinstance(counters, dict):
         raise CheckpointError(f"checkpoint {path} was not written by a pipeline: it has no counters")
     meta.pop("optimizer", None)
+    state.load(reader, counters["num_updates"])
     return counters, meta
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from torch.optim import Optimizer
 
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch
+from penstock.runtime.copies import require_one_copy_a_rank
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
+from penstock.runtime.steering import Steering
+from penstock.runtime.tied import Tie
 from penstock.schedule import Schedule, StageGraph
 from penstock.simulate import simulate
 from penstock.simulate.simulate import as_dispatch
@@ -46,7 +49,14 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
         ScheduleError: another word.
     """
     if given != "auto":
-        return as_dispatch(given)
+        dispatch = as_dispatch(given)
+        if schedule.updates is not None and dispatch is not Dispatch.FROZEN:
+            raise RuntimeFailure(
+                f"{schedule.name} has its updates in the order, which says what each op meets; run it frozen"
+            )
+        return dispatch
+    if schedule.updates is not None:
+        return Dispatch.FROZEN
     costs = costs or Costs.uniform(schedule.num_stages)
     frozen, dynamic = (simulate(schedule, costs, dispatch=each).makespan for each in Dispatch)
     return Dispatch.DYNAMIC if dynamic <= frozen * (1 + 1e-9) else Dispatch.FROZEN
@@ -56,11 +66,8 @@ def require_runnable(schedule: Schedule) -> None:
     """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
     graph, placement = schedule.graph, schedule.placement
     found = None
-    if schedule.updates is not None:
-        found = "updates as ops of the order (U); the runtime steps the optimizer after the last op"
-    elif placement.num_pipelines > 1:
-        found = f"{placement.num_pipelines} pipelines; the runtime runs schedules of one"
-    elif placement.shared:
+    require_one_copy_a_rank(placement)
+    if placement.shared:
         stage, ranks = placement.shared[0]
         found = f"stage {stage} shared by ranks {_listed(ranks)}; the runtime runs each stage on one rank"
     elif together := [registered for registered in graph.registered if len(registered.ranks) > 1]:
@@ -88,25 +95,59 @@ def _edges(graph: StageGraph) -> str:
     return ", ".join(f"{a} -> {b}" for a, b in graph.edges) or "none"
 
 
-def device_of(stages: Mapping[int, Stage], device: torch.device | str | None) -> torch.device:
+def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
+    """Raises RuntimeFailure where updates are ops and stages share a parameter, which each would step by itself."""
+    if schedule.updates is not None and ties:
+        names = ", ".join(ties[0].names.values())
+        raise RuntimeFailure(
+            f"{names} are one parameter, and {schedule.name} updates stages {_listed(ties[0].stages)} at different "
+            "times; untie them, or use a schedule without updates as ops"
+        )
+
+
+def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
+    """Raises RuntimeFailure where a run is to be steered whose order may not change."""
+    if steering is None:
+        return
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, so nothing but that order may run; leave steering out"
+        )
+    if schedule.placement.num_pipelines > 1:
+        raise RuntimeFailure(
+            f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
+            "steering out"
+        )
+
+
+def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    for stage in stages.values():
+    for stage in stages:
         for parameter in stage.parameters():
             return parameter.device
     return torch.device("cpu")
 
 
 def optimizer_of(
-    given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, parameters: list[Parameter]
+    given: Callable[[list[Parameter]], Optimizer] | Optimizer | None,
+    parameters: list[Parameter],
+    stand_ins: Mapping[int, Sequence[Parameter]] | None = None,
 ) -> Optimizer | None:
-    """The optimizer over this process's parameters."""
+    """The optimizer over this process's parameters.
+
+    Args:
+        stand_ins: by the id of a parameter that a given optimizer has, those that it is to have instead.
+    """
     if given is None:
         return None
     if isinstance(given, Optimizer):
+        if given.state and stand_ins:
+            raise RuntimeFailure("the optimizer has stepped already; give a new one, or a function that makes one")
         own = {id(p) for p in parameters}
         for group in given.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
+            named = [one for p in group["params"] for one in (stand_ins or {}).get(id(p), (p,))]
+            group["params"] = [p for p in named if id(p) in own]
         return given
     if parameters:
         return given(parameters)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock.runtime.copies import Copy
 from penstock.runtime.running import Running
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage_runner import StageRunner
+from penstock.schedule.updates import OWNER
 
 
-def split_stages(runners: Mapping[int, StageRunner], running: Running) -> list[str]:
+def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[str]:
     """Readies stages for what runs from the next step on, and puts the others back; says which cannot be split."""
     notices = []
-    for index, runner in runners.items():
+    for (pipeline, index), runner in runners.items():
         if not running.splits(index):
             unprepare(runner.stage)
             runner.may_split(False)
             continue
         report = prepare(runner.stage)
         runner.may_split(report.can_split)
-        if not report.can_split:
+        if not report.can_split and pipeline == OWNER:
             notices.append(f"stage {index}: {report.reason}")
     return notices

@@ -13,10 +13,13 @@ class StepResult:
 
     Attributes:
         loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
-        losses: each microbatch's share of it; they add up to `loss`.
+            Where updates are ops of the schedule, the mean over their windows.
+        losses: each microbatch's share of it, or of its window's; they add up to `loss`, or to the window's.
+        window_losses: of each update's window; a schedule whose updates are no ops has one.
         grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
     """
 
     loss: Tensor
     losses: Tensor
+    window_losses: Tensor
     grad_norm: Tensor | None = None

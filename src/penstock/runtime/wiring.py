@@ -12,6 +12,8 @@ from penstock.dispatch import Graph, lower
 from penstock.runtime.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.op import UPDATE
+from penstock.schedule.updates import OWNER, one_message_a_rank
 
 
 class Station(NamedTuple):
@@ -86,6 +88,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     edges = [
         Edge(producer, op)
         for op in number
+        if op.kind != UPDATE
         for producer in predecessors(op, chain, number)
         if carries_message(producer, op)
     ]
@@ -98,6 +101,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                     for m in range(schedule.num_microbatches)
                 ]
     graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
+    edges += _updating(schedule, number, len(tied_stages))
     edges += [
         edge
         for edge in _needed(schedule, number)
@@ -114,6 +118,22 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
         {op: tuple(found) for op, found in incoming.items()},
         {op: tuple(found) for op, found in outgoing.items()},
     )
+
+
+def _updating(schedule: Schedule, number: dict[Op, int], num_tied: int) -> Iterator[Edge]:
+    """Gradients on their way to the owners of stages, in the order of the pipelines, and parameters coming back."""
+    if schedule.updates is None:
+        return
+    rank_of = {op: rank for rank, row in enumerate(schedule.order) for op in row}
+    place = {op: (rank_of[op], step) for op, step in number.items()}
+    for op in number:
+        if op.kind != UPDATE:
+            continue
+        rank, receiver = rank_of[op], schedule.pipeline_of(op)
+        needed = one_message_a_rank(predecessors(op, schedule.graph, number), rank, place)
+        remote = [(schedule.pipeline_of(producer), producer) for producer in needed if rank_of[producer] != rank]
+        for sender, producer in sorted(remote):
+            yield Edge(producer, op, num_tied + (sender if receiver == OWNER else receiver))
 
 
 def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
@@ -134,5 +154,6 @@ def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
 
 
 def num_indices(schedule: Schedule) -> int:
-    """The most ops of one kind on one stage: as many as microbatches, or as some registered kind has."""
-    return max([schedule.num_microbatches, *(registered.num_ops for registered in schedule.graph.registered)])
+    """The most ops of one kind on one stage: as many as microbatches, or as updates or some registered kind has."""
+    updates = 0 if schedule.windows is None else schedule.windows.num_ops
+    return max([schedule.num_microbatches, updates, *(r.num_ops for r in schedule.graph.registered)])

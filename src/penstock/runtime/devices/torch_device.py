@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from penstock.runtime.copies import Copy
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.stage_runner import StageRunner
@@ -16,19 +17,30 @@ from penstock.schedule import Op
 class TorchDevice:
     """Runs ops with torch. The runners must have begun a step.
 
+    Args:
+        runners: of the copies of stages that the rank hosts, by (pipeline, stage).
+        tied: of each pipeline. pipelines: of each microbatch.
+
     On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
     anyway, and the measured times are then those of the work, not of its launch.
     """
 
-    def __init__(self, runners: Mapping[int, StageRunner], tied: TiedGradients, device: torch.device) -> None:
+    def __init__(
+        self,
+        runners: Mapping[Copy, StageRunner],
+        tied: Sequence[TiedGradients],
+        pipelines: Sequence[int],
+        device: torch.device,
+    ) -> None:
         self._runners = runners
         self._gpu = device if device.type == "cuda" else None
-        self._tied = tied
+        self._tied, self._pipelines = tied, pipelines
         self._outcome: Payload | None = None
         self._op: Op | None = None
 
     def run(self, op: Op, received: Sequence[Payload]) -> None:
-        runner = self._runners[op.stage]
+        pipeline = self._pipelines[op.microbatch]
+        runner = self._runners[pipeline, op.stage]
         if op.kind == "F":
             self._outcome = runner.forward(op.microbatch, received[0] if received else None)
         elif op.kind == "W":
@@ -38,16 +50,17 @@ class TorchDevice:
             runner.recompute(op.microbatch)
             self._outcome = None
         else:
-            main, sums = self._tied.sort(op, received)
+            tied = self._tied[pipeline]
+            main, sums = tied.sort(op, received)
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
-            self._tied.collect(op)
+            tied.collect(op)
         self._op = op
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
 
     def give(self, edge: Edge) -> Payload:
         if edge.slot:
-            return self._tied.give(edge)
+            return self._tied[self._pipelines[edge.producer.microbatch]].give(edge)
         outcome, self._outcome = self._outcome, None
         if outcome is None or edge.producer != self._op:
             raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")

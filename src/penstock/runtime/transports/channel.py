@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.message import Edge
 from penstock.runtime.wire_format import Packet, Spec
-from penstock.schedule import Needs
+from penstock.runtime.wiring import num_indices
+from penstock.schedule import Needs, Schedule
+from penstock.schedule.op import FORWARD, UPDATE
 
 TAG_LIMIT = 2**31 - 1
 
 
 class ChannelKey(NamedTuple):
-    """Names a channel: the stages at its ends, the direction of the model, and the slot (see `Edge`)."""
+    """Names a channel at one of its ends: the stages, the direction of the model, and the slot (see `Edge`).
+
+    A rank hosts a stage in one pipeline at most, so that the stages say the pipeline.
+    """
 
     producer: int
     consumer: int
@@ -31,10 +36,11 @@ class ChannelKey(NamedTuple):
 
     @classmethod
     def of(cls, edge: Edge) -> ChannelKey:
-        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind == "F", edge.slot)
+        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE), edge.slot)
 
     def reverse(self) -> ChannelKey:
-        """The channel of the answers: gradients for activations, the next activations for gradients."""
+        """The channel of the answers: gradients for activations, the next activations for gradients; parameters for
+        the gradients of an update."""
         return ChannelKey(self.consumer, self.producer, not self.forward, self.slot)
 
 
@@ -56,13 +62,23 @@ class Tags:
         needs: Sequence[Needs] = (),
         num_indices: int = 0,
     ) -> None:
-        """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage."""
+        """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage, F, B and U not more than
+        `num_microbatches`."""
         self._stages, self._microbatches = num_stages, num_microbatches
         self._needs = needs
         sizes = (1 + num_indices * need.num_before for need in needs)
         self._token_headers = list(accumulate(sizes, initial=(2 + num_slots) * num_stages * (num_microbatches + 1)))
         self._span = self._token_headers[-1]
         self._variants = max(1, TAG_LIMIT // self._span)
+
+    @classmethod
+    def of(cls, schedule: Schedule, num_tied: int = 0) -> Tags:
+        """The numbers for a schedule whose stages share so many tied parameters."""
+        windows = schedule.windows
+        updating = 0 if windows is None else windows.num_pipelines - 1
+        most = max(schedule.num_microbatches, 0 if windows is None else windows.num_ops)
+        needs = schedule.graph.needs
+        return cls(schedule.num_stages, num_tied + updating, most, needs, num_indices(schedule))
 
     def shift(self, digest: int) -> int:
         """What to add to the tags of a step whose shapes have this digest."""

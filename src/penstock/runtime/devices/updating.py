@@ -1,0 +1,89 @@
+"""The device of a rank whose schedule has updates: ops meet the right weights, and U makes new ones.
+
+    F, B, I, R, W    the copy binds what the op reads, then the inner device runs it
+    U, owner         own gradients + those that came, in the order of pipelines -> optimizer -> parameters go out
+    U, another copy  takes over what came
+
+Only such schedules have it, so others pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from penstock.runtime.copies import Copy
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.message import Edge, Payload
+from penstock.runtime.weights import CopyWeights
+from penstock.runtime.worker import Device
+from penstock.schedule import Op, Schedule
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
+from penstock.schedule.updates import OWNER
+
+
+class UpdatingDevice:
+    """Around the device that runs the other ops.
+
+    Args:
+        weights: of the copies of this rank.
+        zero: the owner sends parameters; otherwise the summed gradients, and every copy steps.
+        open_window: the last window goes on in the next step: nothing is sent for it, and its U do nothing.
+    """
+
+    def __init__(
+        self, inner: Device, weights: Mapping[Copy, CopyWeights], schedule: Schedule, zero: bool, open_window: bool
+    ) -> None:
+        if schedule.windows is None:
+            raise RuntimeFailure(f"{schedule.name} has no updates")
+        self._inner, self._weights, self._schedule = inner, weights, schedule
+        self._windows, self._zero = schedule.windows, zero
+        self._open = self._windows.num_updates - 1 if open_window else None
+        self._reduced: dict[int, list[Tensor | None]] = {}
+        """By stage, the sum of the last update, where the copies step themselves."""
+
+    def run(self, op: Op, received: Sequence[Payload]) -> None:
+        weights = self._weights[self._schedule.pipeline_of(op), op.stage]
+        if op.kind == UPDATE:
+            self._update(weights, op, received)
+            return
+        if op.kind == FORWARD:
+            weights.before_forward(op.microbatch)
+        elif op.kind == WEIGHT:
+            weights.before_weight(op.microbatch)
+        else:
+            weights.before_backward(op.microbatch)
+        self._inner.run(op, received)
+        if op.kind in (BACKWARD, INPUT):
+            weights.done(op.microbatch)
+
+    def give(self, edge: Edge) -> Payload:
+        if not edge.is_update:
+            return self._inner.give(edge)
+        stage = edge.consumer.stage
+        update, _ = self._windows.update_of(edge.consumer.microbatch)
+        if update == self._open:
+            return Payload.gradients([])
+        if edge.producer.kind != UPDATE:
+            weights = self._weights[self._schedule.pipeline_of(edge.producer), stage]
+            return Payload.gradients(weights.gradients(update))
+        if self._zero:
+            return Payload.gradients(list(self._weights[OWNER, stage].values()))
+        # Each its own: a copy that clips does so in place.
+        return Payload.gradients([None if g is None else g.clone() for g in self._reduced[stage]])
+
+    def _update(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
+        update, pipeline = self._windows.update_of(op.microbatch)
+        if update == self._open:
+            return
+        if pipeline == OWNER:
+            parts = [weights.gradients(update), *(payload.leaves for payload in received)]
+            total = weights.reduced(parts)
+            if not self._zero and self._windows.num_pipelines > 1:
+                self._reduced[op.stage] = [None if g is None else g.clone() for g in total]
+            weights.apply(update, [total])
+        elif self._zero:
+            weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
+        else:
+            weights.apply(update, [list(received[0].leaves)])

@@ -1,0 +1,112 @@
+"""The model as this process holds it: copies of stages, parameters that stages share, how gradients come together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.runtime.copies import Copies, build_copies
+from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
+from penstock.runtime.parameters import tied_gradients as catching
+from penstock.runtime.peers import Peers
+from penstock.runtime.setup import device_of
+from penstock.runtime.stage import Stage, StageSource
+from penstock.runtime.tied import Tie
+from penstock.schedule import Placement
+from penstock.schedule.updates import OWNER
+
+
+class HeldModel:
+    """Attributes:
+    copies: of stages, in this process. stages: the owners among them, by stage.
+    device: where they lie.
+    ties: parameters that several stages share. tied: of each pipeline, what catches their gradients.
+    parameters: of all copies, each once.
+    own: name -> parameter, for those that this process answers for.
+    dtypes: name -> type of every parameter of the model, in its order.
+
+    Raises:
+        RuntimeFailure: a name in `tied` that is in no stage.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Stage | StageSource],
+        placement: Placement,
+        peers: Peers,
+        device: torch.device | str | None,
+        tied: Sequence[Sequence[str]],
+    ) -> None:
+        self._placement, self._peers = placement, peers
+        self.copies = copies = Copies(build_copies(sources, placement, peers.here), placement, peers)
+        self.stages: dict[int, Stage] = copies.owners
+        self.device = device_of(copies.here.values(), device)
+        for stage in copies.here.values():
+            stage.to(self.device)
+        self.ties: list[Tie] = ties_of(sources, self.stages, tied, peers)
+        self.tied = [catching(self.ties, copies.of(k)) for k in range(placement.num_pipelines)]
+        self.parameters: list[Parameter] = copies.parameters()
+        self.own = owned_parameters(self.stages, self.ties)
+        self.dtypes = all_dtypes(self.stages, self.own, peers)
+        self._share_tied_values()
+        self.share_values()
+
+    def owned(self) -> list[Parameter]:
+        """The parameters of the owners' copies here, each once."""
+        return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
+
+    def share_values(self) -> None:
+        """Gives every copy its owner's parameters and buffers."""
+        self.copies.share_parameters()
+        self.copies.share_buffers()
+
+    def begin(self) -> None:
+        """Starts a training step. Of gradients from earlier steps, which all copies have, the owner's is added to."""
+        for (k, _), stage in self.copies.here.items():
+            if k != OWNER:
+                stage.zero_grad()
+        for tied in self.tied:
+            tied.begin()
+
+    def end(self) -> None:
+        """Ends it, however it went."""
+        for tied in self.tied:
+            tied.end()
+
+    def gather_gradients(self) -> None:
+        """Brings together the gradients of what several stages or pipelines share."""
+        for pipeline, tied in enumerate(self.tied):
+            sums = tied.sums()
+            for slot, tie in enumerate(self.ties, start=1):
+                tied.put(slot, self._share(tie, pipeline, sums.get(slot), tied.parameter(slot)))
+        self.copies.sum_gradients()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def every_stage(self) -> list[nn.Module]:
+        """All copies of all stages here."""
+        return list(self.copies.here.values())
+
+    def close(self) -> None:
+        for tied in self.tied:
+            tied.close()
+
+    def _share_tied_values(self) -> None:
+        """Starts all copies of a tied parameter from its owner's value."""
+        tied = self.tied[OWNER]
+        for slot, tie in enumerate(self.ties, start=1):
+            parameter = tied.parameter(slot)
+            value = self._share(tie, OWNER, None if parameter is None else parameter.detach(), parameter)
+            if parameter is not None and value is not None:
+                with torch.no_grad():
+                    tied.fill(slot, value)
+
+    def _share(self, tie: Tie, pipeline: int, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """What the owner of a tied parameter has, for all ranks that hold it in a pipeline."""
+        ranks = [self._placement.pipelines[pipeline][stage] for stage in tie.stages]
+        return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))

@@ -1,0 +1,148 @@
+"""Updates that are ops of the schedule, as the pipeline of this process runs them: weights, optimizer, checkpoint.
+
+    begin --> the step runs: F, B and U of each copy, through `UpdatingDevice` --> end
+
+A step that fails may have made some of its updates. Then nothing but `load` makes sense, and everything else says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.copies import Copies, Copy
+from penstock.runtime.devices.updating import UpdatingDevice
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.weights import CopyWeights, rule_of
+from penstock.runtime.worker import Device
+from penstock.schedule import Schedule
+from penstock.schedule.updates import OWNER
+
+PREFIX = "asynchronous/"
+"""What a checkpoint holds besides parameters and optimizer: `asynchronous/PIPELINE/gradients/NAME` and the like."""
+
+
+class Updating:
+    """The updates of a schedule.
+
+    Args:
+        zero: only the owner's copy of a stage has the optimizer's state.
+
+    Raises:
+        RuntimeFailure, ScheduleError: the rule does not go with the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, copies: Copies, zero: bool) -> None:
+        if schedule.updates is None or schedule.windows is None:
+            raise RuntimeFailure(f"{schedule.name} has no updates")
+        self._schedule, self._copies, self._zero = schedule, copies, zero
+        self._windows = schedule.windows
+        self.rule = rule_of(schedule.updates.rule)
+        self.rule.require_schedule(schedule, zero)
+        self.weights: dict[Copy, CopyWeights] = {
+            (k, index): CopyWeights(stage, schedule, index, k, self.rule, k == OWNER or not zero)
+            for (k, index), stage in copies.here.items()
+        }
+        self._open = False
+        self._failed: str | None = None
+
+    def masters(self) -> list[Parameter]:
+        """What the optimizer of this process steps."""
+        return [master for weights in self.weights.values() for master in weights.masters.values()]
+
+    def stand_ins(self) -> dict[int, list[Parameter]]:
+        """By the id of a parameter of the model given, its masters here."""
+        found: dict[int, list[Parameter]] = {}
+        first: dict[int, Copy] = {}
+        for key in sorted(self.weights):
+            origin = self._copies.here[first.setdefault(key[1], key)]
+            for name, parameter in origin.named_parameters():
+                master = self.weights[key].masters.get(name)
+                found.setdefault(id(parameter), []).extend([] if master is None else [master])
+        return found
+
+    def begin(
+        self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool
+    ) -> None:
+        """Starts a step.
+
+        Raises:
+            RuntimeFailure: an earlier step failed, there is no optimizer, or another number of rates than updates.
+        """
+        self.require_whole()
+        if optimizer is None:
+            raise RuntimeFailure(
+                f"{self._schedule.name} has its updates in the order, and no optimizer to run there; give "
+                "ps.Pipeline(optimizer=...)"
+            )
+        if rates is not None and len(rates) != self._windows.num_updates:
+            raise RuntimeFailure(
+                f"{len(rates)} rates given for {self._windows.num_updates} updates of {self._schedule.name}; give "
+                "one each"
+            )
+        self._open = leave_open
+        for weights in self.weights.values():
+            weights.begin(optimizer, rates, clip_norm, leave_open)
+
+    def device(self, inner: Device, rank: int) -> Device:
+        """The device of a rank, around the one that runs all other ops."""
+        weights = {key: self.weights[key] for key in self._copies.of_rank(rank)}
+        return UpdatingDevice(inner, weights, self._schedule, self._zero, self._open)
+
+    def end(self) -> None:
+        """Ends a step: all parameters are the newest."""
+        for weights in self.weights.values():
+            weights.end()
+
+    def fail(self, error: BaseException) -> None:
+        """Takes note that a step broke off, perhaps between two updates."""
+        self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def require_whole(self) -> None:
+        """Raises RuntimeFailure where a step broke off and nothing was loaded since."""
+        if self._failed is not None:
+            raise RuntimeFailure(
+                f"an earlier step broke off ({self._failed}) when some of its updates may have been made; go on from "
+                "a checkpoint with load(...)"
+            )
+
+    def mismatch(self) -> dict[tuple[int, int, int], int]:
+        """By (stage, pipeline, microbatch), the updates between its forward and backward in the last step."""
+        return {
+            (index, k, m): count
+            for (k, index), weights in self.weights.items()
+            for m, count in weights.mismatch.items()
+        }
+
+    def names(self) -> dict[Tensor, str]:
+        """Of each master its parameter's name."""
+        return {master: name for weights in self.weights.values() for name, master in weights.masters.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides parameters and optimizer: older versions, gradients of an open window."""
+        return {
+            f"{PREFIX}{k}/{name}": tensor
+            for (k, _), weights in self.weights.items()
+            for name, tensor in weights.state().items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
+        """Takes over what the parameters now are, and what `tensors` gave. Copies must have the owners' values.
+
+        Gradients that came from pipelines which are not there now count as the owner's.
+        """
+        by_copy: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in sorted(tensors.items()):
+            pipeline, rest = name.removeprefix(PREFIX).split("/", 1)
+            known = int(pipeline) < self._windows.num_pipelines
+            held = by_copy.setdefault(int(pipeline) if known else OWNER, {})
+            held[rest] = held[rest] + tensor if rest in held else tensor
+        for (k, index), weights in self.weights.items():
+            stage = self._copies.here[k, index]
+            weights.fill({name: p.detach() for name, p in stage.named_parameters()})
+            weights.num_updates = num_updates
+            weights.load_state(by_copy.get(k, {}))
+        self._failed = None

@@ -1,0 +1,128 @@
+"""Schedules with several pipelines in one process: gradients and values of a loop grouped alike, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import copies_runs
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.copies import Copies
+
+MSE = nn.MSELoss()
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(("name", "options"), copies_runs.SCHEDULES)
+def test_a_grouped_loop(name: str, options: dict[str, Any], zero: bool) -> None:
+    assert not copies_runs.wrong(name, options, zero)
+
+
+def small(schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(schedule.num_stages)))
+    return ps.Pipeline(
+        model, schedule, **{"loss_fn": MSE, "optimizer": partial(torch.optim.AdamW, lr=0.1), **options}
+    )
+
+
+def test_gradients_of_two_steps_add_up_once_whatever_the_number_of_copies() -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    pipe, plain = small(ps.build("chimera", 4, 8)), small(ps.build("1f1b", 4, 8))
+    for each in (pipe, plain):
+        each.step(x, y, update=False)
+        each.step(x, y, update=False)
+    for (name, p), (other, q) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_an_optimizer_given_steps_every_copy_without_zero_and_the_owner_with_it() -> None:
+    schedule = ps.build("chimera", 2, 4)
+    for zero in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
+        pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=optimizer, zero=zero)
+        assert [len(group["params"]) for group in optimizer.param_groups] == ([2, 2] if zero else [4, 4])
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+        values = [[p.detach() for p in stage.parameters()] for stage in pipe._model.every_stage()]
+        assert all(torch.equal(a, b) for a, b in zip(values[0], values[3], strict=True)) or len(values) == 4
+
+
+def test_copies_of_batch_norm_go_on_from_the_owners_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    pipe = ps.Pipeline(model, ps.build("chimera", 2, 4), loss_fn=MSE)
+    pipe.step(torch.randn(16, 4), torch.randn(16, 4))
+    copies: Copies = pipe._model.copies
+    for (_, stage), module in copies.here.items():
+        for own, owners in zip(module.buffers(), copies.here[0, stage].buffers(), strict=True):
+            assert torch.equal(own, owners)
+
+
+def test_tied_parameters_are_summed_over_stages_and_pipelines() -> None:
+    class Tied(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(Tied(shared), nn.Linear(4, 4), nn.Linear(4, 4), Tied(shared))
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    schedule = ps.build("chimera", 4, 8)
+    _, want = copies_runs.grouped_step(plain, x, y, schedule, 1)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE)
+    pipe.step(x, y, update=False)
+    for name, p in pipe.named_parameters():
+        assert torch.equal(p.grad, want[name]), name  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_fills_all_copies_and_keeps_gradients_that_wait(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    first = small(ps.build("chimera", 4, 8))
+    first.step(x, y)
+    first.step(x, y, update=False)
+    first.save(tmp_path)
+    for name in ("chimera", "1f1b"):
+        again = small(ps.build(name, 4, 8))
+        again.load(tmp_path)
+        for (_, p), (_, q) in zip(first.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert torch.equal(again.evaluate(x, y).loss, first.evaluate(x, y).loss) or name == "1f1b"
+    first.step(x, y)
+    again = small(ps.build("chimera", 4, 8))
+    again.load(tmp_path)
+    again.step(x, y)
+    for (_, p), (_, q) in zip(first.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_rank_that_hosts_a_stage_twice_is_refused() -> None:
+    placement = ps.Placement(((0, 1), (0, 1)))
+    order = tuple(tuple(op for m in (0, 1) for op in (ps.Op("F", s, m), ps.Op("B", s, m))) for s in (0, 1))
+    schedule = ps.Schedule("twice", placement, order, (0, 1))
+    ps.check(schedule)
+    with pytest.raises(RuntimeFailure, match="rank 0 hosts stage 0 in pipelines 0, 1"):
+        small(schedule)
+
+
+def test_steering_is_refused() -> None:
+    with pytest.raises(RuntimeFailure, match="chimera has 2 pipelines, and steering plans for one"):
+        small(ps.build("chimera", 4, 8), steering=ps.Steering())
