@@ -1,5 +1,6 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
+from penstock.plan.flushed import Flushed, flushed_schedules
 from penstock.plan.objective import Expected
 from penstock.plan.plan import Plan, plan
 from penstock.plan.progress import Progress
@@ -9,11 +10,13 @@ from penstock.plan.warmup import adapted_warmups, initial_warmups, needed_slack,
 
 __all__ = [
     "Expected",
+    "Flushed",
     "Found",
     "Outcome",
     "Plan",
     "Progress",
     "adapted_warmups",
+    "flushed_schedules",
     "initial_warmups",
     "needed_slack",
     "plan",
