@@ -48,7 +48,7 @@ from penstock.schedule import (
     parse,
     with_updates,
 )
-from penstock.simulate import Blocking, Decoupled, Timeline, simulate
+from penstock.simulate import Blocking, Decoupled, Footprint, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
     from penstock.runtime import DelegateOptions, EmulatedPipeline, OpCall, Pipeline, Steering, StepResult, emulate
@@ -65,6 +65,7 @@ __all__ = [
     "Decoupled",
     "DelegateOptions",
     "EmulatedPipeline",
+    "Footprint",
     "LinkCondition",
     "LinkConditions",
     "Links",
@@ -98,6 +99,7 @@ __all__ = [
     "depth_first",
     "earliest_first",
     "emulate",
+    "footprint",
     "load",
     "parse",
     "placements",
