@@ -7,6 +7,7 @@ results/figure7.svg      its chart
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,15 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(parts).rstrip()
 
 
+def shown(loss: float | None) -> str:
+    """A loss in a table; None is that of a run that diverged."""
+    return "diverged" if loss is None else f"{loss:.4f}"
+
+
 def _rounded(value: Any) -> Any:
-    """The same with fewer digits, as those further on say nothing."""
+    """The same with fewer digits, as those further on say nothing; None for what is no number."""
     if isinstance(value, float):
-        return round(value, 5)
+        return round(value, 5) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _rounded(each) for key, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

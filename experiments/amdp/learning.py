@@ -1,0 +1,249 @@
+"""A small GPT on real text, trained by a method: how its validation loss falls.
+
+The model has 8 stages on 8 ranks, all in this process. Losses do not depend on that: a schedule with updates is an
+order of ops, and gives the same parameters to the last bit however many processes run it. What a method would take
+on eight accelerators is for the simulator to say; a run here says only what it learns.
+
+A *batch* is what the synchronous methods update by; the others see the same samples in the same order, and their
+learning rate follows the batch that a sample belongs to.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from results import Row
+from torch import Tensor
+
+import penstock as ps
+from penstock.data import Batches, Corpus, open_corpus, validation_batches
+from penstock.models import CrossEntropy, GPTConfig
+from penstock.models.stage import gpt_stage
+from penstock.train.learning_rate import learning_rate
+
+NUM_STAGES = 8
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1),
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+    "NAdam": functools.partial(
+        torch.optim.NAdam, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True, momentum_decay=0.004
+    ),
+}
+"""AdamW as `penstock train` has it; SGD with momentum, which SpecTrain needs; NAdam as vNAG's authors set it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt, and for how long.
+
+    Attributes:
+        batch: samples that the synchronous methods update by.
+        samples: of a microbatch.
+        num_batches: seen in all.
+        every: batches of a pass: the pipelines fill at its start and drain at its end, where the loss is measured.
+        warmup: batches in which the learning rate rises; it then falls to a tenth along a cosine.
+        seed: of the data's order and of the first weights.
+    """
+
+    config: GPTConfig = field(default=GPTConfig(vocab_size=256, context=64, depth=8, width=64, num_heads=4))
+    batch: int = 16
+    samples: int = 1
+    num_batches: int = 1000
+    every: int = 50
+    warmup: int = 50
+    seed: int = 0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a batch."""
+        return self.batch // self.samples
+
+    def rate(self, batch: int, peak: float) -> float:
+        return learning_rate(batch, self.num_batches, peak, self.warmup, "cosine")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+        name: in tables.
+        schedule: of the library; one without updates as ops is synchronous.
+        window: microbatches an update gathers; None for those of a batch.
+        optimizer: one of `OPTIMIZERS`.
+        peak: learning rate, the most that is reached.
+        options: what the schedule takes besides.
+        samples: of a microbatch, where not the task's.
+        rule: by which ops read weights, where not the schedule's own.
+        seed: of the data's order, where not the task's.
+    """
+
+    name: str
+    schedule: str = "1f1b"
+    window: int | None = None
+    optimizer: str = "AdamW"
+    peak: float = 3e-3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    samples: int | None = None
+    rule: str | None = None
+    seed: int | None = None
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.schedule == "1f1b"
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """The standard library's text, as bytes."""
+    return open_corpus()
+
+
+def train(method: Method, task: Task, say: Callable[[str], None] = lambda text: None) -> Row:
+    """Trains by a method and returns what there is to know of it.
+
+    The row has `losses`, the mean over each batch as it was trained on; `curve`, (batches seen, validation loss)
+    after each pass, on the newest weights, pipelines drained; `mismatch`, most updates between a forward and its
+    backward; and `seconds`, of this process. A run that diverges ends there, with a `final` of None.
+    """
+    torch.set_num_threads(1)
+    if method.samples is not None:
+        task = replace(task, samples=method.samples)
+    window = method.window or task.num_microbatches
+    began = time.process_time()
+    losses: list[float] = []
+    curve: list[tuple[int, float]] = []
+    with Passes(method, task, window) as passes:
+        for batches in _in_passes(task):
+            losses += passes.train(batches)
+            curve.append((batches.stop, passes.evaluate()))
+            if not math.isfinite(curve[-1][1]):
+                curve.pop()
+                break
+            say(f"{method.name}: {batches.stop} of {task.num_batches} batches, loss {curve[-1][1]:.4f}")
+        mismatch = passes.mismatch()
+    ended = bool(curve) and curve[-1][0] == task.num_batches
+    return {
+        "method": method.name,
+        "schedule": method.schedule,
+        "optimizer": method.optimizer,
+        "peak": method.peak,
+        "window": window,
+        "samples": task.samples,
+        "updates": task.num_batches * (-(-task.num_microbatches // window)),
+        "mismatch": mismatch,
+        "final": curve[-1][1] if ended else None,
+        "seconds": time.process_time() - began,
+        "curve": curve,
+        "losses": losses,
+    }
+
+
+def _in_passes(task: Task) -> Iterator[range]:
+    for start in range(0, task.num_batches, task.every):
+        yield range(start, min(start + task.every, task.num_batches))
+
+
+class Passes:
+    """A pipeline of a method over the task's text, which trains some batches at a time."""
+
+    def __init__(self, method: Method, task: Task, window: int) -> None:
+        self._method, self._task, self._window = method, task, window
+        text = corpus()
+        order = task.seed if method.seed is None else method.seed
+        self._batches = Batches(text.train, task.batch, task.config.context, order)
+        held_out = validation_batches(text.validation, 64, task.config.context, 8)
+        self._held_out = [tuple(map(torch.from_numpy, batch)) for batch in held_out]
+        optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak)
+        self._pipe = ps.Pipeline(
+            [functools.partial(gpt_stage, task.config, part, task.seed) for part in cut(task.config)],
+            self._schedule(),
+            loss_fn=CrossEntropy(),
+            optimizer=optimizer,
+        )
+
+    def _schedule(self) -> ps.Schedule:
+        """Of a window where updates are no ops, of all batches of a pass where they are."""
+        method, num = self._method, self._task.num_microbatches * self._task.every
+        if method.is_synchronous:
+            return ps.build(method.schedule, NUM_STAGES, self._window)
+        if method.rule is not None:
+            return ps.with_updates(ps.build(method.schedule, NUM_STAGES, num), self._window, rule=method.rule)
+        return ps.build(method.schedule, NUM_STAGES, num, window=self._window, **method.options)
+
+    def train(self, batches: range) -> list[float]:
+        """Trains on them and returns the mean loss of each, as it was trained on."""
+        num = self._task.num_microbatches
+        inputs, targets = self._entries(batches)
+        starts = range(0, len(inputs), self._window)
+        rates = [self._task.rate(batches.start + at // num, self._method.peak) for at in starts]
+        if self._method.is_synchronous:
+            losses = [
+                loss
+                for at, rate in zip(starts, rates, strict=True)
+                for loss in self._update(inputs[at : at + self._window], targets[at : at + self._window], rate)
+            ]
+        else:
+            losses = [float(loss) for loss in self._pipe.step(inputs, targets, rates=rates).losses]
+        return [sum(losses[at : at + num]) / num for at in range(0, len(losses), num)]
+
+    def _update(self, inputs: list[Tensor], targets: list[Tensor], rate: float) -> list[float]:
+        for group in self._pipe.optimizer.param_groups:
+            group["lr"] = rate
+        return [float(loss) for loss in self._pipe.step(inputs, targets).losses]
+
+    def _entries(self, batches: range) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs and targets of some batches, an entry a microbatch."""
+        inputs: list[Tensor] = []
+        targets: list[Tensor] = []
+        for batch in batches:
+            x, y = map(torch.from_numpy, self._batches[batch])
+            inputs += x.split(self._task.samples)
+            targets += y.split(self._task.samples)
+        return inputs, targets
+
+    def evaluate(self) -> float:
+        """The mean over the text held out."""
+        inputs, targets = ([batch[side] for batch in self._held_out] for side in (0, 1))
+        # As many at a time as the schedule has microbatches, which may be fewer.
+        each = min(len(inputs), self._pipe.schedule.num_microbatches)
+        losses = [
+            float(self._pipe.evaluate(inputs[at : at + each], targets[at : at + each]).loss)
+            for at in range(0, len(inputs), each)
+        ]
+        return sum(losses) / len(losses)
+
+    def mismatch(self) -> int:
+        """Most updates between a forward and its backward in the last pass, as counted while it ran."""
+        return 0 if self._method.is_synchronous else max(self._pipe.mismatch().values())
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+
+
+def cut(config: GPTConfig) -> list[list[int]]:
+    """The layers of each stage: blocks dealt out evenly, the embedding before the first, the head after the last."""
+    each, more = divmod(config.depth, NUM_STAGES)
+    parts: list[list[int]] = []
+    first = 1
+    for stage in range(NUM_STAGES):
+        count = each + (stage < more)
+        parts.append(list(range(first, first + count)))
+        first += count
+    parts[0].insert(0, 0)
+    parts[-1].append(config.num_layers - 1)
+    return parts
+
+
+def by_method(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row["method"]: row for row in rows}
