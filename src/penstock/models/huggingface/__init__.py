@@ -1,0 +1,10 @@
+"""Hugging Face decoders as flat lists of layers: found in any causal language model, and called by its own code.
+
+Needs the extra `hf` (transformers), which is imported only when a decoder is made.
+"""
+
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
+from penstock.models.huggingface.decoder import Decoder
+from penstock.models.huggingface.loss import NextTokenLoss, inputs_and_targets
+
+__all__ = ["Anatomy", "Decoder", "DecoderError", "NextTokenLoss", "examine", "inputs_and_targets"]

@@ -1,0 +1,238 @@
+"""A Hugging Face causal language model as a flat list of layers that a pipeline can cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.models.huggingface.anatomy import DecoderError, examine
+from penstock.models.huggingface.pieces import Piece, build_pieces
+from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
+from penstock.runtime import PartitionError, Stage, partition
+
+__all__ = ["Decoder"]
+
+COMPARED = frozenset(
+    {"gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "phi", "bloom", "gemma", "gemma2"}
+)
+"""Kinds of model whose layers our tests compare with the whole model."""
+
+
+class Decoder:
+    """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code.
+
+        decoder = Decoder("path/to/folder")                  # or a config, or a model
+        pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(), tied=decoder.tied, ...)
+        pipe.step(*inputs_and_targets(batch))                # input_ids, attention_mask, labels
+
+    Parameters keep the names that they have in the model. A batch may have an attention mask, position ids and
+    whatever else the model's blocks follow from; these go along from stage to stage.
+
+    Args:
+        source: a local folder as `save_pretrained` leaves it, a transformers config, or a model. Of a folder or a
+            config each stage is built where it runs, and nothing else of the model.
+        blocks: path of the list of blocks in the model, where it can't be found.
+        seed: for the weights of a config: each module's follow from it and the module's name alone.
+        dtype: of the weights of a config or a folder.
+        compare: run a few tokens through the layers and through the whole model, and refuse where they differ; by
+            default where our tests do not know the kind of model. Needs a model as source.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        DecoderError: a folder that is none, or an architecture that does not fit; says what was looked for, and how
+            to cut it by hand.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        blocks: str | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        compare: bool | None = None,
+    ) -> None:
+        _require_transformers()
+        from transformers import PreTrainedConfig, PreTrainedModel
+
+        self._source: Source
+        if isinstance(source, PreTrainedModel):
+            self._model: Any = source
+            self._source = Given(source)
+        elif isinstance(source, PreTrainedConfig):
+            self._model = shapes_of(source)
+            self._source = Drawn(self._model, seed, dtype)
+        elif isinstance(source, str | Path):
+            self._model = shapes_of(_config_in(Path(source)))
+            self._source = Stored(self._model, Path(source), dtype)
+        else:
+            raise DecoderError(
+                f"no decoder can be made of a {type(source).__name__}; give a folder, a config of transformers or a "
+                "model"
+            )
+        self.config = self._model.config
+        self.anatomy = examine(self._model, blocks)
+        known = self.config.model_type in COMPARED
+        if compare is None:
+            compare = not known
+        if compare and not isinstance(self._source, Given):
+            raise DecoderError(
+                f"layers of a {self.config.model_type!r} have not been compared with the whole model yet; give the "
+                "model itself once, Decoder(model), which compares, and then compare=False"
+            )
+        if compare:
+            self._compare()
+
+    @property
+    def num_layers(self) -> int:
+        """The blocks, the embedding and the head."""
+        return self.anatomy.num_blocks + 2
+
+    @property
+    def tied(self) -> list[list[str]]:
+        """Groups of names of parameters that are one, for `ps.Pipeline(tied=...)`."""
+        return tied_groups(self._model)
+
+    def layers(self, indices: Iterable[int] | None = None) -> list[Piece]:
+        """The layers at `indices` (all, unless told otherwise), for an `nn.Sequential` or a stage.
+
+        Raises:
+            DecoderError: an index out of range, a folder that lacks a weight.
+        """
+        wanted = list(range(self.num_layers) if indices is None else indices)
+        if out := [index for index in wanted if not 0 <= index < self.num_layers]:
+            raise DecoderError(f"layer {out[0]} asked of a decoder of {self.num_layers} layers, counted from 0")
+        modules: dict[str, nn.Module] = {path: self._source.module(path) for i in wanted for path in self._paths(i)}
+        pieces = build_pieces(self._model, self.anatomy, wanted, modules)
+        for names in self.tied:
+            _tie([name for name in names if any(name.startswith(f"{path}.") for path in modules)], modules)
+        return pieces
+
+    def stage(self, indices: Iterable[int]) -> Stage:
+        """The stage that holds the layers at `indices`, its parameters under their names in the model."""
+        wanted = list(indices)
+        pieces = self.layers(wanted)
+        modules: dict[str, nn.Module] = {}
+        numbers: list[int] = []
+        for index, piece in zip(wanted, pieces, strict=True):
+            for path, module in piece.modules_at.items():
+                if path not in modules:
+                    modules[path] = module
+                    numbers.append(index)
+        return Stage(modules, numbers, _Calling(pieces))
+
+    def stages(self, num_stages: int, cut: Sequence[int] | None = None) -> list[Stage | Callable[[], Stage]]:
+        """For `ps.Pipeline`: the stages of a model that is there, else for each a function that builds it.
+
+        `cut` says how many layers each stage holds; without it they are cut by `costs`.
+
+        Raises:
+            PartitionError: more stages than layers, or a cut that does not fit.
+        """
+        parts = partition(self.costs(), num_stages) if cut is None else self._parts(num_stages, cut)
+        if isinstance(self._source, Given):
+            return [self.stage(part) for part in parts]
+        return [lambda part=part: self.stage(part) for part in parts]  # type: ignore[misc]
+
+    def costs(self) -> list[float]:
+        """Forward FLOPs a token of each layer: two for each weight that is not looked up."""
+        return [max(1.0, sum(self._flops(path) for path in self._paths(i))) for i in range(self.num_layers)]
+
+    def _flops(self, path: str) -> float:
+        modules = self._model.get_submodule(path).modules()
+        multiplied = [module for module in modules if not isinstance(module, nn.Embedding)]
+        return 2.0 * sum(p.numel() for module in multiplied for p in module.parameters(recurse=False))
+
+    def _paths(self, index: int) -> Sequence[str]:
+        if index == 0:
+            return self.anatomy.before
+        if index == self.num_layers - 1:
+            return self.anatomy.after
+        return [f"{self.anatomy.blocks}.{index - 1}"]
+
+    def _parts(self, num_stages: int, cut: Sequence[int]) -> list[range]:
+        if len(cut) != num_stages or min(cut) < 1 or sum(cut) != self.num_layers:
+            raise PartitionError(
+                f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
+                f"{num_stages} stages at least one of the {self.num_layers} layers (embedding and head are two)"
+            )
+        ends = list(accumulate(cut))
+        return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
+
+    def _compare(self) -> None:
+        """Raises DecoderError where the layers do not give the model's own logits."""
+        tokens = torch.arange(10).reshape(2, 5) % self.config.get_text_config(decoder=True).vocab_size
+        mask = torch.ones_like(tokens)
+        mask[1, :2] = 0
+        parameter = next(self._model.parameters())
+        batch = {"input_ids": tokens.to(parameter.device), "attention_mask": mask.to(parameter.device)}
+        pieces = self.layers()
+        modes = {module: module.training for module in [*self._model.modules(), *pieces]}
+        try:
+            for module in [self._model, *pieces]:
+                module.eval()
+            with torch.no_grad():
+                whole: Tensor = self._model(**batch, use_cache=False).logits
+                value: Any = batch
+                for piece in pieces:
+                    value = piece(value)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        if value.shape != whole.shape or not torch.allclose(value, whole, rtol=1e-3, atol=1e-5):
+            raise DecoderError(
+                f"{type(self._model).__name__} ({self.config.model_type}): its layers in a row do not give its "
+                "own logits, so its forward does more than call them in order. Write one module a stage and give "
+                "ps.Pipeline the list of them"
+            )
+
+
+class _Calling:
+    """How a stage calls its modules: each layer once, where the first of its modules stands."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = list(pieces)
+
+    def __call__(self, module: nn.Module, value: Any) -> Any:
+        for piece in self._pieces:
+            if piece.first is module:
+                return piece(value)
+        return value
+
+
+def _tie(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
+    """Makes parameters one that were built apart."""
+    shared: nn.Parameter | None = None
+    for name in names:
+        path = next(path for path in modules if name.startswith(f"{path}."))
+        *folders, last = name.removeprefix(f"{path}.").split(".")
+        holder = modules[path].get_submodule(".".join(folders))
+        shared = shared if shared is not None else holder._parameters[last]
+        holder._parameters[last] = shared
+
+
+def _config_in(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise DecoderError(
+            f"{folder} is not a folder with a config.json; give one that save_pretrained left, nothing is downloaded"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        raise DecoderError(f"{folder}: transformers knows no such model: {error}") from None
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Hugging Face models need transformers; install it with pip install 'penstock[hf]'", name=error.name
+        ) from None

@@ -1,0 +1,112 @@
+"""The model's own code with nothing in it: every module with weights is replaced by a stand-in.
+
+What a decoder's blocks are given besides the hidden states (masks, positions, rotary embeddings) is worked out by the
+model's own forward. Run with stand-ins it works out the same, without a weight:
+
+    model                               frame of a stage with blocks
+      embed_tokens  V x D                 Zeros
+      layers        n blocks              n catchers: each notes what its block would be given
+      norm, lm_head                       Same
+      rotary_emb    (no weights)          rotary_emb
+
+An architecture is thereby cut as it is, and no forward is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a block is given besides the hidden states."""
+
+
+class Stopped(Exception):
+    """The model's code has come as far as it was to run."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("stopped at a block")
+        self.hidden = hidden
+
+
+class StandIn(nn.Module):
+    """Has a module's plain attributes, which the code around it may ask for, and none of its weights."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original  # not registered: its weights are not ours
+        self.training = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(self.__dict__["_original"], name)
+            if isinstance(value, Tensor | nn.Module):
+                raise
+            return value
+
+
+class Zeros(StandIn):
+    """In place of an embedding: zeros."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return torch.zeros(*ids.shape, self._original.embedding_dim, device=ids.device)
+
+
+class Same(StandIn):
+    """In place of a norm, a linear or whatever else has weights: what it is given."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class Catcher(StandIn):
+    """In place of a block: notes what the block would be given.
+
+    Attributes:
+        given: that, after a run.
+        stops: whether the model's code shall run no further.
+        instead: hidden states to give on in place of those that came.
+    """
+
+    def __init__(self, original: nn.Module, returns_tuple: bool, stops: bool = False) -> None:
+        super().__init__(original)
+        self._returns_tuple = returns_tuple
+        self.stops = stops
+        self.given: Arguments | None = None
+        self.instead: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        self.given = args[1:], kwargs
+        if self.stops:
+            raise Stopped(hidden)
+        hidden = hidden if self.instead is None else self.instead
+        return (hidden,) if self._returns_tuple else hidden
+
+
+def stand_in(original: nn.Module) -> nn.Module:
+    return Zeros(original) if isinstance(original, nn.Embedding) else Same(original)
+
+
+def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> nn.Module:
+    """The model with other modules at the paths that `fill` names; the model itself stays as it is."""
+    new = object.__new__(type(model))
+    new.__dict__ = model.__dict__.copy()
+    children: dict[str, nn.Module | None] = {}
+    for name, child in model._modules.items():
+        below = f"{path}.{name}" if path else name
+        if child is None or below in fill:
+            children[name] = fill.get(below)
+        elif any(known.startswith(f"{below}.") for known in fill):
+            children[name] = hollow(child, fill, below)
+        else:
+            children[name] = child
+    new.__dict__["_modules"] = children
+    new.__dict__["training"] = False
+    return new

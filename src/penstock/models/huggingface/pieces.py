@@ -1,0 +1,185 @@
+"""The layers of a decoder: embedding, blocks, head. Each holds its modules and calls them by the model's own code.
+
+What goes from layer to layer is a dict: `hidden_states` [B, T, D], and what came with the tokens (`attention_mask`,
+`position_ids`) for the blocks to come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
+from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, stand_in
+
+Value = dict[str, Any]
+HIDDEN = "hidden_states"
+
+
+class Piece(nn.Module):
+    """One layer; its modules keep the names that they have in the model.
+
+    Attributes:
+        modules_at: path in the model -> module, those with weights first.
+    """
+
+    modules_at: dict[str, nn.Module]
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["modules_at"] = dict(modules)
+        for path, module in modules.items():
+            _place(self, path, module)
+
+    @property
+    def first(self) -> nn.Module:
+        """The module that stands for the layer in a stage."""
+        return next(iter(self.modules_at.values()))
+
+
+class EmbeddingPiece(Piece):
+    """Tokens[B, T], or a dict of `input_ids` and what goes with them, to what the first block takes."""
+
+    _frame: nn.Module
+
+    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module) -> None:
+        super().__init__(modules)
+        self.__dict__["_frame"] = frame
+
+    def forward(self, given: Tensor | Value) -> Value:
+        value = {"input_ids": given} if isinstance(given, Tensor) else dict(given)
+        if "labels" in value:
+            raise DecoderError(
+                "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
+                "call pipe.step(inputs, targets)"
+            )
+        if "input_ids" not in value:
+            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; input_ids must be among them")
+        tokens = value.pop("input_ids")
+        try:
+            self._frame(input_ids=tokens, use_cache=False, **value)
+        except Stopped as stopped:
+            return {HIDDEN: stopped.hidden, **value}
+        raise DecoderError("the model ran without calling its blocks")
+
+
+class BlockPiece(Piece):
+    """One block. `around` says what it is given besides the hidden states."""
+
+    def __init__(self, path: str, block: nn.Module, index: int, around: Around) -> None:
+        super().__init__({path: block})
+        self._index = index
+        self._around = around
+
+    def forward(self, value: Value) -> Value:
+        rest = {name: each for name, each in value.items() if name != HIDDEN}
+        args, kwargs = self._around.arguments(self._index, value[HIDDEN], rest)
+        out = self.first(value[HIDDEN], *args, **kwargs)
+        return {**value, HIDDEN: out[0] if isinstance(out, tuple) else out}
+
+
+class HeadPiece(Piece):
+    """The final norm, the head and whatever the model does to logits: to logits[B, T, V]."""
+
+    _frame: nn.Module
+    _entrance: Catcher
+
+    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module, entrance: Catcher) -> None:
+        super().__init__(modules)
+        self.__dict__["_frame"] = frame
+        self.__dict__["_entrance"] = entrance
+
+    def forward(self, value: Value) -> Tensor:
+        rest = {name: each for name, each in value.items() if name != HIDDEN}
+        self._entrance.instead = value[HIDDEN]
+        try:
+            logits: Tensor = self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **rest).logits
+        finally:
+            self._entrance.instead = None
+        return logits
+
+
+class Around:
+    """What the blocks of a stage are given: worked out once a microbatch, where it is used."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self._catchers = _catchers(model, anatomy)
+        self._catchers[-1].stops = True
+        fill = {path: stand_in(model.get_submodule(path)) for path in (*anatomy.before, *anatomy.after)}
+        # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
+        self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
+        self._frame = hollow(model, {**fill, **self._loose, anatomy.blocks: nn.ModuleList(self._catchers)})
+        self._known: tuple[list[Any], list[Arguments]] | None = None
+
+    def arguments(self, index: int, hidden: Tensor, rest: Value) -> Arguments:
+        key = [hidden.shape, hidden.dtype, hidden.device, *rest, *rest.values()]
+        if self._known is None or not _same(self._known[0], key):
+            self._known = key, self._work_out(hidden, rest)
+        return self._known[1][index]
+
+    def _work_out(self, hidden: Tensor, rest: Value) -> list[Arguments]:
+        for module in self._loose.values():
+            if any(buffer.device != hidden.device for buffer in module.buffers()):
+                module.to(hidden.device)
+        try:
+            with torch.no_grad():
+                self._frame(inputs_embeds=_blank(hidden), use_cache=False, **rest)
+        except Stopped:
+            pass
+        return [catcher.given for catcher in self._catchers if catcher.given is not None]
+
+
+def build_pieces(
+    model: nn.Module, anatomy: Anatomy, indices: Sequence[int], weights: Mapping[str, nn.Module]
+) -> list[Piece]:
+    """The layers at `indices`; `weights` has the modules with weights that they need, by path."""
+    loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
+    hollow_parts = {path: stand_in(model.get_submodule(path)) for path in (*anatomy.before, *anatomy.after)}
+    around = Around(model, anatomy)
+    pieces: list[Piece] = []
+    for index in indices:
+        if 0 < index <= anatomy.num_blocks:
+            path = f"{anatomy.blocks}.{index - 1}"
+            pieces.append(BlockPiece(path, weights[path], index - 1, around))
+            continue
+        own = {path: weights[path] for path in (anatomy.before if index == 0 else anatomy.after)}
+        catchers = _catchers(model, anatomy)
+        frame = hollow(model, {**hollow_parts, **own, **loose, anatomy.blocks: nn.ModuleList(catchers)})
+        if index == 0:
+            catchers[0].stops = True
+            pieces.append(EmbeddingPiece({**own, **loose}, frame))
+        else:
+            pieces.append(HeadPiece({**own, **loose}, frame, catchers[0]))
+    return pieces
+
+
+def _catchers(model: nn.Module, anatomy: Anatomy) -> list[Catcher]:
+    return [Catcher(block, anatomy.returns_tuple) for block in blocks_of(model, anatomy.blocks)]
+
+
+def _without_dropout(module: nn.Module) -> nn.Module:
+    return nn.Identity() if isinstance(module, nn.Dropout) else copy.deepcopy(module).eval()
+
+
+def _blank(hidden: Tensor) -> Tensor:
+    """Hidden states of the right shape, type and device, for code that looks at nothing else of them."""
+    return hidden.detach().new_zeros(1).expand(hidden.shape)
+
+
+def _same(known: Sequence[Any], key: Sequence[Any]) -> bool:
+    return len(known) == len(key) and all(
+        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b for a, b in zip(known, key, strict=True)
+    )
+
+
+def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+    *folders, last = path.split(".")
+    for folder in folders:
+        if folder not in root._modules:
+            root.add_module(folder, nn.Module())
+        root = root.get_submodule(folder)
+    root.add_module(last, module)
