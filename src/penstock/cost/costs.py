@@ -76,7 +76,8 @@ class Costs:
         freed_by_input: share of the activation, 0 to 1, that I frees; W (or B) frees the rest.
         kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again.
         other: registered ops' costs by kind, or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
-            from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing.
+            from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing, but R, which
+            then takes as long as F.
         message_bytes: what a stage's forward sends on, and so what its gradient weighs coming back; 0 a stage where
             not given. It matters where a link has a bandwidth, and where messages are really sent.
         update_bytes: what a stage's gradients weigh on their way to the owner of its optimizer state, and its
@@ -162,8 +163,12 @@ class Costs:
         """Milliseconds of one op; of an update, on the copy that owns the stage or on another."""
         if kind == "U" and not owns:
             return self.take_over[stage] if self.take_over else 0.0
-        by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b, "R": self.f}
-        return by_kind[kind][stage] if kind in by_kind else self._other_cost(kind, stage)[0]
+        by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b}
+        if kind in by_kind:
+            return by_kind[kind][stage]
+        if kind == "R" and not {(kind, stage), (kind, None)} & self._other_by_key.keys():
+            return self.f[stage]
+        return self._other_cost(kind, stage)[0]
 
     def factor(self, kind: str, microbatch: int) -> float:
         """How many times as long as others of its kind an op of a microbatch takes; registered kinds are even."""

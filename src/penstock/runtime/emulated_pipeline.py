@@ -22,7 +22,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.measured import measured_timeline
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.running import choice_of, require_switchable
-from penstock.runtime.setup import dispatch_of, peers_of
+from penstock.runtime.setup import dispatch_of, peers_of, require_steerable
 from penstock.runtime.steering import Steering, steer
 from penstock.runtime.transport_choice import DelegateOptions
 from penstock.runtime.transports.crossing import Crossing
@@ -97,6 +97,7 @@ class EmulatedPipeline:
     ) -> None:
         schedule = remove_communication(schedule)
         check(schedule)
+        require_steerable(schedule, steering)
         conditions = LinkConditions.of(links)
         conditions.check_ranks(schedule.num_ranks)
         if costs.num_stages != schedule.num_stages:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from penstock.cost import Costs
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
-from penstock.schedule.op import BUILT_IN
+from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
+from penstock.schedule.updates import OWNER
 from penstock.simulate import Message, TimedOp, Timeline
 
 RankTimes = Sequence[tuple[Op, int, int]]
@@ -43,13 +44,20 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
 
     Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
-    I and W together. Registered kinds are among the costs of other ops.
+    I and W together. Forwards that ran again (R), updates on the owner of a stage (U) and registered kinds are among
+    the costs of other ops; updates on other copies are `take_over`.
     """
     num_stages = timelines[0].schedule.num_stages
     found: dict[tuple[str, int], list[float]] = {}
+    taken: dict[int, list[float]] = {}
     for timeline in timelines:
+        schedule = timeline.schedule
         for timed in timeline.ops:
-            found.setdefault((timed.op.kind, timed.op.stage), []).append(timed.end - timed.start)
+            op, ms = timed.op, timed.end - timed.start
+            if op.kind == UPDATE and schedule.pipeline_of(op) != OWNER:
+                taken.setdefault(op.stage, []).append(ms)
+            else:
+                found.setdefault((op.kind, op.stage), []).append(ms)
     mean = {key: statistics.fmean(values) for key, values in found.items()}
     stages = range(num_stages)
     full = [mean.get(("B", s), mean.get(("I", s), 0.0) + mean.get(("W", s), 0.0)) for s in stages]
@@ -58,8 +66,9 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
         i=[mean.get(("I", s), full[s] / 2) for s in stages],
         w=[mean.get(("W", s), full[s] / 2) for s in stages],
         b=full,
+        take_over=[statistics.fmean(taken.get(s, [0.0])) for s in stages] if taken else (),
     )
-    other = {key: ms for key, ms in mean.items() if key[0] not in BUILT_IN}
+    other = {key: ms for key, ms in mean.items() if key[0] not in (*KINDS, *COMMUNICATION)}
     return costs.with_other(other) if other else costs
 
 

@@ -25,6 +25,8 @@ from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.crossing import SHORTEST_WAIT
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
+from penstock.schedule.op import UPDATE
+from penstock.schedule.updates import OWNER
 
 _PR_SET_TIMERSLACK = 29
 
@@ -65,8 +67,7 @@ class EmulatedDevice:
                 raise RuntimeFailure(f"{op} received something else than {edge}")
         duration = self._durations.get(op)
         if duration is None:
-            ms = self._costs.duration(op.kind, op.stage) * self._costs.factor(op.kind, op.microbatch)
-            duration = self._durations[op] = round(ms * 1e6 * self._stretch)
+            duration = self._durations[op] = round(self._takes(op) * 1e6 * self._stretch)
         due = (perf_counter_ns() if self._free is None else self._free) + duration
         while (left := due - perf_counter_ns()) > 0:
             sleep(left / 1e9)
@@ -79,12 +80,19 @@ class EmulatedDevice:
         if edge.is_token:
             return Payload([])
         size = int(self._costs.message_size(edge.producer[:2], edge.consumer[:2]))
+        stamp = torch.tensor(self._stamp(edge))
+        if not size:
+            return Payload.gradients([stamp])
         body = self._bodies.get(size)
         if body is None:
-            body = self._bodies[size] = torch.zeros(size, dtype=torch.uint8)
-        return Payload.gradients(
-            [torch.tensor(self._stamp(edge)), body] if size else [torch.tensor(self._stamp(edge))]
-        )
+            # Never written and never read: where threads hand it over, even a stage's parameters take no memory.
+            body = self._bodies[size] = torch.empty(size, dtype=torch.uint8)
+        return Payload.gradients([stamp, body])
+
+    def _takes(self, op: Op) -> float:
+        """Milliseconds of an op; an update takes longest on the copy that owns its stage."""
+        owns = op.kind != UPDATE or self._wiring.schedule.pipeline_of(op) == OWNER
+        return self._costs.duration(op.kind, op.stage, owns) * self._costs.factor(op.kind, op.microbatch)
 
     def _stamp(self, edge: Edge) -> list[int]:
         """What tells a message from all others."""

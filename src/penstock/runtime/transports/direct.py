@@ -63,8 +63,8 @@ def _keeps_order(schedule: Schedule) -> bool:
     """Whether all messages of each channel are awaited in the order in which they leave."""
     wiring = wire(schedule)
     place = {op: number for row in schedule.order for number, op in enumerate(row)}
-    latest: dict[ChannelKey, int] = {}
     for rank in range(schedule.num_ranks):
+        latest: dict[ChannelKey, int] = {}
         for edge in wiring.expected(rank):
             key = ChannelKey.of(edge)
             if place[edge.producer] < latest.get(key, -1):
@@ -151,8 +151,14 @@ class DirectTransport(GroupTransport):
             raise RuntimeFailure(f"a channel of depth {depth} can carry nothing: give at least 1")
         self._depth = depth
         self._ahead = max(self._ahead, depth)
+        members = dist.get_process_group_ranks(group)
+        # A group that its members alone make is named after them: once it is gone the next one of that name finds the
+        # addresses of the first in the store. Where all ranks make it, it has a number.
         made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=self._limit, backend="gloo", use_local_synchronization=True
+            members,
+            timeout=self._limit,
+            backend="gloo",
+            use_local_synchronization=len(members) < dist.get_world_size(),
         )
         assert isinstance(made, dist.ProcessGroup)  # every rank of the group is in it
         self._acknowledgements = made

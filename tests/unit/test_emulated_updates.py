@@ -1,0 +1,155 @@
+"""Emulated runs with updates and with several pipelines, a thread a rank. No test asserts an upper time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.cost.conditions import LinkConditions
+from penstock.passes import recompute
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.devices import emulated
+from penstock.runtime.devices.emulated import EmulatedDevice
+from penstock.runtime.measured import measured_costs
+from penstock.runtime.message import Payload
+from penstock.runtime.wiring import wire
+from penstock.simulate import TimedOp, Timeline
+
+pytestmark = pytest.mark.unit
+
+
+def costs_of(schedule: ps.Schedule, ms: float = 1.0) -> ps.Costs:
+    """Every kind of op, every stage and its copies with a time of their own."""
+    num = schedule.num_stages
+    costs = ps.Costs(
+        [ms] * num,
+        [ms] * num,
+        [ms] * num,
+        update_bytes=[1e9] * num,
+        take_over=[0.25 + stage / 8 for stage in range(num)],
+    )
+    return costs.with_other({("U", stage): 2.0 + stage / 4 for stage in range(num)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("amdp", {"window": 8}),
+        ("pipedream-2bw", {"window": 4}),
+        ("pipedream", {"window": 1}),
+        ("chimera", {}),
+        ("bitpipe", {}),
+    ],
+)
+@pytest.mark.parametrize("transport", ["host", "direct"])
+def test_measured_order_is_the_schedule_s(name: str, options: dict[str, Any], transport: str) -> None:
+    schedule = ps.build(name, 4, 16, **options)
+    costs = costs_of(schedule)
+    run = ps.emulate(schedule, costs, transport=transport)
+    (timeline,) = run.timelines
+    assert timeline.executed().order == schedule.order
+    assert run.simulated[0].makespan == ps.simulate(schedule, costs).makespan
+    assert timeline.makespan >= max(run.simulated[0].busy) * (1 - 1e-9)
+    ended = {timed.op: timed.end for timed in timeline.ops}
+    started = {timed.op: timed.start for timed in timeline.ops}
+    updates = [m for m in timeline.messages if m.target.kind == "U"]
+    assert bool(updates) == (name == "amdp")
+    assert all(started[m.target] >= ended[m.source] for m in timeline.messages)
+
+
+def test_an_update_takes_longest_on_the_copy_that_owns_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += round(seconds * 1e9)
+
+    monkeypatch.setattr(emulated, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(emulated, "sleep", sleep)
+    schedule = ps.build("amdp", 4, 16, window=8)
+    device = EmulatedDevice(wire(schedule), costs_of(schedule))
+    took = []
+    for number in (0, 1):  # pipeline 0 owns the stage
+        before = now[0]
+        op = ps.Op("U", 2, number)
+        device.run(op, [Payload([]) for _ in wire(schedule).incoming[op]])
+        took.append((now[0] - before) / 1e6)
+    assert took == [2.5, 0.5]
+
+
+def test_gradients_and_parameters_take_the_time_of_their_bytes() -> None:
+    schedule = ps.build("amdp", 4, 8, window=8)
+    links = LinkConditions.parse("0:3=bandwidth:100GB/s")  # 10 ms each way for what updates send
+    (timeline,) = ps.emulate(schedule, costs_of(schedule), links=links).timelines
+    started = {timed.op: timed.start for timed in timeline.ops}
+    found = [m for m in timeline.messages if m.target.kind == "U" and {m.source_rank, m.target_rank} == {0, 3}]
+    assert {m.source.kind for m in found} == {"B", "U"}, "gradients one way, parameters the other"
+    assert all(started[m.target] >= m.sent + 10 for m in found)
+
+
+def test_a_message_of_another_update_is_an_error() -> None:
+    schedule = ps.build("amdp", 4, 16, window=8)
+    wiring = wire(schedule)
+    owner = next(op for op in schedule.order[0] if op.kind == "U" and schedule.pipeline_of(op) == 0)
+    (edge,) = wiring.incoming[owner]
+    later = next(e for e in wiring.outgoing[edge.producer._replace(microbatch=15)] if e.is_update)
+    sender, receiver = (EmulatedDevice(wiring, costs_of(schedule)) for _ in range(2))
+    sender.run(later.producer, [Payload([]) for _ in wiring.incoming[later.producer]])
+    with pytest.raises(RuntimeFailure, match="U0 received something else than the window's gradients after B7"):
+        receiver.run(owner, [sender.give(later)])
+
+
+def test_a_run_with_updates_is_frozen() -> None:
+    schedule = ps.build("amdp", 4, 16, window=8)
+    with pytest.raises(RuntimeFailure, match=r"amdp has .*updates.*frozen"):
+        ps.emulate(schedule, costs_of(schedule), dispatch="dynamic")
+    run = ps.emulate(schedule, costs_of(schedule), dispatch="auto")
+    assert run.timelines[0].dispatch == "frozen"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("amdp", {"window": 8}), ("pipedream-2bw", {"window": 4}), ("chimera", {})]
+)
+def test_such_a_run_is_not_steered(name: str, options: dict[str, Any]) -> None:
+    schedule = ps.build(name, 4, 16, **options)
+    what = "updates in the order" if options else "2 pipelines"
+    with pytest.raises(RuntimeFailure, match=f"{name} has (its )?{what}.*leave steering out"):
+        ps.EmulatedPipeline(schedule, costs_of(schedule), steering=ps.Steering())
+
+
+def timeline_of(schedule: ps.Schedule, times: dict[ps.Op, float]) -> Timeline:
+    """A made-up measurement: ops one after the other, each as long as it is said to be."""
+    ops = []
+    for rank, row in enumerate(schedule.order):
+        now = 0.0
+        for op in row:
+            ops.append(TimedOp(rank, op, now, now + times[op], None, 0.0))
+            now += times[op]
+    return Timeline(schedule, tuple(ops), (), (0.0,) * schedule.num_ranks, "measured", "frozen")
+
+
+def test_measured_costs_keep_updates_of_owners_and_of_copies_apart() -> None:
+    schedule = ps.build("amdp", 4, 16, window=8)
+    true = costs_of(schedule)
+
+    def took(op: ps.Op, factor: float) -> float:
+        return factor * true.duration(op.kind, op.stage, op.kind != "U" or schedule.pipeline_of(op) == 0)
+
+    ops = [op for row in schedule.order for op in row]
+    timelines = [timeline_of(schedule, {op: took(op, factor) for op in ops}) for factor in (0.5, 1.5)]
+    found = measured_costs(timelines)
+    for stage in range(4):
+        assert found.duration("U", stage) == pytest.approx(2.0 + stage / 4)
+        assert found.duration("U", stage, owns=False) == pytest.approx(0.25 + stage / 8)
+        assert found.duration("F", stage) == pytest.approx(1.0)
+        assert found.duration("B", stage) == pytest.approx(2.0)
+    assert ps.simulate(schedule, found).makespan == pytest.approx(ps.simulate(schedule, true).makespan)
+
+
+def test_measured_costs_keep_forwards_that_ran_again() -> None:
+    schedule = recompute(ps.build("1f1b", 2, 4), ps.Costs.uniform(2), [1.5, 1.0])
+    ops = [op for row in schedule.order for op in row]
+    found = measured_costs([timeline_of(schedule, {op: {"F": 1.0, "B": 2.0, "R": 0.7}[op.kind] for op in ops})])
+    assert found.duration("R", 0) == pytest.approx(0.7)
+    assert found.duration("R", 1) == found.duration("F", 1) == 1.0
