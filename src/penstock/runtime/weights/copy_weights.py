@@ -202,13 +202,16 @@ class CopyWeights:
         self._weights.renumber(num)
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Sets the newest weights by name; those not named stay as they are."""
+        """Sets the newest weights by name; those not named have what the parameters hold.
+
+        Between passes, even after one that broke off: whatever of it is left is dropped.
+        """
         with torch.no_grad():
             for name, parameter in self._stage.named_parameters():
-                if name in values:
-                    parameter.data.copy_(values[name])
-                    if name in self.masters:
-                        self.masters[name].data.copy_(values[name])
+                if name in values and not parameter.requires_grad:
+                    parameter.copy_(values[name])
+            own = [values.get(name, parameter.data) for name, parameter in self._parameters.items()]
+            self._weights.fill(own, self._rule.oldest(self.num_updates))
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside parameters and the optimizer's state.
@@ -224,10 +227,12 @@ class CopyWeights:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave. Without an older version the newest stands for it, as when training begins.
+        """Takes what `state` gave, which may have that of other stages, too.
+
+        Without an older version the newest stands for it, as when training begins.
 
         Raises:
-            RuntimeFailure: names or shapes that are not this copy's.
+            RuntimeFailure: another shape than the parameter's.
         """
         self._require_fitting(state)
         older = [state.get(f"versions/{name}") for name in self._parameters]
@@ -295,14 +300,9 @@ class CopyWeights:
 
     def _require_fitting(self, state: Mapping[str, Tensor]) -> None:
         for key, tensor in state.items():
-            kind, _, name = key.partition("/")
-            if kind not in ("versions", "gradients") or name not in self._parameters:
-                raise RuntimeFailure(
-                    f"the checkpoint has {key!r}, and stage {self._index} has no such parameter with a gradient; "
-                    "load it into the model it was saved from"
-                )
-            if tensor.shape != self._parameters[name].shape:
+            parameter = self._parameters.get(key.partition("/")[2])
+            if parameter is not None and tensor.shape != parameter.shape:
                 raise RuntimeFailure(
                     f"the checkpoint's {key!r} has shape {tuple(tensor.shape)}, the parameter "
-                    f"{tuple(self._parameters[name].shape)}; load it into the model it was saved from"
+                    f"{tuple(parameter.shape)}; load it into the model it was saved from"
                 )

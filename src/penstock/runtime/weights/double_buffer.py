@@ -6,8 +6,8 @@ Microbatches of window t read W(t-1), in forward and backward and on every stage
 those of windows 0 and 1 read W(0). Two versions are enough: after the update of window t - 1 the weights W(t) are for
 window t + 1, and W(t-1) for what is left of window t.
 
-A forward finds its version if its copy has taken over the update of the window before the last one by then. Windows
-of at least p microbatches see to that in PipeDream's order; `require_schedule` proves it for any.
+A forward of window t finds its version if its copy has taken over update t - 2 by then. In PipeDream's order windows
+of p - 1 microbatches see to that; `check` proves it for any order (rule: versions).
 
 Reference: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021, section 3.1.
 Correction: the published code skips loss unscaling and clipping under stashing; here an update is the same under
@@ -18,9 +18,6 @@ from __future__ import annotations
 
 from penstock.runtime.weights.read import Read, Spot
 from penstock.runtime.weights.rule import Rule
-from penstock.schedule import Schedule
-from penstock.schedule.op import FORWARD, UPDATE
-from penstock.schedule.spot import error_at
 
 
 class DoubleBuffer(Rule):
@@ -38,21 +35,3 @@ class DoubleBuffer(Rule):
 
     def oldest(self, newest: int) -> int:
         return max(newest - 1, 0)
-
-    def require_schedule(self, schedule: Schedule, zero: bool) -> None:
-        super().require_schedule(schedule, zero)
-        window = schedule.updates.window if schedule.updates is not None else 1
-        for rank, row in enumerate(schedule.order):
-            passed: dict[tuple[int, int], int] = {}
-            for step, op in enumerate(row):
-                copy = op.stage, schedule.pipeline_of(op)
-                if op.kind == UPDATE:
-                    passed[copy] = passed.get(copy, 0) + 1
-                elif op.kind == FORWARD and passed.get(copy, 0) < op.microbatch // window - 1:
-                    version = op.microbatch // window - 1
-                    message = (
-                        f"microbatch {op.microbatch} is of window {version + 1}, so rule {self.name!r} has it read "
-                        f"the weights after {version} updates, and {passed.get(copy, 0)} come before this forward; "
-                        "give updates a longer window (at least one microbatch a rank in pipedream's order)"
-                    )
-                    raise error_at(schedule, "updates", rank, step, op, message)

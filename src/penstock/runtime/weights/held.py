@@ -115,6 +115,12 @@ class HeldVersions:
         self.bind(Read(self.newest))
         self._drop(oldest)
 
+    def fill(self, values: Sequence[Tensor], oldest: int) -> None:
+        """Between passes, even after one that broke off: the newest version has these values."""
+        self.end(oldest)
+        for tensor, value in zip(self.newest_values(), values, strict=True):
+            tensor.copy_(value)
+
     def older(self) -> list[Tensor] | None:
         """The version before the newest, where it is held."""
         return self._versions.get(self.newest - 1)

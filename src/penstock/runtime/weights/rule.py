@@ -71,7 +71,7 @@ class Rule:
             zero: one copy of each stage has the optimizer's state; where not, all have.
 
         Raises:
-            ScheduleError: a schedule without updates, or whose order does not fit the rule.
+            ScheduleError: a schedule without updates. `check` proves that its order fits the rule.
             RuntimeFailure: a prediction on a copy that does not have the optimizer's state.
         """
         if schedule.updates is None:

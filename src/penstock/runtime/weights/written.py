@@ -97,6 +97,13 @@ class WrittenVersion:
         """A pass ended: the parameters hold the newest version."""
         self.bind(Read(self.newest))
 
+    def fill(self, values: Sequence[Tensor], oldest: int) -> None:
+        """Between passes, even after one that broke off: the newest version has these values."""
+        for each in (self._parameters, self._masters):
+            for parameter, value in zip(each, values, strict=False):
+                parameter.data.copy_(value)
+        self._holds = Read(self.newest)
+
     def older(self) -> list[Tensor] | None:
         return None
 

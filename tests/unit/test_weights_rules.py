@@ -1,0 +1,161 @@
+"""What each rule asks of the optimizer and of the schedule, and what it reads off the order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+
+import penstock as ps
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.weights import CopyWeights, rule_of
+from penstock.runtime.weights.ahead import updates_ahead
+from penstock.runtime.weights.spectrain import backward_steps, forward_steps
+from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
+from penstock.schedule.updates import RULES
+
+pytestmark = pytest.mark.unit
+
+
+def some() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+OPTIMIZERS = {
+    "SGD": lambda: SGD(some(), lr=0.1),
+    "momentum": lambda: SGD(some(), lr=0.1, momentum=0.9),
+    "nesterov": lambda: SGD(some(), lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: Adam(some()),
+    "AdamW": lambda: AdamW(some()),
+    "amsgrad": lambda: Adam(some(), amsgrad=True),
+    "NAdam": lambda: NAdam(some()),
+    "none": lambda: None,
+}
+TAKEN = {"spectrain": {"momentum"}, "xpipe": {"Adam", "AdamW"}, "vnag": {"NAdam"}}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_takes_the_optimizers_it_has_a_formula_for(rule: str) -> None:
+    assert rule_of(rule).name == rule
+    for name, make in OPTIMIZERS.items():
+        optimizer: Optimizer | None = make()
+        if name in TAKEN.get(rule, set(OPTIMIZERS)):
+            rule_of(rule).require(optimizer)
+            continue
+        with pytest.raises(RuntimeFailure) as caught:
+            rule_of(rule).require(optimizer)
+        for word in (repr(rule), type(optimizer).__name__, "use torch.optim."):
+            assert word in str(caught.value)
+
+
+def test_an_unknown_rule_names_those_there_are() -> None:
+    with pytest.raises(ScheduleError, match=r"no rule named 'stale'.*none, pipedream, pipedream-2bw, spectrain"):
+        rule_of("stale")
+
+
+def with_rule(schedule: Schedule, rule: str) -> Schedule:
+    assert schedule.updates is not None
+    return replace(schedule, updates=Updates(schedule.updates.window, None, rule))
+
+
+def run_forwards(schedule: Schedule) -> None:
+    """What ops of the first stage ask its weights for, in their order."""
+    w = CopyWeights(nn.Linear(1, 1), schedule, 0, 0, rule_of("pipedream-2bw"), True)
+    w.begin(SGD(w.masters.values(), lr=0.1), None, None)
+    for kind, _, m in schedule.order[0]:
+        if kind == "F":
+            w.before_forward(m)
+        elif kind == "B":
+            w.before_backward(m)
+            w.done(m)
+        else:
+            w.apply(m, [[None, None]])
+    assert w.peak_versions == 2
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_2bw_finds_its_version_where_check_says_so(p: int) -> None:
+    for window in range(1, p + 3):
+        schedule = with_rule(ps.build("pipedream", p, 4 * p + 5, window=window), "pipedream-2bw")
+        if window >= p - 1:  # the first F of a window, m, comes after B(m - p): before it, m - p + 1 backwards
+            ps.check(schedule)
+            run_forwards(schedule)
+            continue
+        with pytest.raises(ScheduleError):
+            ps.check(schedule)
+        with pytest.raises(RuntimeFailure, match="the order does not fit the rule"):
+            run_forwards(schedule)
+
+
+@pytest.mark.parametrize("rule", ["spectrain", "xpipe"])
+def test_predictions_want_the_optimizers_state_on_every_copy(rule: str) -> None:
+    schedule = with_rule(ps.build("amdp", 4, 16, window=8), rule)
+    rule_of(rule).require_schedule(schedule, False)
+    with pytest.raises(
+        RuntimeFailure, match="of the 2 copies of each stage in amdp only one has it; give zero=False"
+    ):
+        rule_of(rule).require_schedule(schedule, True)
+    rule_of(rule).require_schedule(with_rule(ps.build("pipedream", 4, 16, window=1), rule), True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_for_schedules_with_updates(rule: str) -> None:
+    with pytest.raises(ScheduleError, match="has no updates as ops"):
+        rule_of(rule).require_schedule(ps.build("1f1b", 2, 4), True)
+
+
+def test_steps_ahead_are_those_between_a_forward_and_its_own_update() -> None:
+    # F0 F1 F2 B0 U0 F3 B1 U1 F4 B2 U2 F5 B3 U3 B4 U4 B5 U5
+    schedule = ps.build("pipedream", 3, 6, window=1)
+    assert updates_ahead(schedule, 0) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2}
+    assert updates_ahead(schedule, 2) == dict.fromkeys(range(6), 0)
+    # With one microbatch a window they are just the updates between its forward and its backward.
+    for (stage, _, m), num in count_mismatch(schedule).items():
+        assert updates_ahead(schedule, stage)[m] == num
+    # F0 F1 F2 B0 F3 B1 U0 F4 B2 F5 B3 U1 B4 B5 U2
+    assert updates_ahead(ps.build("pipedream", 3, 6, window=2), 0) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert updates_ahead(ps.build("1f1b", 3, 6), 0) == {}
+
+
+def test_steps_of_spectrain_are_the_references() -> None:
+    assert [forward_steps(k, 4, 1) for k in range(4)] == [3, 2, 2, 1]
+    assert [backward_steps(k, 1) for k in range(4)] == [0, 0, 1, 1]
+    assert [forward_steps(k, 8, 4) for k in range(8)] == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("b2", [0.5, 0.999])
+def test_one_step_ahead_of_adam_is_the_step_it_takes_with_the_same_moments(b2: float) -> None:
+    """A gradient equal to the first moment, whose square is the second's mean, leaves Adam's direction as it is."""
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+    optimizer = Adam([weight], lr=0.01, betas=(0.5, b2), eps=2.0**-20)
+    gradient = torch.tensor([0.5, -0.25, 2.0], dtype=torch.float64)
+    for _ in range(5):
+        weight.grad = gradient.clone()
+        optimizer.step()
+    group, state = optimizer.param_groups[0], optimizer.state[weight]
+    out = torch.empty_like(weight.data)
+    rule_of("xpipe").predict(out, weight.data, 3, 0.01, group, state)
+    direction = (state["exp_avg"] / (1 - 0.5**5)) / ((state["exp_avg_sq"] / (1 - b2**5)).sqrt() + 2.0**-20)
+    torch.testing.assert_close(out, weight.data - 3 * 0.01 * direction, rtol=1e-14, atol=0)
+    before = weight.data.clone()
+    for _ in range(3):
+        weight.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(weight.data, out, rtol=1e-12, atol=0)
+    assert not torch.equal(before, out)
+
+
+def test_nothing_is_predicted_before_the_first_update() -> None:
+    weight = torch.tensor([1.0, 2.0])
+    for name, group in (("spectrain", {}), ("xpipe", {"betas": (0.9, 0.999), "eps": 1e-8})):
+        out = torch.zeros(2)
+        rule_of(name).predict(out, weight, 5, 0.1, group, {})
+        assert torch.equal(out, weight)
+
+
+def test_a_rule_that_predicts_nothing_says_so_when_asked() -> None:
+    with pytest.raises(RuntimeFailure, match="rule 'none' predicts no weights"):
+        rule_of("none").predict(torch.zeros(1), torch.zeros(1), 1, 0.1, {}, {})
