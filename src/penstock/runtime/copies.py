@@ -118,6 +118,12 @@ class Copies:
         for parameter, gradient in found:
             parameter.grad = gradient
 
+    def leave_sums_to_owners(self) -> None:
+        """Before a step that adds to what `sum_gradients` gave every copy: it counts once."""
+        for (k, _), stage in self.here.items():
+            if k != OWNER:
+                stage.zero_grad()
+
     def share_parameters(self) -> None:
         """Gives every copy the owner's values."""
         for hosts, copies in self._shared():

@@ -64,10 +64,7 @@ class HeldModel:
         self.copies.share_buffers()
 
     def begin(self) -> None:
-        """Starts a training step. Of gradients from earlier steps, which all copies have, the owner's is added to."""
-        for (k, _), stage in self.copies.here.items():
-            if k != OWNER:
-                stage.zero_grad()
+        """Starts a training step."""
         for tied in self.tied:
             tied.begin()
 

@@ -322,11 +322,13 @@ class Pipeline:
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         windows = self._windows()
+        if rates is not None and not windows:
+            raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn, windows)
         if self._updating is not None:
             self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
-        elif rates is not None:
-            raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
+        else:
+            self._model.copies.leave_sums_to_owners()
         self._num_steps += 1
         self._model.begin()
         try:
@@ -420,6 +422,8 @@ class Pipeline:
         return [outputs[m] for m in range(len(batch))]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+        if self._updating is not None:
+            self._updating.require_whole()
         num = min(self.schedule.num_microbatches, num_entries(inputs))
         batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
         with evaluating(self._model.every_stage()), restored(self._model.device):
@@ -479,16 +483,24 @@ class Pipeline:
             self._switch(following)
         return result
 
-    def save(self, directory: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        keep: int = 2,
+        number: int | None = None,
+    ) -> Path:
         """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.
 
         It appears whole or not at all; of older ones the newest `keep - 1` stay. `meta` is small JSON of the
-        caller's, the same on all ranks. Raises CheckpointError.
+        caller's, the same on all ranks. `number` is that in the name, `num_steps` by default: whoever counts other
+        steps gives theirs. Raises CheckpointError.
         """
         if self._updating is not None:
             self._updating.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        return saving.save(directory, self._state(), self._peers, counters, meta or {}, keep)
+        return saving.save(directory, self._state(), self._peers, counters, meta or {}, keep, number)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.

@@ -144,5 +144,7 @@ class Updating:
             stage = self._copies.here[k, index]
             weights.fill({name: p.detach() for name, p in stage.named_parameters()})
             weights.num_updates = num_updates
-            weights.load_state(by_copy.get(k, {}))
+            mine = {name for name, _ in stage.named_parameters()}
+            held = by_copy.get(k, {})  # of all stages that this process has in pipeline k
+            weights.load_state({n: tensor for n, tensor in held.items() if n.split("/", 1)[1] in mine})
         self._failed = None
