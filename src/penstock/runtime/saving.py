@@ -122,7 +122,13 @@ def _place(name: str) -> str | None:
 
 
 def save(
-    directory: str | Path, state: State, peers: Peers, counters: Mapping[str, int], meta: Mapping[str, Any], keep: int
+    directory: str | Path,
+    state: State,
+    peers: Peers,
+    counters: Mapping[str, int],
+    meta: Mapping[str, Any],
+    keep: int,
+    number: int | None = None,
 ) -> Path:
     """Writes a checkpoint; every process must call it. Raises CheckpointError."""
     tensors, optimizer_meta = state.to_tensors()
@@ -132,7 +138,7 @@ def save(
         content["optimizer"] = metas[0]
     return write(
         Path(directory),
-        counters["num_steps"],
+        counters["num_steps"] if number is None else number,
         tensors,
         content,
         rank=peers.here[0],

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from penstock.data import Corpus
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.launch import init_process, watch
 from penstock.train.folder import RunFolder, check_place
-from penstock.train.going_on import check_resume
+from penstock.train.going_on import GoingOn, check_resume
 from penstock.train.handover import hand_over, take_over
 from penstock.train.inputs import Inputs, check_tokens, gather_inputs
 from penstock.train.order import Order
@@ -25,6 +26,7 @@ from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settle import settle_memory
 from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
+from penstock.train.updating import bound, proved_mismatch
 
 
 def carry_out(order: Order, port: int | None) -> int:
@@ -38,9 +40,10 @@ def carry_out(order: Order, port: int | None) -> int:
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
     goes_on = check_resume(inputs, folder) if order.resume else None
+    order, inputs = _whole(order, inputs, goes_on)
     with folder.made():
         if not order.as_json:
-            print(_announcement(inputs, folder, goes_on), file=sys.stderr, flush=True)
+            print(_announcement(order, inputs, goes_on), file=sys.stderr, flush=True)
         if order.settings.in_process:
             torch.set_num_threads(order.settings.num_threads)
             report = _run(order, inputs, first=True).report
@@ -78,8 +81,7 @@ def run_joined(order: Order) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
-    if order.resume:
-        check_resume(inputs, folder)
+    order, inputs = _whole(order, inputs, check_resume(inputs, folder) if order.resume else None)
     torch.set_num_threads(order.settings.num_threads)
     settle_memory()
     rank, _ = init_process(order.settings.timeout)
@@ -98,8 +100,21 @@ def _check(order: Order) -> Inputs:
     return inputs
 
 
+def _whole(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Order, Inputs]:
+    """The order with as many steps as whole passes and windows have, and a notice where those are more."""
+    settings = order.settings
+    start, gathered = (0, 0) if goes_on is None else (goes_on.steps, goes_on.gathered)
+    steps = settings.passes.whole(settings.steps, start, gathered)
+    if steps == settings.steps:
+        return order, inputs
+    unit = settings.passes.unit
+    notice = f"{settings.steps} steps were asked for, {steps} were run: whole passes and windows, of {unit} steps"
+    settings = replace(settings, steps=steps)
+    return replace(order, settings=settings, notices=(*order.notices, notice)), replace(inputs, settings=settings)
+
+
 def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
-    run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export)
+    run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
     if order.resume:
         run.resume()
     run.run()
@@ -115,7 +130,7 @@ def _launch(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
         return start_ranks(["--order", handover], order.settings.ranks, port, env)
 
 
-def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str:
+def _announcement(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> str:
     settings, schedule = inputs.settings, inputs.schedule
     where = "in one process" if settings.in_process else "one process each"
     samples = settings.batch / settings.microbatches
@@ -123,11 +138,26 @@ def _announcement(inputs: Inputs, folder: RunFolder, goes_on: str | None) -> str
         f"data    {inputs.corpus.description}",
         f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches "
         f"of {samples:g} samples, {settings.dispatch}",
-        f"folder  {folder.path}",
+        *_of_updates(inputs),
+        f"folder  {order.folder}",
     ]
     if goes_on is not None:
-        lines.append(f"resume  {goes_on}")
+        lines.append(f"resume  {goes_on.words}")
+    lines += [f"note    {notice}" for notice in order.notices]
     return "\n".join(lines)
+
+
+def _of_updates(inputs: Inputs) -> list[str]:
+    """What is proved of a schedule that has its updates among its ops."""
+    settings, schedule = inputs.settings, inputs.schedule
+    if schedule.updates is None:
+        return []
+    passes = settings.passes
+    each = "microbatch" if passes.window == 1 else f"{passes.window} microbatches"
+    return [
+        f"updates one every {each}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} steps in passes of "
+        f"{passes.steps}, after which the pipeline drains"
+    ]
 
 
 def _way_on(folder: RunFolder, said: str) -> str:

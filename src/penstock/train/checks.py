@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,34 @@ def read_links(text: str | None, ranks: int) -> LinkConditions | None:
 
 
 def read_schedule(
-    schedule: str, ranks: int, microbatches: int, stages: int | None, warmup: Sequence[int] | None
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    warmup: Sequence[int] | None,
+    window: int | None = None,
+    max_mismatch: int | None = None,
 ) -> Schedule:
-    """The schedule by name or from a file, checked. Raises ScheduleError."""
-    if not is_schedule_file(schedule):
-        return build(schedule, ranks, microbatches, num_stages=stages, warmup=warmup)
+    """The schedule by name or from a file, checked. Raises ScheduleError.
+
+    Args:
+        window: microbatches an update gathers, None for a schedule without updates among its ops.
+        max_mismatch: most updates between a microbatch's forward and its backward; None for the schedule's own bound.
+    """
+    if is_schedule_file(schedule):
+        found = _read_file(schedule, ranks, microbatches, window)
+    else:
+        options: dict[str, Any] = {"num_stages": stages, "warmup": warmup, "window": window}
+        if "max_mismatch" in inspect.signature(SCHEDULES.get(schedule, build)).parameters:
+            options["max_mismatch"] = max_mismatch
+        found = build(schedule, ranks, microbatches, **options)
+    if max_mismatch is not None and found.updates is not None:
+        found = replace(found, updates=replace(found.updates, max_mismatch=max_mismatch))
+    check(found)
+    return found
+
+
+def _read_file(schedule: str, ranks: int, microbatches: int, window: int | None) -> Schedule:
     found = load_schedule(schedule)
     if (found.num_ranks, found.num_microbatches) != (ranks, microbatches):
         raise ScheduleError(
@@ -67,7 +92,12 @@ def read_schedule(
             f"the run has {ranks} and {microbatches}; leave out --ranks and --microbatches",
             rule="options",
         )
-    check(found)
+    gathered = None if found.updates is None else found.updates.window
+    if gathered != window:
+        has = "no updates" if gathered is None else f"updates of {gathered} microbatches"
+        raise ScheduleError(
+            f"{schedule} has {has}, the run asks for a window of {window}; leave out --window", rule="options"
+        )
     return found
 
 

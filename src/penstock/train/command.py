@@ -72,6 +72,16 @@ def train(
     timeout: Annotated[float | None, _option("Seconds any wait may last.", "timeout")] = None,
     threads: Annotated[int | None, _option("Threads of each rank; else its share of the cores.")] = None,
     sample: Annotated[int | None, _option("Tokens of text to write at the end.", "sample")] = None,
+    window: Annotated[int | None, _option("Asynchronous: microbatches an update gathers.")] = None,
+    max_mismatch: Annotated[
+        int | None, _option("Asynchronous: most updates between a microbatch's F and B. [amdp: 1]")
+    ] = None,
+    drain_every: Annotated[
+        int | None, _option("Asynchronous: steps after which the pipeline drains; else about 8.")
+    ] = None,
+    zero: Annotated[
+        str | None, _option("on, one copy of a stage has the optimizer's state; or off, each.", "zero")
+    ] = None,
     link: Annotated[
         list[str] | None,
         _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),

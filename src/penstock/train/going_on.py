@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.runtime.checkpoint import CheckpointError, Reader, latest
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.model import model_config
 from penstock.train.settings import Settings, SettingsError, read_settings
+from penstock.train.training import position
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -23,8 +25,16 @@ def newest_checkpoint(folder: RunFolder) -> Path | None:
     return found
 
 
-def check_resume(inputs: Inputs, folder: RunFolder) -> str:
-    """Returns where the run goes on, in words.
+class GoingOn(NamedTuple):
+    """Where a run goes on: in words, after so many steps, with so many microbatches in the window that is open."""
+
+    words: str
+    steps: int
+    gathered: int
+
+
+def check_resume(inputs: Inputs, folder: RunFolder) -> GoingOn:
+    """Returns where the run goes on.
 
     Raises:
         SettingsError: another model, optimizer, seed or data than it began with, or no steps left for it.
@@ -41,17 +51,36 @@ def check_resume(inputs: Inputs, folder: RunFolder) -> str:
             )
     found = newest_checkpoint(folder)
     if found is None:
-        return "from the start, as it wrote no checkpoint"
+        return GoingOn("from the start, as it wrote no checkpoint", 0, 0)
     reader = Reader(found)
-    if reader.step > now.steps:
-        raise SettingsError(f"{folder.path} is at step {reader.step} already; give --steps {reader.step} or more")
-    digest = reader.meta.get("data") if isinstance(reader.meta, dict) else None
+    meta = reader.meta if isinstance(reader.meta, dict) else {}
+    steps, gathered = position(meta, reader.step)
+    if steps > now.steps:
+        raise SettingsError(f"{folder.path} is at step {steps} already; give --steps {steps} or more")
+    _check_window(now, steps, gathered, saved, folder)
+    digest = meta.get("data")
     if digest != inputs.corpus.digest:
         raise SettingsError(
             f"{folder.path} was trained on other data than {inputs.corpus.description}; "
             "give the --data and --tokenizer it was started with, unchanged"
         )
-    return f"from step {reader.step} ({found})"
+    amid = f", {gathered} of {now.window} microbatches of a window gathered" if gathered else ""
+    return GoingOn(f"from step {steps} ({found}){amid}", steps, gathered)
+
+
+def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, folder: RunFolder) -> None:
+    """Raises SettingsError where the window that is open could not be closed as it was begun."""
+    if not gathered:
+        return
+    passes = now.passes
+    if now.window == saved.window and (passes.window - gathered) % passes.num_microbatches == 0:
+        return
+    missing = (saved.window or 0) - gathered
+    raise SettingsError(
+        f"{folder.path} is at step {steps}, and {gathered} of the {saved.window} microbatches of a window are "
+        f"gathered; leave out --window, and give a --drain-every whose passes fill the other {missing}: "
+        f"{saved.drain_every} steps do"
+    )
 
 
 def _check_same(inputs: Inputs, saved: Settings, folder: RunFolder) -> None:

@@ -38,7 +38,8 @@ def take_over(folder: Path) -> tuple[Order, Corpus | None]:
     The folder may be removed once every rank has taken over: what is mapped stays readable.
     """
     value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
-    order = Order(**{**value, "settings": Settings.from_mapping(value["settings"])})
+    value |= {"settings": Settings.from_mapping(value["settings"]), "notices": tuple(value["notices"])}
+    order = Order(**value)
     if not (folder / "corpus.json").exists():
         return order, None
     plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))

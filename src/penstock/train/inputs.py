@@ -22,11 +22,13 @@ from penstock.data import (
     validation_batches,
 )
 from penstock.models import CrossEntropy, GPTConfig, tied_parameters
-from penstock.runtime import Pipeline
+from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.steering import Steering
+from penstock.runtime.weights.rules import rule_of
 from penstock.schedule import Schedule
 from penstock.train.model import model_config, stage_builders
 from penstock.train.settings import Settings, SettingsError
+from penstock.train.shared_loss import SharedLoss, WeighedLoss
 
 ENTROPY_TOKENS = 1 << 26
 """Tokens of either side from which the report's entropies are counted."""
@@ -52,14 +54,35 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     schedule = settings.build_schedule()
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
     device_of(settings)
-    optimizer_class(settings)
-    model_config(settings, tokenizer.vocab_size)
+    _check_rule(settings, schedule, optimizer_class(settings))
+    _check_tied(model_config(settings, tokenizer.vocab_size), schedule)
     corpus = corpus or open_corpus(settings.data, tokenizer)
     config = model_config(settings, corpus.vocab_size)
     stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut)
     Batches(corpus.train, settings.batch, config.context, settings.seed, corpus.vocab_size)[0]
     validation_batches(corpus.validation, settings.batch, config.context, 1, corpus.vocab_size)
     return Inputs(settings, schedule, tokenizer, corpus, config)
+
+
+def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., torch.optim.Optimizer]) -> None:
+    """Raises SettingsError where the rule by which ops read weights has no formula for the optimizer."""
+    if schedule.updates is None:
+        return
+    rule = rule_of(schedule.updates.rule)
+    try:
+        rule.require(build([torch.nn.Parameter(torch.zeros(1))]))
+        rule.require_schedule(schedule, settings.zero == "on")
+    except RuntimeFailure as error:
+        raise SettingsError(f"{schedule.name} with --optimizer {settings.optimizer}: {error}") from None
+
+
+def _check_tied(config: GPTConfig, schedule: Schedule) -> None:
+    """Raises SettingsError for a weight of two stages that are updated at different times."""
+    if config.tied and schedule.updates is not None and schedule.num_stages > 1:
+        raise SettingsError(
+            f"embedding and head share one weight, and {schedule.name} updates their stages at different times; give "
+            "--no-tied, or a schedule that updates all stages together"
+        )
 
 
 def check_tokens(corpus: Corpus) -> None:
@@ -107,7 +130,7 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
     return Pipeline(
         stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut),
         schedule,
-        loss_fn=CrossEntropy(),
+        loss_fn=loss_of(settings),
         optimizer=optimizer_class(settings),
         dispatch=settings.dispatch,
         device=device_of(settings),
@@ -121,7 +144,14 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         delegates=settings.travel.delegate_options(),
         links=settings.link_conditions(),
         steering=steering,
+        zero=settings.zero == "on",
     )
+
+
+def loss_of(settings: Settings) -> WeighedLoss:
+    """The loss of a pass: its part of the window where several fill one."""
+    num_passes = settings.passes.passes_a_window
+    return CrossEntropy() if num_passes == 1 else SharedLoss(CrossEntropy(), num_passes)
 
 
 def device_of(settings: Settings) -> torch.device:

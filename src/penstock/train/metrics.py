@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.train.folder import write_whole
+
+if TYPE_CHECKING:
+    from penstock.train.training import PassDone
 
 
 class Metrics:
@@ -26,6 +29,16 @@ class Metrics:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+
+    def write_pass(
+        self, done: PassDone, values: dict[str, float], at_end: dict[str, float], with_updates: bool
+    ) -> None:
+        """A line for each step of a pass; `values` hold for all of them, `at_end` for the last."""
+        for place, (loss, rate, updates) in enumerate(zip(done.losses, done.rates, done.updates, strict=True)):
+            line = {"loss": loss, **values, "lr": rate}
+            if with_updates:
+                line["updates"] = updates
+            self.write(done.first + place, line | (at_end if place + 1 == len(done.losses) else {}))
 
     def __enter__(self) -> Metrics:
         return self

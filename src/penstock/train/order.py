@@ -14,6 +14,7 @@ class Order:
     Attributes:
         folder: the run's folder. resume: go on from its newest checkpoint.
         export: a file for the model at the end, or None. as_json: print the report as JSON and nothing else.
+        notices: what a person should know of how it was understood.
     """
 
     settings: Settings
@@ -21,3 +22,4 @@ class Order:
     resume: bool = False
     export: str | None = None
     as_json: bool = False
+    notices: tuple[str, ...] = ()

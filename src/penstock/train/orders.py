@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.cost.presets import is_preset
 from penstock.formats import load
+from penstock.train.asynchronous import ASYNCHRONOUS, completed
 from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.emulated.settings import EmulatedSettings
@@ -47,7 +48,7 @@ def emulated_order_of(
     if extra := sorted(set(of_training) - known):
         name = extra[0].replace("_", "-")
         raise SettingsError(f"--{name} is for training; emulated devices learn nothing, so leave it out")
-    settings = EmulatedSettings.from_mapping(given)
+    settings = EmulatedSettings.from_mapping(_completed(EmulatedSettings, given, learning=False))
     if not is_preset(settings.costs) and os.path.exists(settings.costs):
         settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
     folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
@@ -79,7 +80,7 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         if name in given:
             given[name] = os.path.abspath(given[name])
     if resume is None:
-        settings = Settings.from_mapping(given)
+        settings = Settings.from_mapping(_completed(Settings, given, learning=True))
         folder = _new_folder(out, f"{settings.preset}-{Path(settings.schedule).stem}-{settings.ranks}")
     else:
         if out is not None and os.path.abspath(out) != os.path.abspath(resume):
@@ -89,24 +90,49 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         if before.get("device") == "emulated":
             raise SettingsError(f"{folder.path}: emulated devices learned nothing to go on from; start a new run")
         saved = Settings.from_mapping(before, f"{folder.settings}: ")
-        settings = Settings.from_mapping({**dataclasses.asdict(saved), **_cleared(given), **given})
+        settings = Settings.from_mapping(completed({**dataclasses.asdict(saved), **_cleared(given), **given}))
     settings = dataclasses.replace(settings, threads=settings.num_threads)
     return Order(settings, str(folder.path), resume is not None, export, as_json)
 
 
+def _completed(
+    kind: type[Settings] | type[EmulatedSettings], given: Mapping[str, Any], learning: bool
+) -> dict[str, Any]:
+    """The options given with what is usual for their schedule."""
+    own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
+    return completed({**own, **given}, learning)
+
+
 def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
-    """A schedule file says itself for how many ranks and microbatches it is; nothing for a name."""
+    """A schedule file says itself for how many ranks and microbatches it is; nothing for a name.
+
+    With updates in it, it is a pass: a step is a window where those fill the pass, else the whole pass.
+    """
     if not is_schedule_file(given["schedule"]):
         return {}
     path = os.path.abspath(given["schedule"])
     schedule = load(path)
     counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    if schedule.updates is not None:
+        window, whole = schedule.updates.window, schedule.num_microbatches
+        counts["microbatches"] = window if whole % window == 0 else whole
+        counts["window"] = window
+        microbatches = given.get("microbatches", counts["microbatches"])
+        if microbatches and whole % microbatches == 0:
+            counts["drain_every"] = whole // microbatches
     return {"schedule": path} | {name: count for name, count in counts.items() if name not in given}
 
 
 def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
-    return {"stages": None, "warmup": None, "cut": None} if "schedule" in given or "ranks" in given else {}
+    cleared: dict[str, Any] = {}
+    if "schedule" in given:
+        cleared |= {"window": None, "max_mismatch": None, "drain_every": None, "zero": "on"}
+    if given.get("schedule") in ASYNCHRONOUS:
+        cleared |= {"dispatch": "frozen", "adapt": False}
+    return cleared | (
+        {"stages": None, "warmup": None, "cut": None} if "schedule" in given or "ranks" in given else {}
+    )
 
 
 def _counts(name: str, text: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class ProgressView:
             self._task = self._bar.add_task("training", total=total, completed=first, shown="")
         self._began = time.monotonic()
         self._num_decisions = 0
+        self._shown = first
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -39,7 +40,8 @@ class ProgressView:
         shown = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  bubble {bubble:.0%}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=shown)
-        elif step % self._every == 0 or step == self._total:
+        elif step // self._every > self._shown // self._every or step == self._total:
+            self._shown = step
             self.say(f"step {step}/{self._total}  {shown}  {time.monotonic() - self._began:.0f} s")
 
     def iteration(self, number: int, measured: float, simulated: float, plan: int) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.control import Configuration
-from penstock.data import Batches, entropies, to_tensors, validation_batches
+from penstock.data import Batches, entropies, validation_batches
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.models import sample
@@ -29,17 +28,18 @@ from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import newest_checkpoint
 from penstock.train.inputs import ENTROPY_TOKENS, Inputs, build_pipeline
-from penstock.train.learning_rate import learning_rate
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
+from penstock.train.training import Training
+from penstock.train.updating import UpdateReport, notices_of, update_report
 
 VALIDATION_BATCHES = 4
-PROFILED_STEPS = 5
-"""Steps near the end whose timelines give the run's own profile."""
+PROFILED_PASSES = 5
+"""Passes near the end whose timelines give the run's own profile."""
 
 
 FLOAT = 4
@@ -54,10 +54,11 @@ class Profiled(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Text that the model wrote, most bytes of each rank, and the model's size."""
+    """Text that the model wrote, most bytes of each rank, what of them the weights take, and the model's size."""
 
     text: str
     peak_memory: list[int]
+    state: list[dict[str, int]]
     num_parameters: int
 
 
@@ -65,9 +66,15 @@ class RankRun:
     """A run as one rank sees it."""
 
     def __init__(
-        self, inputs: Inputs, folder: RunFolder, first: bool, quiet: bool, export: str | None = None
+        self,
+        inputs: Inputs,
+        folder: RunFolder,
+        first: bool,
+        quiet: bool,
+        export: str | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        self.inputs, self.first, self.quiet, self.export = inputs, first, quiet, export
+        self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
         settings, corpus, config = inputs.settings, inputs.corpus, inputs.config
         self.pipe = build_pipeline(inputs, self._steering(folder))
         self._dispatch = self.pipe.dispatch.value
@@ -77,6 +84,9 @@ class RankRun:
         self.batches = Batches(corpus.train, settings.batch, config.context, settings.seed, vocab_size)
         self.validation = validation_batches(
             corpus.validation, settings.batch, config.context, VALIDATION_BATCHES, vocab_size
+        )
+        self.training = Training(
+            self.pipe, settings.passes, self.batches, settings.learning_rate, settings.is_asynchronous
         )
         self.stop = StopRequest()
         self.interrupted = False
@@ -94,14 +104,14 @@ class RankRun:
         if newest is None:
             return
         try:
-            self.pipe.load(newest)
+            self.training.resume(self.pipe.load(newest))
         except CheckpointError as error:
             raise CheckpointError(f"{error}; to go on from the one before, move {newest} away") from error
 
     def run(self) -> None:
         """Trains to the last step, or until a signal; rank 0 has the report afterwards."""
-        settings = self.inputs.settings
-        start = self.pipe.num_steps
+        settings, training = self.inputs.settings, self.training
+        start = training.steps
         profile: list[Profiled] = []
         loss: float | None = None
         validation: float | None = None
@@ -115,68 +125,66 @@ class RankRun:
                 self._write_plan()
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
             view = stack.enter_context(ProgressView(start, settings.steps, self.quiet or not self.first))
-            for step in range(start, settings.steps):
-                rate = learning_rate(step, settings.steps, settings.lr, settings.lr_warmup, settings.lr_decay)
-                self._set_rate(rate)
+            while training.steps < settings.steps:
                 running = self.pipe.configuration
-                began = time.perf_counter()
-                result = self.pipe.step(*to_tensors(self.batches[step]))
-                elapsed = time.perf_counter() - began
-                seconds += elapsed
-                loss = float(result.loss)
+                done = training.run_pass()
+                seconds += done.seconds
+                loss = done.losses[-1]
                 asked, bubble = self._agree()
-                values = {"loss": loss, "tokens_per_second": tokens / elapsed, "bubble": bubble, "lr": rate}
-                if result.grad_norm is not None:
-                    values["grad_norm"] = float(result.grad_norm)
+                speed = tokens * len(done.losses) / done.seconds
+                values = {"tokens_per_second": speed, "bubble": bubble}
+                if done.grad_norm is not None:
+                    values["grad_norm"] = done.grad_norm
                 if settings.adapt and self.first:
                     values["plan"] = _number(self.pipe.decisions, running)
                     view.decisions(self.pipe.decisions)
-                last = step + 1 == settings.steps
-                if step + PROFILED_STEPS >= settings.steps or asked:
+                last = training.steps >= settings.steps
+                if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     profile.append(Profiled(self.pipe.timeline(), running))
                 if asked and not last:
                     self.interrupted = True
-                    view.say(f"stopping after step {step + 1}: saving a checkpoint")
-                if last or asked or _due(step + 1, settings.evaluate_every):
-                    validation = values["validation_loss"] = self.evaluate()
+                    view.say(f"stopping after step {training.steps}: saving a checkpoint")
+                at_end = {}
+                if last or asked or _due(done.first, training.steps, settings.evaluate_every):
+                    validation = at_end["validation_loss"] = self.evaluate()
                 if metrics is not None:
-                    metrics.write(step, values)
-                    view.step(step + 1, loss, tokens / elapsed, bubble)
-                if last or asked or _due(step + 1, settings.save_every):
+                    metrics.write_pass(done, values, at_end, settings.is_asynchronous)
+                    view.step(training.steps, loss, speed, bubble)
+                if last or asked or _due(done.first, training.steps, settings.save_every):
                     self.save()
                 if asked:
                     break
         if self.export is not None and self.first:
             export_model(Path(self.export), self.folder.checkpoints)
-        steps = self.pipe.num_steps
+        steps, updates = training.steps, self.pipe.num_updates
+        untrained = validation is None
         if validation is None:
-            # Nothing was left to train. The report needs a loss and a timeline all the same.
             validation = self.evaluate()
-            profile.append(self._profile_one())
         ending = self._ending()
+        if untrained:  # the report needs a timeline all the same
+            profile.append(self._profile_one())
+        updating = update_report(settings, self.pipe, updates)
         self.pipe.close()  # the records are complete then
         if self.first:
-            speed = tokens * (steps - start) / seconds if seconds else None
-            self.report = self._report(profile, steps, loss, validation, speed, seconds, ending)
+            rate = tokens * (steps - start) / seconds if seconds else None
+            self.report = self._report(profile, steps, loss, validation, rate, seconds, ending, updating)
 
     def _agree(self) -> tuple[bool, float]:
-        """Whether any rank was asked to stop, and the ranks' mean idle share of the step."""
+        """Whether any rank was asked to stop, and the ranks' mean idle share of the pass."""
         stop, idle, count = self.pipe.agree([float(self.stop.asked), self.pipe.idle_share(), 1.0])
         return stop > 0, idle / count
 
-    def _set_rate(self, rate: float) -> None:
-        if self.pipe.optimizer is not None:
-            for group in self.pipe.optimizer.param_groups:
-                group["lr"] = rate
-
     def evaluate(self) -> float:
         """The mean loss of the validation batches (nats a token)."""
-        losses = [float(self.pipe.evaluate(*to_tensors(batch)).loss) for batch in self.validation]
+        losses = [self.training.evaluate(batch) for batch in self.validation]
         return sum(losses) / len(losses)
 
     def save(self) -> None:
         self.pipe.save(
-            self.folder.checkpoints, meta={"data": self.inputs.corpus.digest}, keep=self.inputs.settings.keep
+            self.folder.checkpoints,
+            meta={"data": self.inputs.corpus.digest, **self.training.meta},
+            keep=self.inputs.settings.keep,
+            number=self.training.steps,
         )
 
     def _write_plan(self) -> None:
@@ -206,10 +214,8 @@ class RankRun:
         return tokenizer.decode(written)
 
     def _profile_one(self) -> Profiled:
-        """A step whose gradients are thrown away."""
         running = self.pipe.configuration
-        self.pipe.step(*to_tensors(self.batches[self.pipe.num_steps]), update=False)
-        self.pipe.zero_grad()
+        self.training.probe()
         return Profiled(self.pipe.timeline(), running)
 
     def _ending(self) -> Ending:
@@ -217,7 +223,7 @@ class RankRun:
         text = self._sample()
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
         sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
-        return Ending(text, memory, int(sum(self.pipe.agree(sizes))))
+        return Ending(text, memory, self.pipe.state_bytes(), int(sum(self.pipe.agree(sizes))))
 
     def _report(
         self,
@@ -228,6 +234,7 @@ class RankRun:
         tokens_per_second: float | None,
         seconds: float,
         ending: Ending,
+        updating: UpdateReport | None,
     ) -> Report:
         inputs, folder = self.inputs, self.folder
         settings = inputs.settings
@@ -254,7 +261,13 @@ class RankRun:
             seconds=seconds,
             timing=timing,
             peak_memory=ending.peak_memory,
-            notices=[*self.pipe.notices, *_injected(settings), *_crowded(settings)],
+            notices=[
+                *self.notices,
+                *self.pipe.notices,
+                *_injected(settings),
+                *_crowded(settings),
+                *notices_of(settings),
+            ],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -265,6 +278,8 @@ class RankRun:
                 **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },
             steered=read_steered(folder.path) if settings.adapt else None,
+            updating=updating,
+            state=ending.state,
         )
         write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         return report
@@ -289,8 +304,9 @@ def _number(decisions: Sequence[Mapping[str, Any]], running: Configuration) -> i
     return max((each["number"] for each in decisions if each["digest"] == running.digest), default=0)
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _due(first: int, steps: int, every: int) -> bool:
+    """Whether a multiple of `every` steps was reached by a pass that began after `first` of them."""
+    return every > 0 and steps // every > first // every
 
 
 def _injected(settings: Settings) -> list[str]:

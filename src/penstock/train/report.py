@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, LinkConditions
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
 from penstock.train.steered import Steered
+from penstock.train.updating import UpdateReport, state_rows
 
 WIDTH = 100
 """Columns that notes are wrapped to."""
@@ -18,7 +19,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class TimingReport:
-    """A measured step beside the simulation of the same schedule with the run's own op times (ms)."""
+    """A measured step, or pass, beside the simulation of the same schedule with the run's own op times (ms)."""
 
     measured_makespan: float
     simulated_makespan: float
@@ -36,6 +37,8 @@ class Report:
         beats_bigram: whether the model is better than counting pairs.
         peak_memory: most bytes of each rank's process (or device), by rank.
         steered: links, decisions and what they saved; None for a run that did not adapt.
+        updating: of a run whose updates were among its ops; None for others.
+        state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
     """
 
     schedule: str
@@ -56,6 +59,8 @@ class Report:
     notices: list[str]
     files: dict[str, str]
     steered: Steered | None = None
+    updating: UpdateReport | None = None
+    state: list[dict[str, int]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -69,12 +74,15 @@ class Report:
             return None
         steered = value.get("steered")
         value |= {"steered": None if steered is None else Steered.from_json(steered)}
+        updating = value.get("updating")
+        value |= {"updating": None if updating is None else UpdateReport(**updating)}
         return cls(**{**value, "timing": TimingReport(**value["timing"])})
 
     def to_text(self) -> str:
         timing = self.timing
         bar = "below" if self.beats_bigram else "not below"
         ended = "interrupted after " if self.interrupted else ""
+        one = "one step" if self.updating is None else "one pass"
         speed = "no step was left to train"
         if self.tokens_per_second is not None:
             speed = f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:.0f} s of steps"
@@ -84,12 +92,14 @@ class Report:
             ("loss", f"{self.loss:.3f} nats a token on the validation text"),
             ("", f"{bar} {self.bigram:.3f}, what counting pairs of tokens gives (single ones {self.unigram:.3f})"),
             ("speed", speed),
-            ("one step", f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),
+            (one, f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),
             (
                 "bubbles",
                 f"{timing.measured_bubble_ratio:.1%} measured, {timing.simulated_bubble_ratio:.1%} simulated",
             ),
+            *(() if self.updating is None else self.updating.rows()),
             *(() if self.steered is None else self.steered.rows(adapted=True)),
+            *state_rows(self.state),
             ("memory", ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory) + " MiB at most, by rank"),
         ]
         for notice in self.notices:

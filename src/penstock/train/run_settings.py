@@ -9,7 +9,9 @@ from typing import Any, Self
 
 from penstock.cost import LinkConditions
 from penstock.schedule import Schedule
+from penstock.train.asynchronous import check_updates
 from penstock.train.checks import SettingsError, check_known, read_links, read_schedule
+from penstock.train.passes import Passes
 from penstock.train.travel import Travel
 
 
@@ -23,6 +25,12 @@ class RunSettings:
     warmup: Sequence[int] | None
     link: str | None
     store: str | None
+    dispatch: str
+    adapt: bool
+    window: int | None
+    max_mismatch: int | None
+    drain_every: int | None
+    zero: str
 
     def link_conditions(self) -> LinkConditions | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
@@ -34,9 +42,34 @@ class RunSettings:
         names = (field.name for field in dataclasses.fields(Travel))
         return Travel(**{name: getattr(self, name) for name in names})
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the schedule has its updates among the other ops."""
+        return self.window is not None
+
+    @property
+    def passes(self) -> Passes:
+        """How steps, windows and passes lie. Without updates in the schedule, all three are a step."""
+        return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
+
+    def check_updates(self) -> None:
+        """Raises SettingsError for options about updates that do not go together."""
+        check_updates(self)
+
     def build_schedule(self) -> Schedule:
-        """The schedule, checked. Raises ScheduleError."""
-        return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
+        """The schedule of a pass, checked. Raises ScheduleError."""
+        if not self.is_asynchronous:
+            return read_schedule(self.schedule, self.ranks, self.microbatches, self.stages, self.warmup)
+        passes = self.passes
+        return read_schedule(
+            self.schedule,
+            self.ranks,
+            passes.num_microbatches,
+            self.stages,
+            self.warmup,
+            passes.window_in_pass,
+            self.max_mismatch,
+        )
 
     def to_json(self) -> str:
         """All but the store's password, which whoever goes on with the run gives again."""

@@ -16,6 +16,7 @@ from penstock.train.checks import (
     check_choices,
     check_numbers,
 )
+from penstock.train.learning_rate import learning_rate
 from penstock.train.run_settings import RunSettings
 from penstock.train.travel import host_memory_of
 
@@ -46,6 +47,10 @@ class Settings(RunSettings):
         in_process: all ranks in one process, in turn.
         link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
         transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
+        window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
+            schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
+        drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
+        zero: "on", one copy of a stage has its optimizer's state, or "off", each copy.
     """
 
     schedule: str = "1f1b"
@@ -91,10 +96,15 @@ class Settings(RunSettings):
     adapt: bool = False
     store: str | None = None
     host_memory: str | None = None
+    window: int | None = None
+    max_mismatch: int | None = None
+    drain_every: int | None = None
+    zero: str = "on"
 
     def __post_init__(self) -> None:
-        counts = ("ranks", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates")
-        amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip")
+        counts = ["ranks", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
+        counts += ["window", "drain_every"]
+        amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip", "max_mismatch")
         least = dict.fromkeys(counts, 1) | dict.fromkeys(amounts, 0)
         check_numbers(self, least=least, above_zero=("lr", "timeout"))
         check_choices(
@@ -105,8 +115,10 @@ class Settings(RunSettings):
                 "dispatch": ("frozen", "dynamic", "auto"),
                 "device": ("cpu", "cuda"),
                 "transport": ("host", "direct", "delegate", "nccl"),
+                "zero": ("on", "off"),
             },
         )
+        self.check_updates()
         self.link_conditions()
         _ = self.travel, self.host_units
         if self.in_process and self.transport != "host":
@@ -125,6 +137,10 @@ class Settings(RunSettings):
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
         return max(1, num_cores() // self.ranks)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step (from 0)."""
+        return learning_rate(step, self.steps, self.lr, self.lr_warmup, self.lr_decay)
 
     @property
     def host_units(self) -> float:

@@ -29,6 +29,7 @@ class EmulatedSettings(RunSettings):
         message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
         in_process: ranks are threads of this process and hand messages over; else processes that send them.
         transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
+        window, max_mismatch, drain_every, zero: as of a training run; an iteration is a pass.
         device: always "emulated".
 
     Raises:
@@ -56,17 +57,26 @@ class EmulatedSettings(RunSettings):
     timeout: float = 60.0
     in_process: bool = False
     device: str = "emulated"
+    window: int | None = None
+    max_mismatch: int | None = None
+    drain_every: int | None = None
+    zero: str = "on"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("ranks", "microbatches", "steps", "link_depth", "delegates"), 1)
+        least = dict.fromkeys(
+            ("ranks", "microbatches", "steps", "link_depth", "delegates", "window", "drain_every"), 1
+        )
+        least["max_mismatch"] = 0
         check_numbers(self, least=least, above_zero=("stretch", "timeout"))
         check_choices(
             self,
             {
                 "dispatch": ("frozen", "dynamic", "auto"),
                 "transport": ("host", "direct", "delegate"),
+                "zero": ("on", "off"),
             },
         )
+        self.check_updates()
         self.link_conditions()
         _ = self.travel, self.most_bytes
         if self.in_process and self.transport == "delegate":

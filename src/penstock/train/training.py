@@ -1,0 +1,158 @@
+"""The learning part of a run: batches through the pipeline, pass by pass, and where in a window that has come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.data import to_tensors
+from penstock.runtime import Pipeline, RuntimeFailure
+from penstock.runtime.checkpoint import CheckpointError
+from penstock.runtime.microbatches import split
+from penstock.schedule import count_mismatch
+from penstock.train.passes import Passes
+
+
+class PassDone(NamedTuple):
+    """What a pass came to, by step.
+
+    Attributes:
+        first: its first step. losses: of each step's batch. rates: each step's. updates: so far, at the end of each.
+        grad_norm: before clipping; None where there is not one norm for the step.
+    """
+
+    first: int
+    losses: list[float]
+    rates: list[float]
+    updates: list[int]
+    grad_norm: float | None
+    seconds: float
+
+
+class Training:
+    """Where a run stands, and its next pass.
+
+    Attributes:
+        steps: done so far. gathered: microbatches in the window that is open; 0 between windows.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        passes: Passes,
+        batches: Sequence[Any] | Any,
+        rate: Callable[[int], float],
+        is_asynchronous: bool,
+    ) -> None:
+        self.pipe, self.passes, self.rate = pipe, passes, rate
+        self.steps = self.gathered = 0
+        self._batches = batches
+        self._proved = count_mismatch(pipe.schedule) if is_asynchronous else None
+
+    @property
+    def meta(self) -> dict[str, int]:
+        """What a checkpoint says of where the run stands."""
+        return {"steps": self.steps, "gathered": self.gathered}
+
+    def resume(self, meta: Mapping[str, Any]) -> None:
+        """Stands where a checkpoint says; one of a run without passes counts steps alone."""
+        self.steps, self.gathered = position(meta, self.pipe.num_steps)
+
+    def run_pass(self) -> PassDone:
+        """Trains the next pass.
+
+        Raises:
+            RuntimeFailure: what `Pipeline.step` raises; or updates fell where they were not proved to.
+        """
+        first, before, gathered = self.steps, self.pipe.num_updates, self.gathered
+        steps = range(first, first + self.passes.steps)
+        rates = [self.rate(step) for step in steps]
+        began = time.perf_counter()
+        losses, norm = self._synchronous(first) if self._proved is None else self._asynchronous(steps)
+        seconds = time.perf_counter() - began
+        self.steps, self.gathered = steps.stop, self.passes.after(gathered)
+        updates = [before + self.passes.updates_by(step - first, gathered) for step in steps]
+        return PassDone(first, losses, rates, updates, norm, seconds)
+
+    def probe(self) -> None:
+        """A pass for its times alone. The model is not to be used after it."""
+        first = self.steps
+        if self._proved is None:
+            self.pipe.step(*to_tensors(self._batches[first]), update=False)
+            self.pipe.zero_grad()
+        else:
+            self._asynchronous(range(first, first + self.passes.steps))
+
+    def _synchronous(self, step: int) -> tuple[list[float], float | None]:
+        self._set_rate(self.rate(step))
+        result = self.pipe.step(*to_tensors(self._batches[step]))
+        norm = None if result.grad_norm is None else float(result.grad_norm)
+        return [float(result.loss)], norm
+
+    def _asynchronous(self, steps: range) -> tuple[list[float], float | None]:
+        passes = self.passes
+        inputs, targets = self._cut(steps)
+        rates = passes.rates(steps.start, self.rate)
+        result = self.pipe.step(inputs, targets, rates=rates, update=passes.closes(self.gathered))
+        self._check_mismatch()
+        weights = passes.weights([len(each) for each in inputs])
+        shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
+        return [float(_total(part)) for part in shares.split(passes.microbatches)], None
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of a batch, cut as one of a step."""
+        inputs, targets = (split(part, self.passes.microbatches, "samples") for part in to_tensors(batch))
+        # Where several passes fill a window, a loss is a part of one.
+        return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
+
+    def _cut(self, steps: range) -> tuple[list[Any], list[Any]]:
+        """The batches of some steps as one list of microbatches."""
+        inputs: list[Any] = []
+        targets: list[Any] = []
+        for step in steps:
+            for cut, batch in zip((inputs, targets), to_tensors(self._batches[step]), strict=True):
+                cut += split(batch, self.passes.microbatches, "samples")
+        return inputs, targets
+
+    def _check_mismatch(self) -> None:
+        """What was counted while the pass ran is what was proved before. Raises RuntimeFailure."""
+        counted = self.pipe.mismatch()
+        if counted == self._proved:
+            return
+        assert self._proved is not None
+        keys = sorted(set(counted) | set(self._proved))
+        stage, pipeline, m = next(key for key in keys if counted.get(key) != self._proved.get(key))
+        key = stage, pipeline, m
+        raise RuntimeFailure(
+            f"microbatch {m} met {counted.get(key)} updates of stage {stage} in pipeline {pipeline} between its "
+            f"forward and its backward, and {self._proved.get(key)} were proved; this run can't be trusted: start "
+            "anew from its last checkpoint, and report it"
+        )
+
+    def _set_rate(self, rate: float) -> None:
+        if self.pipe.optimizer is not None:
+            for group in self.pipe.optimizer.param_groups:
+                group["lr"] = rate
+
+
+def position(meta: Mapping[str, Any] | None, num_steps: int) -> tuple[int, int]:
+    """(steps, microbatches gathered) that a checkpoint's meta tells. Raises CheckpointError for other than counts."""
+    meta = meta or {}
+    found = meta.get("steps", num_steps), meta.get("gathered", 0)
+    if not all(isinstance(each, int) and each >= 0 for each in found):
+        raise CheckpointError(
+            f"the checkpoint says steps {found[0]!r} and gathered {found[1]!r}, which are no counts"
+        )
+    return found
+
+
+def _total(losses: Tensor) -> Tensor:
+    """Summed one after another, as the pipeline sums those of a step."""
+    total = losses[0].clone()
+    for loss in losses[1:]:
+        total += loss
+    return total

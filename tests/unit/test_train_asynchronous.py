@@ -1,0 +1,240 @@
+"""`penstock train` with schedules that have their updates among their ops, in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.cli import main
+from penstock.models import CrossEntropy
+from penstock.runtime import RuntimeFailure
+from penstock.train.asynchronous import ASYNCHRONOUS
+from penstock.train.folder import RunFolder
+from penstock.train.inputs import gather_inputs
+from penstock.train.learning_rate import learning_rate
+from penstock.train.rank import RankRun
+from penstock.train.report import Report
+from penstock.train.settings import Settings
+from train_runs import SMALL, checkpoints, losses, metrics
+
+pytestmark = pytest.mark.unit
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    draw = random.Random(1)
+    path.write_text(" ".join(draw.choice(["rank", "stage", "op", "window", "update"]) for _ in range(2000)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train(tmp_path: Path, text: Path, capfd: Any) -> Train:
+    """Trains in this process, into tmp_path/NAME; returns the one JSON object it prints."""
+
+    def call(name: str, options: str, code: int = 0) -> dict[str, Any]:
+        resumed = "--resume" in options
+        start = "" if resumed else f"{SMALL} --data {text} --out {tmp_path / name} --sample 0"
+        assert main(["train", *f"{start} --threads 1 --in-process {options} --json".split()]) == code
+        out, err = capfd.readouterr()
+        assert err == ""
+        value: dict[str, Any] = json.loads(out)
+        return value
+
+    return call
+
+
+UPDATES = {"amdp": 8, "pipedream": 32, "pipedream-2bw": 8, "xpipe": 8, "spectrain": 32, "vnag": 32}
+"""Of eight steps with four microbatches each, where a window is not given."""
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None:
+    report = train("run", f"--schedule {schedule} --steps 8 --evaluate-every 3")
+    updating = report["updating"]
+    assert updating["num_updates"] == UPDATES[schedule]
+    assert updating["proved"] == updating["measured"] == (3 if UPDATES[schedule] == 32 else 1)
+    assert (updating["drain_every"], updating["window"]) == (8, 32 // UPDATES[schedule])
+    built = ps.load(tmp_path / "run/schedule.txt")
+    assert built.num_microbatches == 32
+    assert max(ps.count_mismatch(built).values()) == updating["proved"]
+    assert updating["versions"] == max(ps.count_versions(built).values())
+    assert len(report["state"]) == 4
+    assert all(rank["parameters"] > 0 for rank in report["state"])
+
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(8))
+    assert [line["updates"] for line in lines] == [(step + 1) * UPDATES[schedule] // 8 for step in range(8)]
+    assert [line["lr"] for line in lines] == [learning_rate(step, 8, 4e-3, 30, "cosine") for step in range(8)]
+    assert ["validation_loss" in line for line in lines] == [False] * 7 + [True]
+    assert report["train_loss"] == lines[-1]["loss"]
+    assert report["timing"]["simulated_makespan"] > 0
+    assert any("for each stage's gradient by itself" in notice for notice in report["notices"])
+    shown = Report.read(tmp_path / "run/report.json").to_text()
+    most = "1 update" if updating["proved"] == 1 else "3 updates"
+    assert f"at most {most} between F and B: proved before the run, and counted in it" in shown
+
+
+@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 0", "--zero off", "--drain-every 2"])
+def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
+    updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
+    assert updating["num_updates"] == (4 if "window" in options else 8)
+    assert updating["proved"] == updating["measured"] == (0 if "mismatch" in options else 1)
+    assert updating["zero"] == ("zero" not in options)
+    assert updating["drain_every"] == (2 if "drain" in options else 8)
+    if "zero" in options:  # which copy steps changes no number
+        train("on", "--schedule amdp --steps 8")
+        assert losses(tmp_path / "run") == losses(tmp_path / "on")
+
+
+def test_without_mismatch_it_is_the_synchronous_run(train: Train, tmp_path: Path) -> None:
+    """A pass of one window reads nothing else than 1f1b does; to the bit."""
+    train("expected", "--schedule 1f1b --steps 4 --clip 0")
+    for rule in ("pipedream", "xpipe"):
+        report = train(rule, f"--schedule {rule} --window 4 --drain-every 1 --steps 4 --clip 0")
+        assert (report["updating"]["proved"], report["updating"]["measured"]) == (0, 0)
+        assert losses(tmp_path / rule) == losses(tmp_path / "expected")
+
+
+def test_a_window_that_two_passes_fill(train: Train, tmp_path: Path) -> None:
+    """It is the step of a batch twice as large."""
+    constant = "--lr-decay constant --lr-warmup 0 --clip 0"
+    train("expected", f"--schedule 1f1b --steps 3 --batch 16 --microbatches 8 {constant}")
+    report = train("run", f"--schedule pipedream --window 8 --drain-every 1 --steps 6 {constant}")
+    assert report["updating"]["num_updates"] == 3
+    assert [line["updates"] for line in metrics(tmp_path / "run")] == [0, 1, 1, 2, 2, 3]
+    found = losses(tmp_path / "run")
+    means = [(a + b) / 2 for a, b in zip(found[::2], found[1::2], strict=True)]
+    assert means == pytest.approx(losses(tmp_path / "expected"), abs=1e-6)
+    evaluated = [metrics(tmp_path / name)[-1]["validation_loss"] for name in ("run", "expected")]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-6)
+
+
+def test_steps_are_rounded_up_to_whole_passes(train: Train, tmp_path: Path) -> None:
+    report = train("run", "--schedule amdp --steps 5 --drain-every 2")
+    assert report["steps"] == 6 == len(losses(tmp_path / "run"))
+    assert "5 steps were asked for, 6 were run: whole passes and windows, of 2 steps" in report["notices"]
+    assert json.loads((tmp_path / "run/settings.json").read_text())["steps"] == 6
+    again = train("run", f"--resume {tmp_path / 'run'}")
+    assert (again["steps"], again["train_loss"]) == (6, None)
+    assert again["loss"] == report["loss"]
+
+
+def back_to(folder: Path, steps: int) -> Path:
+    """A copy of a run as if it had been killed after the checkpoint of so many steps, with lines written since."""
+    copy = Path(shutil.copytree(folder, folder.with_name(f"back-to-{steps}")))
+    for each in sorted((copy / "checkpoints").iterdir()):
+        meta = json.loads((each / "index.json").read_text())["index"]["meta"]
+        if meta["steps"] > steps:
+            shutil.rmtree(each)
+    return copy
+
+
+RESUMED = {
+    "amdp": "--schedule amdp",
+    "no ZeRO": "--schedule amdp --zero off",
+    "pipedream": "--schedule pipedream",
+    "2bw": "--schedule pipedream-2bw",
+    "xpipe": "--schedule xpipe",
+    "spectrain": "--schedule spectrain",
+    "vnag": "--schedule vnag",
+    "amid a window": "--schedule amdp --window 16",
+    "dropout": "--schedule amdp --dropout 0.1",
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
+def test_resumed_after_any_pass(train: Train, tmp_path: Path, options: str) -> None:
+    train("run", f"{options} --steps 8 --drain-every 2 --save-every 2 --keep 9")
+    copy = back_to(tmp_path / "run", 2)
+    train("again", f"--resume {copy}")
+    assert losses(copy) == losses(tmp_path / "run")
+    updates = [[line["updates"] for line in metrics(folder)] for folder in (copy, tmp_path / "run")]
+    assert updates[0] == updates[1]
+
+
+def test_resumed_elsewhere(train: Train, tmp_path: Path) -> None:
+    """Amid a window, and under another number of ranks: what is read does not depend on them where nothing is
+    updated within a pass."""
+    train("run", "--schedule pipedream --window 16 --drain-every 1 --steps 8 --save-every 1 --keep 9 --clip 0")
+    copy = back_to(tmp_path / "run", 2)
+    report = train("again", f"--resume {copy} --ranks 2 --drain-every 2")
+    assert report["updating"]["num_updates"] == 2
+    assert losses(copy) == losses(tmp_path / "run")
+    early = back_to(tmp_path / "run", 1)
+    for wrong in ("--window 8", "--drain-every 2", "--schedule 1f1b"):
+        told = train("wrong", f"--resume {early} {wrong}", code=2)["error"]["message"]
+        assert "at step 1, and 4 of the 16 microbatches of a window are gathered" in told
+
+
+def test_from_synchronous_to_asynchronous_and_back(train: Train, tmp_path: Path) -> None:
+    train("run", "--schedule zb-v --steps 2")
+    folder = tmp_path / "run"
+    assert (
+        train("run", f"--resume {folder} --schedule amdp --drain-every 2 --steps 6")["updating"]["num_updates"] == 6
+    )
+    assert len(losses(folder)) == 6
+    report = train("run", f"--resume {folder} --schedule 1f1b --ranks 2 --steps 8")
+    assert report["updating"] is None
+    assert len(losses(folder)) == 8
+    assert checkpoints(folder)[-1] == "step-00000008"
+
+
+def test_a_schedule_file_says_its_windows(train: Train, tmp_path: Path, text: Path) -> None:
+    ps.save(ps.build("amdp", 4, 16, window=8), tmp_path / "mine.json")
+    report = train("run", f"--schedule {tmp_path / 'mine.json'} --microbatches 8 --steps 2")
+    assert (report["updating"]["window"], report["updating"]["drain_every"]) == (8, 2)
+    small = SMALL.replace("--microbatches 4", "")
+    line = f"{small} --data {text} --schedule {tmp_path / 'mine.json'} --steps 2 --in-process --json"
+    assert main(["train", *line.split(), "--out", str(tmp_path / "other")]) == 0
+    assert json.loads((tmp_path / "other/settings.json").read_text())["microbatches"] == 8
+
+
+def test_a_pass_that_breaks_off(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Some updates of the pass were made: nothing but loading goes on from there, and then as if it had not been."""
+    options = f"{SMALL} --data {text} --schedule amdp --steps 6 --drain-every 2 --save-every 2 --sample 0"
+    line = f"{options} --threads 1 --in-process --json"
+    assert main(["train", *line.split(), "--out", str(tmp_path / "whole")]) == 0
+    expected = losses(tmp_path / "whole")
+
+    plain, calls = CrossEntropy.__call__, 0
+
+    def fails(self: CrossEntropy, logits: Any, targets: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8 + 7:  # the seventh microbatch of the second pass
+            raise ValueError("no loss today")
+        return plain(self, logits, targets)
+
+    monkeypatch.setattr(CrossEntropy, "__call__", fails)
+    told = {"preset": "nano", "depth": 6, "width": 16, "heads": 2, "context": 16, "batch": 8, "microbatches": 4}
+    told |= {"schedule": "amdp", "window": 4, "drain_every": 2, "steps": 6, "save_every": 2, "evaluate_every": 0}
+    settings = Settings.from_mapping(told | {"sample": 0, "threads": 1, "in_process": True, "data": str(text)})
+    folder = RunFolder(tmp_path / "run")
+    run = RankRun(gather_inputs(settings), folder, first=True, quiet=True)
+    with pytest.raises(ValueError, match="no loss today"):
+        run.run()
+    assert run.training.steps == 2
+    for go_on in (run.save, run.training.run_pass, run.evaluate):
+        with pytest.raises(RuntimeFailure, match=r"an earlier step broke off \(.*no loss today.*load"):
+            go_on()
+    run.resume()
+    run.run()
+    assert losses(tmp_path / "run") == expected
