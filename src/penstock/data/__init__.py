@@ -9,6 +9,7 @@ from penstock.data.entropy import Entropies, entropies
 from penstock.data.errors import DataError
 from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
+from penstock.data.paired import PairedSamples, TokenForm, VectorForm
 from penstock.data.prepare import Summary, prepare
 from penstock.data.tensors import to_tensors
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -24,8 +25,11 @@ __all__ = [
     "IndexedWriter",
     "MaskedSamples",
     "MaskedText",
+    "PairedSamples",
     "Summary",
+    "TokenForm",
     "Tokenizer",
+    "VectorForm",
     "entropies",
     "load_tokenizer",
     "open_corpus",

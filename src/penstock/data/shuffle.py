@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["mix", "permuted"]
+__all__ = ["mix", "permuted", "uniform"]
 
 ROUNDS = 6
 WORD = (1 << 64) - 1
@@ -44,6 +44,13 @@ def permuted(places: NDArray[np.int64], length: int, *key: int) -> NDArray[np.in
         numbers[outside] = _feistel(numbers[outside], half, mask, keys)
         outside = numbers >= length
     return numbers.astype(np.int64)
+
+
+def uniform(count: int, *key: int) -> NDArray[np.float32]:
+    """`count` numbers from 0 up to 1, which `key` chooses."""
+    words = _scramble(np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(mix(*key)))
+    # The 24 bits that a float32 holds exactly, so that 1 is never reached by rounding.
+    return (words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def _feistel(

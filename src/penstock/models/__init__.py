@@ -8,6 +8,18 @@ from penstock.models.bert import (
     bert_presets,
     bert_tied_parameters,
 )
+from penstock.models.clip import (
+    CLIP,
+    CLIPConfig,
+    Contrast,
+    ContrastiveLoss,
+    TowerConfig,
+    clip_presets,
+    retrieval_accuracy,
+    tower_costs,
+    tower_layers,
+    tower_stage,
+)
 from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
@@ -17,19 +29,29 @@ from penstock.models.stage import bert_stage, gpt_stage
 __all__ = [
     "BERTConfig",
     "BERTLoss",
+    "CLIP",
+    "CLIPConfig",
+    "Contrast",
+    "ContrastiveLoss",
     "CrossEntropy",
     "GPTConfig",
+    "TowerConfig",
     "bert_costs",
     "bert_layers",
     "bert_presets",
     "bert_stage",
     "bert_tied_parameters",
     "build_layers",
+    "clip_presets",
     "estimate_costs",
     "gpt_costs",
     "gpt_stage",
     "measure_costs",
     "presets",
+    "retrieval_accuracy",
     "sample",
     "tied_parameters",
+    "tower_costs",
+    "tower_layers",
+    "tower_stage",
 ]

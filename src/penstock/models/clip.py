@@ -1,0 +1,275 @@
+"""A CLIP: a tower for each modality, each a flat list of layers, and the contrast of what they say.
+
+    text   [B, T]            embedding  block ... block  summary -> [B, E]
+    audio  [B, T, features]  embedding  block ... block  summary -> [B, E]   } contrast -> logits[P, B, B]
+    video  [B, T, features]  embedding  block ... block  summary -> [B, E]
+
+A tower looks at tokens, or at vectors: frames of sound, patches of a picture or of a film. For each pair of towers
+the logits say how well each sample of the one goes with each of the other (Radford et al. 2021, arXiv 2103.00020, for
+two towers; here every pair has a matrix). Any cut of a tower is a pipeline stage; weights are seeded as in the GPT,
+by the tower's name and the layer's number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.models.block import Block, dropout_layer
+from penstock.models.seeded import built, generator_of, require_sizes
+from penstock.runtime import Stage
+
+__all__ = [
+    "CLIP",
+    "CLIPConfig",
+    "Contrast",
+    "ContrastiveLoss",
+    "TowerConfig",
+    "clip_presets",
+    "retrieval_accuracy",
+    "tower_costs",
+    "tower_layers",
+    "tower_stage",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerConfig:
+    """Sizes of one tower.
+
+    Attributes:
+        vocab_size: of tokens; or
+        num_features: of vectors. One of the two is given.
+        context: tokens or vectors a sample at most. depth: blocks.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide the width, both or none of the first two.
+    """
+
+    context: int
+    depth: int
+    width: int
+    num_heads: int
+    vocab_size: int | None = None
+    num_features: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        looked_at = {"vocab_size": self.vocab_size, "num_features": self.num_features}
+        given = {name: size for name, size in looked_at.items() if size is not None}
+        if len(given) != 1:
+            raise ValueError(f"a tower with {' and '.join(given) or 'neither'}; give vocab_size or num_features, one")
+        sizes = {**given, "context": self.context, "depth": self.depth}
+        require_sizes("a tower", sizes, self.width, self.num_heads, self.dropout)
+
+    @property
+    def num_layers(self) -> int:
+        """The blocks, the embedding and the summary."""
+        return self.depth + 2
+
+
+@dataclass(frozen=True)
+class CLIPConfig:
+    """The towers by name, and the width of what they all say. `ValueError` for fewer than two towers."""
+
+    towers: Mapping[str, TowerConfig]
+    shared_width: int = 512
+
+    def __post_init__(self) -> None:
+        if len(self.towers) < 2 or self.shared_width < 1:
+            raise ValueError(
+                f"a CLIP of {len(self.towers)} towers and shared width {self.shared_width}; it needs two towers, and "
+                "a width of at least 1"
+            )
+        object.__setattr__(self, "towers", MappingProxyType(dict(self.towers)))
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of towers, in the order of the logits."""
+        return list(combinations(self.towers, 2))
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all towers, and the scale of the contrast."""
+        return sum(self.tower_parameters(name) for name in self.towers) + 1
+
+    def tower_parameters(self, name: str) -> int:
+        """Embedding V h or (features + 1) h, positions T h, blocks 12 h^2 + 13 h, norm 2 h, and h E."""
+        tower = self.tower(name)
+        h = tower.width
+        embedding = (tower.vocab_size or 0) * h if tower.vocab_size else ((tower.num_features or 0) + 1) * h
+        return embedding + tower.context * h + tower.depth * (12 * h * h + 13 * h) + 2 * h + h * self.shared_width
+
+    def tower(self, name: str) -> TowerConfig:
+        """One tower. `ValueError` where there is none of that name."""
+        if name not in self.towers:
+            raise ValueError(f"no tower {name!r}; there are {', '.join(self.towers)}")
+        return self.towers[name]
+
+
+_AUDIO = TowerConfig(context=264, depth=240, width=1024, num_heads=16, num_features=256)
+_TEXT = TowerConfig(context=77, depth=240, width=768, num_heads=16, vocab_size=49408)
+_VIDEO = TowerConfig(context=264, depth=440, width=1024, num_heads=16, num_features=1176)
+
+clip_presets: dict[str, CLIPConfig] = {
+    "nano": CLIPConfig(
+        {
+            "audio": TowerConfig(context=8, depth=2, width=32, num_heads=2, num_features=6),
+            "text": TowerConfig(context=6, depth=2, width=32, num_heads=2, vocab_size=32),
+            "video": TowerConfig(context=12, depth=2, width=32, num_heads=2, num_features=10),
+        },
+        shared_width=32,
+    ),
+    "flexpipe-audio-text": CLIPConfig({"audio": _AUDIO, "text": _TEXT}),
+    "flexpipe-audio-video": CLIPConfig({"audio": _AUDIO, "video": _VIDEO}),
+    "flexpipe-audio-text-video": CLIPConfig({"audio": _AUDIO, "text": _TEXT, "video": _VIDEO}),
+}
+"""Named sizes. FlexPipe's table 4 has the towers (3B, 1.7B and 5.5B parameters, which these sizes give) and models of
+4.7B, 8.2B and 9.7B, without saying of which towers. Audio and text are 4.8B with the embeddings that we assume (16 x
+16 patches of a spectrogram, CLIP's 49,408 words, 2 x 14 x 14 patches of a film in three colours); audio and video are
+8.6B and all three 10.3B: no choice of the towers gives 8.2B or 9.7B."""
+
+
+class TowerEmbedding(nn.Module):
+    """Tokens[B, T] or vectors[B, T, features] to [B, T, D], each with its place."""
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.vocab_size is not None:
+            self.token = nn.Embedding(config.vocab_size, config.width)
+        else:
+            self.patch = nn.Linear(config.num_features or 0, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.dropout = dropout_layer(config.dropout)
+
+    def forward(self, given: Tensor) -> Tensor:
+        length, context = given.shape[1], self.config.context
+        if length > context:
+            raise ValueError(f"samples of length {length} given to a tower of context {context}; crop them")
+        embedded = self.token(given) if self.config.vocab_size is not None else self.patch(given)
+        place = torch.arange(length, device=given.device)  # T
+        out: Tensor = self.dropout(embedded + self.position(place))  # B, T, D
+        return out
+
+
+class Summary(nn.Module):
+    """[B, T, D] to what the tower says, [B, E] of length 1: the mean over the sample, behind a norm."""
+
+    def __init__(self, width: int, shared_width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, shared_width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(self.project(self.norm(x).mean(1)), dim=-1)
+
+
+class Contrast(nn.Module):
+    """What every tower says, {tower: [B, E]}, to logits[P, B, B] for each pair of towers, with a learnt scale."""
+
+    def __init__(self, config: CLIPConfig) -> None:
+        super().__init__()
+        self.pairs = config.pairs
+        self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, said: Mapping[str, Tensor]) -> Tensor:
+        scale = self.log_scale.exp().clamp(max=100.0)
+        return torch.stack([scale * said[left] @ said[right].T for left, right in self.pairs])
+
+
+class ContrastiveLoss:
+    """Cross-entropy, in nats, of finding a sample's partner in the other tower; a mean over both ways and all pairs.
+
+    Samples are told apart from those of their own microbatch only: a batch cut into more of them is an easier task.
+    """
+
+    def __call__(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits[P, B, B] and each sample's partner int64[B] (its own number where None) to a scalar."""
+        num_pairs, size, _ = logits.shape
+        if targets is None:
+            targets = torch.arange(size, device=logits.device)
+        wanted = targets.expand(num_pairs, size).flatten()
+        there = functional.cross_entropy(logits.float().flatten(0, 1), wanted)
+        back = torch.empty_like(targets)
+        back[targets] = torch.arange(size, device=targets.device)
+        wanted = back.expand(num_pairs, size).flatten()
+        return (there + functional.cross_entropy(logits.float().mT.flatten(0, 1), wanted)) / 2
+
+    def __repr__(self) -> str:
+        return "ContrastiveLoss()"
+
+
+class CLIP(nn.Module):
+    """The whole model in one module: {tower: its input} to logits[P, B, B]."""
+
+    def __init__(self, config: CLIPConfig, seed: int = 0) -> None:
+        super().__init__()
+        layers = {name: nn.Sequential(*tower_layers(config, name, seed=seed)) for name in config.towers}
+        self.towers = nn.ModuleDict(layers)
+        self.contrast = Contrast(config)
+
+    def forward(self, given: Mapping[str, Tensor]) -> Tensor:
+        if missing := [name for name in self.towers if name not in given]:
+            raise ValueError(
+                f"nothing given for tower {missing[0]!r}; there is input for {', '.join(given) or 'none'}"
+            )
+        out: Tensor = self.contrast({name: tower(given[name]) for name, tower in self.towers.items()})
+        return out
+
+
+def retrieval_accuracy(logits: Tensor) -> Tensor:
+    """Logits[P, B, B] to the share of samples [P] whose partner comes first; 1/B by chance."""
+    return (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).float().mean(-1)
+
+
+def tower_layers(
+    config: CLIPConfig, name: str, indices: Iterable[int] | None = None, seed: int = 0
+) -> list[nn.Module]:
+    """The layers of a tower at `indices` (all, unless told otherwise) in that order, on the CPU in float32.
+
+    Draws nothing from torch's global generators. `ValueError` for an unknown tower or an index out of range.
+    """
+    tower = config.tower(name)
+    wanted = list(range(tower.num_layers) if indices is None else indices)
+    for index in wanted:
+        if not 0 <= index < tower.num_layers:
+            raise ValueError(f"layer {index} asked of a tower of {tower.num_layers} layers, counted from 0")
+    std = 0.5 * tower.width**-0.5
+    # What a block adds to the residual stream shrinks with the number of such additions.
+    residual = std * (2 * tower.depth) ** -0.5
+
+    def make(index: int) -> nn.Module:
+        if index == 0:
+            return TowerEmbedding(tower)
+        if index == tower.num_layers - 1:
+            return Summary(tower.width, config.shared_width)
+        return Block(tower.width, tower.num_heads, tower.dropout, causal=False)
+
+    return [
+        built(lambda index=index: make(index), generator_of(seed, f"{name}/{index}"), std, residual)  # type: ignore[misc]
+        for index in wanted
+    ]
+
+
+def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int = 0) -> Stage:
+    """The stage that holds a tower's layers at `indices`, under their names in `CLIP` ("towers.text.3")."""
+    wanted = list(indices)
+    layers = tower_layers(config, name, wanted, seed)
+    return Stage({f"towers.{name}.{i}": layer for i, layer in zip(wanted, layers, strict=True)}, wanted)
+
+
+def tower_costs(config: CLIPConfig, name: str) -> list[float]:
+    """Forward FLOPs a sample of each layer of a tower, from sizes alone."""
+    tower = config.tower(name)
+    length, width = tower.context, tower.width
+    block = length * (2 * 12 * width**2 + 4 * length * width)
+    first = 2.0 * length * width * (1 + (tower.num_features or 0))
+    return [first, *[float(block)] * tower.depth, 2.0 * width * (length + config.shared_width)]
