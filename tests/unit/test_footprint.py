@@ -76,9 +76,10 @@ def test_amdp_has_half_as_many_copies_as_ranks_and_one_owner(num_ranks: int) -> 
     ]
 
 
-def test_copies_of_a_synchronous_schedule_each_have_the_optimizers_state() -> None:
-    found = ps.footprint(ps.build("chimera", 4, 4), uniform(4))
-    assert {(rank.weights, rank.gradients, rank.optimizer) for rank in found.ranks} == {(2, 2, 12)}
+@pytest.mark.parametrize("zero", [True, False])
+def test_copies_of_a_synchronous_schedule(zero: bool) -> None:
+    found = ps.footprint(ps.build("chimera", 4, 4), uniform(4), zero=zero)
+    assert {(rank.weights, rank.gradients, rank.optimizer) for rank in found.ranks} == {(2, 2, 6 if zero else 12)}
 
 
 def test_several_stages_a_rank() -> None:

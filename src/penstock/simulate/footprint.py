@@ -90,12 +90,12 @@ def footprint(
 
     Weights, versions, gradients and the optimizer's state follow from the order alone; activations too where the
     order is frozen. Messages are those of a simulated run. A stage that several ranks share takes what the costs say
-    on each of them. Parameters that two stages share (embedding and head) count on both, as they lie on two ranks.
+    on each of them. Parameters that two stages share (embedding and head) count on both.
 
     Args:
         costs: with `weight_bytes`.
         zero: only the copy that owns a stage has the optimizer's state, and sends the parameters of each update to
-            the others (ZeRO; AMDP, section 3.4). Where no updates are ops of the schedule every copy has it.
+            the others (ZeRO; AMDP, section 3.4).
         masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
             version: what ops read is written from those anyway.
         links: delays or conditions of the run; none where not given.
@@ -119,7 +119,7 @@ def footprint(
     ranks = [RankFootprint(0.0, 0.0, 0.0, 0.0, held, messages) for held, messages in peaks]
     for stage, pipeline, rank in _copies(schedule):
         mine, copy = ranks[rank], (stage, pipeline)
-        has_state = optimizer and (pipeline == OWNER or not zero or schedule.updates is None)
+        has_state = optimizer and (pipeline == OWNER or not zero)
         ranks[rank] = mine._replace(
             weights=mine.weights + costs.weight_bytes[stage],
             versions=mine.versions + costs.weight_bytes[stage] * (versions[copy] - 1),

@@ -1,0 +1,97 @@
+"""What a real pipeline holds is what its footprint says: parameters, versions, gradients, the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.models import GPTConfig, build_layers
+
+pytestmark = pytest.mark.unit
+
+CONFIG = GPTConfig(vocab_size=32, context=8, depth=2, width=8, num_heads=2)
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+MOMENTUM = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+NADAM = partial(torch.optim.NAdam, lr=1e-3)
+
+STATE = {"AdamW": (8, 4), "SGD": (4, 0), "NAdam": (8, 8)}
+"""Of the optimizer's state the bytes a number (moments) and a tensor (steps; NAdam's product of momenta too)."""
+
+RUNS: list[tuple[str, int, dict[str, Any], Any, bool]] = [
+    ("amdp", 16, {"window": 4}, ADAM, True),
+    ("amdp", 24, {"window": 8}, ADAM, True),
+    ("amdp", 24, {"window": 8}, ADAM, False),
+    ("pipedream", 8, {"window": 1}, ADAM, True),
+    ("pipedream", 8, {"window": 2}, MOMENTUM, True),
+    ("pipedream-2bw", 12, {"window": 4}, ADAM, True),
+    ("spectrain", 6, {"window": 1}, MOMENTUM, True),
+    ("vnag", 8, {"window": 1}, NADAM, True),
+    ("1f1b", 4, {}, ADAM, True),
+    ("chimera", 4, {}, ADAM, True),
+    ("chimera", 4, {}, ADAM, False),
+]
+"""Schedule, microbatches, options, optimizer, zero."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads already, and such small products only wait for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def costs_of(layers: list[nn.Module], optimizer: Any) -> ps.Costs:
+    """The costs of stages of a layer each, by their parameters."""
+    sizes = [[p.numel() for p in layer.parameters()] for layer in layers]
+    number, tensor = STATE[optimizer.func.__name__]
+    weights = [4.0 * sum(each) for each in sizes]
+    return replace(
+        ps.Costs.uniform(len(layers)),
+        weight_bytes=weights,
+        gradient_bytes=weights,
+        optimizer_bytes=[float(number * sum(each) + tensor * len(each)) for each in sizes],
+    )
+
+
+def held(pipe: ps.Pipeline, num_microbatches: int) -> list[tuple[int, int, int, int]]:
+    """By rank: parameters, versions, gradients, optimizer; after two steps."""
+    for seed in range(2):
+        tokens = torch.randint(32, (num_microbatches, 8), generator=torch.Generator().manual_seed(seed))
+        pipe.step(tokens, tokens)
+    return [(r["parameters"], r["versions"], r["gradients"], r["optimizer"]) for r in pipe.state_bytes()]
+
+
+def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize(("name", "num_microbatches", "options", "optimizer", "zero"), RUNS)
+def test_a_pipeline_holds_what_its_footprint_says(
+    name: str, num_microbatches: int, options: dict[str, Any], optimizer: Any, zero: bool
+) -> None:
+    layers = build_layers(CONFIG, range(4), seed=0)
+    schedule = ps.build(name, 4, num_microbatches, **options)
+    expected = ps.footprint(schedule, costs_of(layers, optimizer), zero=zero)
+    pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=optimizer, zero=zero, timeout=20)
+    assert held(pipe, num_microbatches) == [tuple(rank[:4]) for rank in expected.ranks]
+
+
+def test_where_nothing_is_predicted_there_is_no_second_version() -> None:
+    """XPipe's last stage has its updates right behind its backwards; its footprint counts a second version all the
+    same, which the pipeline does without."""
+    layers = build_layers(CONFIG, range(4), seed=0)
+    schedule = ps.build("xpipe", 4, 12, window=4)
+    expected = [tuple(rank[:4]) for rank in ps.footprint(schedule, costs_of(layers, ADAM)).ranks]
+    pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, timeout=20)
+    found = held(pipe, 12)
+    assert found[:3] == expected[:3]
+    assert found[3] == (expected[3][0], 0, *expected[3][2:])
