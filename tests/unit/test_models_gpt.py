@@ -135,6 +135,30 @@ def test_the_gpt2_preset_has_the_published_number_of_parameters() -> None:
     assert sum(built.values()) == (7 + 1024) * 24 + 12 * 24**2 + 13 * 24 + 2 * 24
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_formula_counts_what_is_built(tied: bool, bias: bool) -> None:
+    config = dataclasses.replace(CONFIG, tied=tied, bias=bias)
+    built = {id(p): p.numel() for layer in build_layers(config) for p in layer.parameters()}
+    assert config.num_parameters == sum(built.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabularies", "published"),
+    [
+        ("flexpipe-5b", (64, 128, 256, 512, 1000), (5.4, 5.7, 6.3, 7.7, 10.2)),
+        ("flexpipe-16b", (256, 512, 1000, 1100, 1200), (18.2, 20.3, 24.3, 25.1, 25.9)),
+    ],
+)
+def test_flexpipes_models_have_their_sizes_at_every_vocabulary(
+    name: str, vocabularies: tuple[int, ...], published: tuple[float, ...]
+) -> None:
+    assert presets[name].vocab_size == 1000 * vocabularies[0]
+    for thousands, billions in zip(vocabularies, published, strict=True):
+        config = dataclasses.replace(presets[name], vocab_size=1000 * thousands)
+        assert config.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
+
+
 def successor(tokens: torch.Tensor) -> torch.Tensor:
     """Logits of a model that knows one thing: the token after t is t + 1, of 5."""
     return torch.nn.functional.one_hot((tokens + 1) % 5, 5) * 50.0

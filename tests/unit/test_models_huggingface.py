@@ -109,6 +109,19 @@ def test_layers_in_a_row_give_the_models_own_logits(name: str) -> None:
     assert len(decoder.layers()) == decoder.num_layers == 5
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bloom"])
+def test_layers_in_a_row_give_the_models_own_logits_in_bfloat16(name: str) -> None:
+    inputs, _ = inputs_and_targets(batch_of())
+    whole, cast = model_of(name).to(torch.bfloat16).eval(), model_of(name).eval()
+    for model, casting in ((whole, False), (cast, True)):
+        value: Any = inputs
+        with torch.autocast("cpu", torch.bfloat16, enabled=casting):
+            for layer in Decoder(model).layers():
+                value = layer(value)
+            assert torch.equal(value, model(**inputs).logits)
+        assert value.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "qwen2", "bloom"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("zb-v", 2)])
 def test_a_pipeline_gives_the_models_own_loss_and_gradients(name: str, schedule: str, ranks: int) -> None:
@@ -223,7 +236,7 @@ def test_the_loss_is_the_models_own() -> None:
     assert torch.equal(NextTokenLoss()(output.logits, batch["labels"]), output.loss)
     assert NextTokenLoss().weight(batch["labels"]) == 6 * 8 - 2 - 2
     nothing = torch.full_like(batch["labels"], -100)
-    assert float(NextTokenLoss()(output.logits, nothing)) == 0.0
+    assert NextTokenLoss()(output.logits, nothing).item() == 0.0
 
 
 def test_costs_count_the_head_and_not_what_is_looked_up() -> None:

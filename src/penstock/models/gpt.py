@@ -66,6 +66,9 @@ presets: dict[str, GPTConfig] = {
     "gpt2-1.5b": GPTConfig(vocab_size=50257, context=1024, depth=48, width=1600, num_heads=25, tied=True),
     # AMDP's (table 2): GPT-2's vocabulary padded to a multiple of 128 gives its 1,557,686,400 parameters.
     "amdp-gpt": GPTConfig(vocab_size=50304, context=1024, depth=48, width=1600, num_heads=25, tied=True),
+    # FlexPipe's (table 3, whose rows of heads and of widths are swapped), each with the smallest of its vocabularies.
+    "flexpipe-5b": GPTConfig(vocab_size=64_000, context=512, depth=64, width=2560, num_heads=64),
+    "flexpipe-16b": GPTConfig(vocab_size=256_000, context=1024, depth=80, width=4096, num_heads=32),
 }
 """Named sizes; `dataclasses.replace` gives one another vocabulary, depth or context."""
 

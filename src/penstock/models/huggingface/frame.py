@@ -51,11 +51,15 @@ class StandIn(nn.Module):
 
 
 class Zeros(StandIn):
-    """In place of an embedding: zeros."""
+    """In place of an embedding: zeros of a type."""
+
+    def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(original)
+        self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return torch.zeros(*ids.shape, self._original.embedding_dim, device=ids.device)
+        return torch.zeros(*ids.shape, self._original.embedding_dim, dtype=self._dtype, device=ids.device)
 
 
 class Same(StandIn):
@@ -90,8 +94,9 @@ class Catcher(StandIn):
         return (hidden,) if self._returns_tuple else hidden
 
 
-def stand_in(original: nn.Module) -> nn.Module:
-    return Zeros(original) if isinstance(original, nn.Embedding) else Same(original)
+def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
+    return Zeros(original, dtype) if isinstance(original, nn.Embedding) else Same(original)
 
 
 def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> nn.Module:

@@ -109,7 +109,7 @@ class Around:
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self._catchers = _catchers(model, anatomy)
         self._catchers[-1].stops = True
-        fill = {path: stand_in(model.get_submodule(path)) for path in (*anatomy.before, *anatomy.after)}
+        fill = _stand_ins(model, anatomy)
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
         self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
         self._frame = hollow(model, {**fill, **self._loose, anatomy.blocks: nn.ModuleList(self._catchers)})
@@ -138,7 +138,7 @@ def build_pieces(
 ) -> list[Piece]:
     """The layers at `indices`; `weights` has the modules with weights that they need, by path."""
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
-    hollow_parts = {path: stand_in(model.get_submodule(path)) for path in (*anatomy.before, *anatomy.after)}
+    hollow_parts = _stand_ins(model, anatomy)
     around = Around(model, anatomy)
     pieces: list[Piece] = []
     for index in indices:
@@ -155,6 +155,12 @@ def build_pieces(
         else:
             pieces.append(HeadPiece({**own, **loose}, frame, catchers[0]))
     return pieces
+
+
+def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    # Whole numbers, which leave the type of the hidden states that they are added to as it is.
+    paths = (*anatomy.before, *anatomy.after)
+    return {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
 
 
 def _catchers(model: nn.Module, anatomy: Anatomy) -> list[Catcher]:
