@@ -9,9 +9,9 @@ window t + 1, and W(t-1) for what is left of window t.
 A forward of window t finds its version if its copy has taken over update t - 2 by then. In PipeDream's order windows
 of p - 1 microbatches see to that; `check` proves it for any order (rule: versions).
 
-Reference: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021, section 3.1.
-Correction: the published code skips loss unscaling and clipping under stashing; here an update is the same under
-every rule.
+Reference: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021: double-buffered weight
+updates. Correction: the published code skips loss unscaling and clipping under stashing; here an update is the same
+under every rule.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the gradient is that of neither. AMDP trains so (paper, section 3.3): its schedu
 for the first d microbatches of a window (section 3.1, Lemma 1), and holds one version. With more updates between,
 this is naive asynchronous training.
 
-Reference: AMDP, section 3; shared with all schedules that bound the mismatch by their order.
+Reference: "AMDP: asynchronous multi-directional pipeline parallelism for large-scale models training", section 3.
 """
 
 from __future__ import annotations

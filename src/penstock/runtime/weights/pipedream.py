@@ -6,8 +6,8 @@ Stage k of p (k from 1) reads what was newest at a microbatch's forward, keeps i
 computes its gradient with it; the step applies to the newest weights. With one microbatch a window p - k updates fall
 between, so that stage k holds p - k + 1 versions: the first stage p, the last one.
 
-Reference: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section 3.3
-(weight stashing; without its optional vertical sync, so stages may read versions of different ages).
+Reference: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019: weight
+stashing, without its optional vertical sync, so stages may read versions of different ages.
 """
 
 from __future__ import annotations
