@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,7 +81,20 @@ def pipeline_of(run: Run) -> ps.Pipeline:
 
 def trained(name: str, num_updates: int = 50) -> tuple[dict[str, Tensor], list[float], dict[Any, int], float]:
     """This process's parameters after so many updates, the losses, the mismatch counted, and an evaluation."""
-    run = RUNS[name]
+    with one_thread():
+        return _trained(RUNS[name], num_updates)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """LayerNorm's gradients are summed up thread by thread, and ranks have one each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _trained(run: Run, num_updates: int) -> tuple[dict[str, Tensor], list[float], dict[Any, int], float]:
     pipe = pipeline_of(run)
     windows = pipe.schedule.windows
     assert windows is not None
