@@ -16,6 +16,7 @@ from penstock.runtime.measured import measured_costs
 from penstock.runtime.message import Payload
 from penstock.runtime.wiring import wire
 from penstock.simulate import TimedOp, Timeline
+from penstock.train.emulated.settings import EmulatedSettings
 
 pytestmark = pytest.mark.unit
 
@@ -153,3 +154,21 @@ def test_measured_costs_keep_forwards_that_ran_again() -> None:
     found = measured_costs([timeline_of(schedule, {op: {"F": 1.0, "B": 2.0, "R": 0.7}[op.kind] for op in ops})])
     assert found.duration("R", 0) == pytest.approx(0.7)
     assert found.duration("R", 1) == found.duration("F", 1) == 1.0
+
+
+@pytest.mark.parametrize("name", ["amdp", "chimera"])
+def test_links_of_such_a_run_are_measured_where_nothing_is_to_change(name: str) -> None:
+    schedule = ps.build(name, 4, 16, **({"window": 8} if name == "amdp" else {}))
+    steering = ps.Steering(may_replan=False, may_delegate=False, dispatches=())
+    with ps.EmulatedPipeline(schedule, costs_of(schedule), steering=steering) as pipe:
+        steps = [pipe.step() for _ in range(2)]
+        assert not pipe.decisions
+    assert [step.timeline.executed().order for step in steps] == [schedule.order] * 2
+
+
+def test_the_command_cuts_what_updates_send() -> None:
+    settings = EmulatedSettings(costs="amdp-gpt", message_cap="64MB")
+    schedule = ps.build("amdp", 8, 16, window=8)
+    assert set(settings.read_costs(schedule).update_bytes) == {64e6} == {settings.most_bytes}
+    assert settings.is_cut(schedule)
+    assert not settings.is_cut(ps.build("1f1b", 8, 16)), "activations alone are smaller"

@@ -106,8 +106,8 @@ def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
 
 
 def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
-    """Raises RuntimeFailure where a run is to be steered whose order may not change."""
-    if steering is None:
+    """Raises RuntimeFailure where a run is to be changed by steering whose order may not change."""
+    if steering is None or not steering.may_change:
         return
     if schedule.updates is not None:
         raise RuntimeFailure(

@@ -57,6 +57,11 @@ class Steering:
         if not 0 < self.patience < math.inf:
             raise RuntimeFailure(f"a patience of {self.patience:g} s: give a number above 0")
 
+    @property
+    def may_change(self) -> bool:
+        """Whether any remedy may be chosen; where none may, links are measured and records written."""
+        return bool(self.dispatches) or self.may_replan or self.may_delegate
+
     def job(self, costs: Costs, start: Configuration, depth: int, has_delegates: bool) -> Job:
         """What the controller needs to know.
 

@@ -90,11 +90,17 @@ class EmulatedSettings(RunSettings):
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError."""
         costs = self._whole_costs(schedule)
-        return dataclasses.replace(costs, message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes])
+        return dataclasses.replace(
+            costs,
+            message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes],
+            update_bytes=[min(size, self.most_bytes) for size in costs.update_bytes],
+        )
 
     def is_cut(self, schedule: Schedule) -> bool:
         """Whether messages are larger than `message_cap`. Raises SettingsError."""
-        return max(self._whole_costs(schedule).message_bytes) > self.most_bytes
+        costs = self._whole_costs(schedule)
+        sent = [*costs.message_bytes, *(costs.update_bytes if schedule.updates is not None else ())]
+        return max(sent) > self.most_bytes
 
     def _whole_costs(self, schedule: Schedule) -> Costs:
         try:
