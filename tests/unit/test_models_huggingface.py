@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,18 @@ def test_wrong_sources_and_inputs_are_refused_by_name(tmp_path: Path) -> None:
         inputs_and_targets({"input_ids": torch.zeros(1, 2)})
 
 
+def test_a_mask_changed_in_place_is_another_mask() -> None:
+    model = model_of("llama").eval()
+    layers = Decoder(model).layers()
+    inputs, _ = inputs_and_targets(batch_of())
+    for _ in range(2):
+        value: Any = inputs
+        for layer in layers:
+            value = layer(value)
+        assert torch.equal(value, model(**inputs).logits)
+        inputs["attention_mask"][1, :4] = 0
+
+
 def test_a_deep_copy_of_a_stage_is_a_stage_of_its_own() -> None:
     decoder = Decoder(model_of("gpt2"))
     stage = decoder.stage(range(5)).eval()
@@ -342,3 +355,13 @@ def test_a_deep_copy_of_a_stage_is_a_stage_of_its_own() -> None:
             parameter.zero_()
     assert torch.equal(stage(inputs), before)
     assert not twin(inputs).any()
+
+
+def test_a_deep_copy_of_a_stage_copies_nothing_of_the_others() -> None:
+    def num_weights() -> int:
+        return sum(type(each) is nn.Parameter for each in gc.get_objects())
+
+    stage = Decoder(model_of("gpt2")).stage([0, 1])
+    before = num_weights()
+    twin = copy.deepcopy(stage)
+    assert num_weights() - before == len(list(twin.parameters())) == 2 + 12

@@ -32,19 +32,29 @@ class Stopped(Exception):
         self.hidden = hidden
 
 
+class Elsewhere:
+    """A module that is not ours: neither registered nor copied along."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+        return self
+
+
 class StandIn(nn.Module):
     """Has a module's plain attributes, which the code around it may ask for, and none of its weights."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_original"] = original  # not registered: its weights are not ours
+        self._elsewhere = Elsewhere(original)
         self.training = False
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(self.__dict__["_original"], name)
+            value = getattr(self.__dict__["_elsewhere"].module, name)
             if isinstance(value, Tensor | nn.Module):
                 raise
             return value
@@ -59,7 +69,7 @@ class Zeros(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return torch.zeros(*ids.shape, self._original.embedding_dim, dtype=self._dtype, device=ids.device)
+        return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
 
 
 class Same(StandIn):

@@ -116,7 +116,8 @@ class Around:
         self._known: tuple[list[Any], list[Arguments]] | None = None
 
     def arguments(self, index: int, hidden: Tensor, rest: Value) -> Arguments:
-        key = [hidden.shape, hidden.dtype, hidden.device, *rest, *rest.values()]
+        changes = [each._version for each in rest.values() if isinstance(each, Tensor) and not each.is_inference()]
+        key = [hidden.shape, hidden.dtype, hidden.device, *changes, *rest, *rest.values()]
         if self._known is None or not _same(self._known[0], key):
             self._known = key, self._work_out(hidden, rest)
         return self._known[1][index]
