@@ -107,13 +107,14 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training reads and checks its settings and then only leaves its folder; benchmarks measure nothing, and the
-    tuner estimates."""
+    """Training reads and checks its settings and then only leaves its folder, comparing simulates alone; benchmarks
+    measure nothing, and the tuner estimates."""
     from penstock.bench import plan as bench_plan
     from penstock.bench import runtime, split
     from penstock.bench import space as bench_space
     from penstock.bench import tune as bench_tune
     from penstock.cli import lab as lab_command
+    from penstock.train.compare import run as comparing
     from penstock.tune import session
 
     def only_check(order: Order, port: int | None) -> int:
@@ -133,7 +134,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(train_command, "_carry_out", only_check)
     monkeypatch.setattr(train_command, "_carry_out_emulated", only_check_emulated)
-    really_tune = session.tune
+    really_tune, really_compare = session.tune, comparing.compare
 
     class NoLab:
         """Takes what a lab takes, checks it, and makes nothing."""
@@ -169,6 +170,10 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         transfers = {num_ranks: session.Transfer.assumed()}
         return SimpleNamespace(profiles=profiles, transfers=transfers, num_measured=0, num_reused=0, notices=[])
 
+    def only_simulate(contenders: list[Any], trains: bool, *rest: Any) -> Any:
+        return really_compare(contenders, False, *rest)
+
+    monkeypatch.setattr(comparing, "compare", only_simulate)
     monkeypatch.setattr(lab, "Lab", NoLab)
     monkeypatch.setattr(lab.running, "find", lambda name: NoLab())
     monkeypatch.setattr(lab.lab, "make", NoLab)

@@ -30,7 +30,7 @@ ASYNCHRONOUS: Mapping[str, Usual] = {
     "pipedream": Usual(window=1),
     "pipedream-2bw": Usual(),
     "xpipe": Usual(),
-    "spectrain": Usual(1, {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}}),
+    "spectrain": Usual(1, {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}, "lr": 0.03}),
     "vnag": Usual(
         1,
         {
@@ -56,7 +56,7 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
     if usual is None:
         return dict(given)
     if learning and not {"optimizer", "optimizer_options"} & set(found):
-        found = {**usual.learning, **found}
+        found = {**usual.learning, **found}  # the learning rate goes with the optimizer
     microbatches, ranks = found["microbatches"], found["ranks"]
     of_blocks = found["schedule"] == "amdp" and ranks > 0 and ranks % 2 == 0
     if of_blocks and "window" not in found and microbatches % ranks:

@@ -49,7 +49,7 @@ def carry_out(order: Order, port: int | None) -> int:
             report = _run(order, inputs, first=True).report
             code, said = 0, ""
         else:
-            code, said = _launch(order, inputs.corpus, port)
+            code, said = launch_order(order, inputs.corpus, port)
             report = Report.read(folder.report)
         if report is None:
             raise RunFailed(said + _way_on(folder, said), code or 1)
@@ -121,7 +121,7 @@ def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
     return run
 
 
-def _launch(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
+def launch_order(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
     """One process a rank; the exit code, and what the launcher said of a failure."""
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:

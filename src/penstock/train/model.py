@@ -52,8 +52,12 @@ def stage_builders(
     `cut` says how many layers each stage holds. Without it they are cut by their estimated cost, embedding and
     head included. Raises PartitionError, and SettingsError for a cut that does not fit.
     """
-    parts = partition(gpt_costs(config), num_stages) if cut is None else _parts(config, num_stages, cut)
-    return [_builder(config, list(part), seed, recompute) for part in parts]
+    return [_builder(config, list(part), seed, recompute) for part in stage_layers(config, num_stages, cut)]
+
+
+def stage_layers(config: GPTConfig, num_stages: int, cut: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage. Raises as `stage_builders`."""
+    return partition(gpt_costs(config), num_stages) if cut is None else _parts(config, num_stages, cut)
 
 
 def _parts(config: GPTConfig, num_stages: int, cut: Sequence[int]) -> list[range]:

@@ -1,0 +1,166 @@
+"""`penstock compare`: schedules side by side, throughput, memory and loss.
+
+penstock compare 1f1b amdp pipedream-2bw --ranks 4 --microbatches 8 --batch 16 --steps 64
+penstock compare --steps 0 --costs gpt2-14b --ranks 8 --microbatches 32
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli import tune as options
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json
+from penstock.cli.output import print_json
+from penstock.cost.presets import PRESETS
+from penstock.train.compare.contenders import STEPS, USUAL, contenders
+from penstock.train.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.train.compare.result import Comparison
+    from penstock.train.compare.run import Source
+
+DEFAULTS = Settings()
+
+
+@app.command(short_help="Schedules side by side: throughput, memory, loss.")
+def compare(
+    schedules: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCHEDULE]...", help=f"Library schedules. [{' '.join(USUAL)}]")
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="Pipeline ranks.")] = DEFAULTS.ranks,
+    microbatches: Annotated[int, typer.Option("--microbatches", help="Microbatches a step.")] = DEFAULTS.microbatches,
+    batch: Annotated[int, typer.Option("--batch", help="Samples a step.")] = DEFAULTS.batch,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Steps to train; 0 to simulate alone.")] = STEPS,
+    window: Annotated[int | None, typer.Option("--window", help="As in penstock train.")] = None,
+    max_mismatch: Annotated[int | None, typer.Option("--max-mismatch", help="As in penstock train.")] = None,
+    drain_every: Annotated[int | None, typer.Option("--drain-every", help="As in penstock train.")] = None,
+    zero: Annotated[str | None, typer.Option("--zero", help="As in penstock train.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="Sizes of the model.")] = DEFAULTS.preset,
+    depth: options.Depth = None,
+    width: options.Width = None,
+    heads: options.Heads = None,
+    context: options.Context = None,
+    data: Annotated[str | None, typer.Option("--data", help="Text, as in penstock train.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate of all.")] = None,
+    lr_warmup: Annotated[int | None, typer.Option("--lr-warmup", help="Steps up to the peak.")] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="Of all; else what is usual for each.")] = None,
+    optimizer_options: options.OptimizerOptions = None,
+    clip: Annotated[float, typer.Option("--clip", help="Most a gradient's norm may be; 0 for none.")] = DEFAULTS.clip,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights and data order.")] = DEFAULTS.seed,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Of each rank; else its share of the cores.")
+    ] = None,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Train with one process a rank; else all ranks in this one, in turn.")
+    ] = False,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            "--costs",
+            metavar="NAME|FILE",
+            help=f"Simulate over {', '.join(PRESETS)}, or a file; else over what the model's layers take here.",
+        ),
+    ] = None,
+    database: options.DatabaseFile = None,
+    seconds: options.Seconds = 1.0,
+    fresh: options.Fresh = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="Keep the runs, and write a page with charts.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train the same model on the same data by several schedules, and simulate each over the same costs."""
+    if "RANK" in os.environ:
+        raise Misuse("penstock compare starts its ranks itself; run it without torchrun")
+    asked = contenders(
+        schedules or (),
+        {
+            "ranks": ranks, "microbatches": microbatches, "batch": batch, "steps": steps or STEPS, "window": window,
+            "max_mismatch": max_mismatch, "drain_every": drain_every, "zero": zero, "preset": preset, "depth": depth,
+            "width": width, "heads": heads, "context": context, "data": data and os.path.abspath(data), "lr": lr,
+            "lr_warmup": lr_warmup, "optimizer": optimizer, "clip": clip, "seed": seed, "threads": threads,
+            "optimizer_options": options.json_object("--optimizer-options", optimizer_options) or None,
+            "in_process": not processes, "sample": 0, "evaluate_every": 0, "save_every": 0,
+        },
+    )  # fmt: skip
+
+    def source() -> Source:
+        if costs is not None:
+            return _given(costs)
+        return _measured(asked[0], options.database_path(database), seconds, fresh, json)
+
+    from penstock.train.compare.run import compare as run
+
+    found, files = run(asked, steps > 0, source, None if out is None else Path(out), _silent if json else _say)
+    if json:
+        print_json({**found.to_json(), "files": files})
+    else:
+        _show(found, files)
+        if found.steps not in (0, steps):
+            print(f"note  {steps} steps were asked for; {found.steps} are whole passes of all")
+    if found.interrupted:
+        raise typer.Exit(128 + signal.SIGINT)
+
+
+def _given(costs: str) -> Source:
+    """Costs by a preset's name or from a file."""
+    from penstock.formats.costs import read_costs
+    from penstock.train.compare.run import Source
+
+    return Source(f"the costs of {costs}", False, lambda schedule: read_costs(costs, schedule.num_stages))
+
+
+def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> Source:
+    """What the model's layers take here, one rank at a time."""
+    from penstock.train.compare.run import Source
+    from penstock.train.model import model_config, stage_layers
+    from penstock.tune.compared import costs_of
+    from penstock.tune.session import Measuring, measure
+
+    size = math.ceil(settings.batch / settings.microbatches)
+    meter = measure(
+        settings, Measuring(database, seconds, fresh), 1, [size], settings.recompute, None if quiet else _say
+    )
+    (profile,) = meter.profiles.values()
+    config = model_config(settings, 256)
+    return Source(
+        f"what the layers of {settings.preset} take here (microbatches of {size})",
+        True,
+        lambda schedule: costs_of(schedule, stage_layers(config, schedule.num_stages), profile),
+    )
+
+
+def _show(found: Comparison, files: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(found.head()):
+        table.add_column(name, justify="left" if place == 0 else "right")
+    for row in found.rows:
+        table.add_row(*found.cells(row))
+    Console(width=None if Console().is_terminal else 140, highlight=False, markup=False).print(table)
+    print()
+    for line in found.words():
+        print(line)
+    for notice in found.notices:
+        print(f"note  {notice}")
+    for name, path in files.items():
+        print(f"{name}  {path}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    """Says nothing: with --json stdout and stderr are for the object alone."""

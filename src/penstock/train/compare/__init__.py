@@ -1,0 +1,7 @@
+"""Schedules side by side: the same model trained on the same data by each, and the same costs simulated.
+
+contenders    one settings each, alike in all but the schedule
+simulated     how fast, how busy, what held and met, by simulation over common costs
+trained       what each learned, for real
+result        all of it, as rows and as JSON        page    as a page with charts of the loss
+"""

@@ -1,0 +1,57 @@
+"""Who is compared: a settings for each schedule, alike in everything but what only that schedule has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.train.asynchronous import ASYNCHRONOUS, completed
+from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
+
+USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
+"""Who is compared where nobody is named."""
+
+STEPS = 64
+OF_UPDATES = ("window", "max_mismatch", "drain_every", "zero")
+"""Options that only asynchronous schedules take."""
+
+
+def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]:
+    """The settings of each, with the same number of steps: as many as asked for, or more, for whole passes of all.
+
+    Args:
+        given: settings of a training run; None for those that were not given.
+
+    Raises:
+        SettingsError: a schedule named twice, options that none of them takes, settings that do not go together.
+    """
+    names, given = list(names or USUAL), {name: value for name, value in given.items() if value is not None}
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SettingsError(f"{twice[0]} is named twice; a schedule is compared with others")
+    asynchronous = [name for name in names if name in ASYNCHRONOUS]
+    if not asynchronous and (extra := [name for name in OF_UPDATES if name in given]):
+        raise SettingsError(
+            f"--{extra[0].replace('_', '-')} is for schedules that have their updates among the other ops "
+            f"({', '.join(ASYNCHRONOUS)}), and none is compared; leave it out"
+        )
+    own = {field.name: field.default for field in dataclasses.fields(Settings) if field.name in _ALWAYS}
+    found = []
+    for name in names:
+        alike = {k: v for k, v in given.items() if name in ASYNCHRONOUS or k not in OF_UPDATES}
+        settings = Settings.from_mapping(completed({**own, "steps": STEPS, **alike, "schedule": name}))
+        found.append(dataclasses.replace(settings, threads=settings.num_threads))
+    steps = _common_steps(found)
+    return [dataclasses.replace(settings, steps=steps) for settings in found]
+
+
+_ALWAYS = ("ranks", "microbatches")
+
+
+def _common_steps(found: Sequence[Settings]) -> int:
+    """The fewest steps that end with whole passes and windows of all."""
+    steps = found[0].steps
+    while any(settings.passes.whole(steps) != steps for settings in found):
+        steps = max(settings.passes.whole(steps) for settings in found)
+    return steps

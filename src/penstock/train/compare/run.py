@@ -1,0 +1,140 @@
+"""The comparison: all contenders checked, then simulated, then trained one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.schedule import Schedule
+from penstock.train.checks import SettingsError
+from penstock.train.compare.page import write_page
+from penstock.train.compare.result import Compared, Comparison
+from penstock.train.compare.simulated import Costing, simulated
+from penstock.train.compare.trained import trained
+from penstock.train.folder import write_whole
+from penstock.train.inputs import Inputs, gather_inputs
+from penstock.train.settings import Settings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the costs come from, in words; whether they are of the model that is trained; and what they are."""
+
+    words: str
+    of_model: bool
+    costing: Costing
+
+
+def compare(
+    contenders: Sequence[Settings], trains: bool, source: Callable[[], Source], out: Path | None, say: Say
+) -> tuple[Comparison, dict[str, str]]:
+    """Compares; returns it and the files that were written.
+
+    Args:
+        contenders: settings, alike in all but the schedule.
+        trains: whether to train, or only to simulate.
+        source: makes the costs, once everything is checked.
+        out: a folder to be made, for the runs and the page; None to keep nothing.
+
+    Raises:
+        SettingsError, ScheduleError, PartitionError, DataError, CostError: before anything starts.
+        RunFailed: a rank failed.
+    """
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SettingsError(f"--out {out} is there already; give a folder that is not, or is empty")
+    schedules = [settings.build_schedule() for settings in contenders]
+    inputs = _gather(contenders) if trains else []
+    costs = source()
+    rows = [_simulated(settings, plan, costs) for settings, plan in zip(contenders, schedules, strict=True)]
+    if trains:
+        rows = _train(rows, inputs, out, say)
+    first = contenders[0]
+    tokens = None
+    if costs.of_model:
+        tokens = _context(first, inputs) * first.batch / first.microbatches
+    found = Comparison(
+        rows,
+        costs.words,
+        first.steps if trains else 0,
+        first.batch,
+        first.microbatches,
+        first.ranks,
+        tokens,
+        _notices(contenders, trains),
+    )
+    return found, {} if out is None else _write(found, out)
+
+
+def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
+    """The inputs of each; the text is read once."""
+    found: list[Inputs] = []
+    for settings in contenders:
+        found.append(gather_inputs(settings, found[0].corpus if found else None))
+    return found
+
+
+def _simulated(settings: Settings, schedule: Schedule, costs: Source) -> Compared:
+    return Compared(settings.schedule, settings.passes.steps, simulated(settings, schedule, costs.costing(schedule)))
+
+
+def _train(rows: Sequence[Compared], inputs: Sequence[Inputs], out: Path | None, say: Say) -> list[Compared]:
+    done: list[Compared] = []
+    with _folder(out) as folder:
+        for row, each in zip(rows, inputs, strict=True):
+            if done and done[-1].trained is not None and done[-1].trained.interrupted:
+                break
+            say(f"training {each.settings.steps} steps of {row.name}")
+            learned = trained(each, folder / Path(row.name).stem)
+            say(f"  loss {learned.loss:.3f} on the validation text")
+            done.append(Compared(row.name, row.drain_every, row.simulated, learned))
+    return done
+
+
+@contextlib.contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """Where the runs lie: in `out`, or nowhere for long."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-compare-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _context(settings: Settings, inputs: Sequence[Inputs]) -> int:
+    """Tokens of a sample."""
+    if inputs:
+        return inputs[0].config.context
+    from penstock.train.model import model_config
+
+    return model_config(settings, 256).context
+
+
+def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:
+    """In what else than the schedule they differ."""
+    told = []
+    windows = {each.schedule: each.passes.window for each in contenders if each.is_asynchronous}
+    if any(window != contenders[0].microbatches for window in windows.values()):
+        each = ", ".join(f"{window} in {name}" for name, window in windows.items())
+        told.append(f"microbatches that an update gathers: {each}")
+    if not trains:
+        return told
+    optimizers = {(each.optimizer, json.dumps(dict(each.optimizer_options)), each.lr) for each in contenders}
+    if len(optimizers) > 1:
+        each = ", ".join(f"{one.schedule} {one.optimizer} at {one.lr:g}" for one in contenders)
+        told.append(f"their optimizers differ: {each}")
+    if contenders[0].clip and windows:
+        told.append("asynchronous schedules clip each stage's gradient by itself, the others the whole model's")
+    return told
+
+
+def _write(found: Comparison, out: Path) -> dict[str, str]:
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "compare.json", json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
+    return {"json": str(out / "compare.json"), **write_page(found, out)}

@@ -1,0 +1,67 @@
+"""One contender by simulation: a pass over the common costs, and what its order alone says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.cost import Costs
+from penstock.schedule import Schedule, count_mismatch, count_versions
+from penstock.schedule.op import UPDATE
+from penstock.schedule.updates import OWNER
+from penstock.simulate import simulate
+from penstock.simulate.footprint import footprint
+from penstock.train.settings import Settings
+
+Costing = Callable[[Schedule], Costs]
+"""The costs of a schedule's stages, from whatever is the same for all."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Attributes:
+    milliseconds: of a step, its share of the update included.
+    microbatches_per_second: over a whole pass, from its first op to the end of its last update.
+    busy: share of all ranks' time in which they run ops or update.
+    memory: bytes that the rank with most holds: weights, versions, gradients, the optimizer's state, activations,
+        messages; None where the costs do not say what weights take.
+    activations: of them, or, without, in the units of the costs: most that a rank holds.
+    mismatch: most updates between a microbatch's forward and its backward; 0 for a synchronous schedule.
+    versions: most versions of its weights that a copy of a stage holds.
+    """
+
+    milliseconds: float
+    microbatches_per_second: float
+    busy: float
+    memory: float | None
+    activations: float
+    mismatch: int
+    versions: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated:
+    """Simulates a pass.
+
+    A synchronous schedule updates after its last op, every rank the stages it owns, and the next step begins when the
+    slowest has; an asynchronous one has its updates among the other ops.
+    """
+    timeline = simulate(schedule, costs)
+    after = [0.0] * schedule.num_ranks
+    if schedule.updates is None:
+        for stage in range(schedule.num_stages):
+            after[schedule.rank_of(stage, OWNER)] += costs.duration(UPDATE, stage)
+    whole = timeline.makespan + max(after)
+    held = footprint(schedule, costs, zero=settings.zero == "on") if costs.weight_bytes else None
+    return Simulated(
+        milliseconds=whole / settings.passes.steps,
+        microbatches_per_second=schedule.num_microbatches / whole * 1e3 if whole else 0.0,
+        busy=(sum(timeline.busy) + sum(after)) / (schedule.num_ranks * whole) if whole else 1.0,
+        memory=None if held is None else held.peak,
+        activations=max(timeline.peak_activations),
+        mismatch=max(count_mismatch(schedule).values(), default=0) if schedule.updates is not None else 0,
+        versions=max(count_versions(schedule).values(), default=1),
+    )

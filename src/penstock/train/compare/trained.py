@@ -1,0 +1,85 @@
+"""One contender for real: a run like any other, in this process or in one process a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.train.carry_out import launch_order
+from penstock.train.folder import RunFolder
+from penstock.train.inputs import Inputs
+from penstock.train.order import Order
+from penstock.train.rank import RankRun
+from penstock.train.report import Report
+from penstock.train.start import RunFailed
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Attributes:
+    train_loss: mean over the last tenth of the steps. loss: on the validation text, at the end.
+    num_updates: made. mismatch: counted while it ran.
+    state: bytes of weights, versions, gradients and optimizer on the rank that has most.
+    losses, updates: of each step, and so far at its end.
+    tokens_per_second: by the clock here; None for a run whose ranks took turns in one process.
+    """
+
+    train_loss: float
+    loss: float
+    num_updates: int
+    mismatch: int
+    state: int
+    losses: Sequence[float]
+    updates: Sequence[int]
+    tokens_per_second: float | None
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def trained(inputs: Inputs, folder: Path) -> Trained:
+    """Trains, with what that leaves in `folder`.
+
+    Raises:
+        RunFailed: a rank failed.
+    """
+    place = RunFolder(folder)
+    order = Order(inputs.settings, str(folder), as_json=True)
+    if inputs.settings.in_process:
+        torch.set_num_threads(inputs.settings.num_threads)
+        run = RankRun(inputs, place, first=True, quiet=True)
+        run.run()
+        report = run.report
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        code, said = launch_order(order, inputs.corpus, None)
+        report = Report.read(place.report)
+        if report is None:
+            raise RunFailed(f"{inputs.settings.schedule}: {said}", code or 1)
+    assert report is not None, "rank 0 has the report"
+    return read_trained(report, place.metrics, inputs.settings.in_process)
+
+
+def read_trained(report: Report, metrics: Path, in_process: bool) -> Trained:
+    """What a run's report and metrics say."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    losses = [line["loss"] for line in lines]
+    last = losses[-max(1, len(losses) // 10) :]
+    updates = [line.get("updates", line["step"] + 1) for line in lines]
+    return Trained(
+        train_loss=sum(last) / len(last),
+        loss=report.loss,
+        num_updates=updates[-1],
+        mismatch=0 if report.updating is None else report.updating.measured,
+        state=max(sum(rank.values()) for rank in report.state),
+        losses=losses,
+        updates=updates,
+        tokens_per_second=None if in_process else report.tokens_per_second,
+        interrupted=report.interrupted,
+    )

@@ -1,0 +1,168 @@
+"""`penstock compare`: the same for all, then side by side."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.cli import main
+from penstock.train.compare.contenders import contenders
+from penstock.train.compare.simulated import simulated
+from penstock.train.settings import Settings
+from train_runs import losses
+
+pytestmark = pytest.mark.unit
+
+SMALL = "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4 --threads 1"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and costs that are not of a preset."""
+    folder = tmp_path_factory.mktemp("compare")
+    draw = random.Random(1)
+    (folder / "text.txt").write_text(" ".join(draw.choice(["rank", "stage", "op", "window"]) for _ in range(2000)))
+    (folder / "costs.json").write_text('{"f": 1, "i": 1, "w": 1}')
+    return folder
+
+
+@pytest.fixture
+def compare(place: Path, capfd: Any) -> Callable[..., tuple[int, str, str]]:
+    """Compares in this process; returns exit code, stdout and stderr."""
+
+    def call(line: str) -> tuple[int, str, str]:
+        threads = torch.get_num_threads()
+        try:
+            code = main(["compare", *line.format(place=place).split()])
+        finally:
+            torch.set_num_threads(threads)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_side_by_side(compare: Any, tmp_path: Path) -> None:
+    """The numbers are those of a run of each, of the simulator, and of the order."""
+    out = tmp_path / "out"
+    names = "1f1b amdp pipedream-2bw"
+    line = f"{names} {SMALL} --data {{place}}/text.txt --costs {{place}}/costs.json --steps 4 --out {out} --json"
+    code, printed, err = compare(line)
+    assert (code, err) == (0, "")
+    assert printed.count("\n") == 1
+    found = json.loads(printed)
+    assert (found["steps"], found["ranks"], found["microbatches"], found["batch"]) == (4, 4, 4, 8)
+    rows = {row["name"]: row for row in found["schedules"]}
+    assert list(rows) == names.split()
+    for name, row in rows.items():
+        report = json.loads((out / name / "report.json").read_text())
+        assert row["trained"]["loss"] == report["loss"]
+        assert row["trained"]["losses"] == losses(out / name)
+        assert row["trained"]["train_loss"] == losses(out / name)[-1]  # a tenth of four steps is the last
+        assert row["trained"]["state"] == max(sum(rank.values()) for rank in report["state"])
+        assert row["trained"]["num_updates"] == 4
+        assert row["trained"]["mismatch"] == row["simulated"]["mismatch"] == (0 if name == "1f1b" else 1)
+        schedule = ps.load(out / name / "schedule.txt")
+        t = ps.simulate(schedule, ps.Costs.uniform(4))
+        assert row["simulated"]["microbatches_per_second"] == schedule.num_microbatches / t.makespan * 1e3
+        assert row["simulated"]["busy"] == pytest.approx(1 - t.bubble_ratio)
+        assert row["simulated"]["milliseconds"] == t.makespan / row["drain_every"]
+        assert row["simulated"]["memory"] is None  # these costs say nothing of weights
+    assert rows["1f1b"]["relative"] == {"speedup": 1.0, "loss": 1.0, "train_loss": 1.0}
+    assert rows["amdp"]["relative"]["speedup"] > 1
+    assert rows["pipedream-2bw"]["simulated"]["versions"] == 2
+    page = (out / "compare.html").read_text()
+    assert page.count("<svg") == 2
+    assert all(f"<td>{name}</td>" in page for name in rows)
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert all(Path(path).exists() for path in found["files"].values())
+    assert set(found["files"]) == {"json", "page", "loss-by-update", "loss-by-time"}
+    assert compare(line)[0] == 2  # what is there is not written over
+
+
+def test_for_people(compare: Any) -> None:
+    code, out, err = compare("spectrain 1f1b --steps 0 --costs gpt2-14b --microbatches 8")
+    assert (code, err) == (0, "")
+    head, first, second, _, *told = out.splitlines()
+    assert re.split("  +", head.strip())[:5] == ["schedule", "microbatches/s", "speed", "busy", "memory MiB"]
+    assert re.split("  +", first)[0] == "spectrain"
+    assert re.split("  +", first)[2] == "1.00x"
+    assert re.split("  +", second)[5:7] == ["0", "1"]
+    assert told[0] == "4 ranks, 8 microbatches a step, batches of 16; nothing was trained"
+    assert "the asynchronous ones drain every 8 steps, which is counted" in told
+    assert "note  microbatches that an update gathers: 1 in spectrain" in told
+
+
+def test_costs_measured_here(compare: Any, tmp_path: Path) -> None:
+    """Those of the model, with its updates and weights."""
+    database = tmp_path / "known.sqlite"
+    line = f"1f1b zb-v amdp {SMALL} --steps 0 --seconds 0.05 --database {database} --json"
+    code, out, _ = compare(line)
+    assert code == 0
+    found = json.loads(out)
+    for row in found["schedules"]:
+        assert row["trained"] is None
+        assert row["simulated"]["memory"] > row["simulated"]["activations"] > 0
+        tokens = row["simulated"]["tokens_per_second"]
+        assert tokens == pytest.approx(row["simulated"]["microbatches_per_second"] * 2 * 16)
+    again = json.loads(compare(line)[1])
+    assert again["schedules"] == found["schedules"]  # remembered
+
+
+def test_a_synchronous_step_ends_with_its_update() -> None:
+    settings = Settings(schedule="1f1b", ranks=2, microbatches=4)
+    plan = ps.build("1f1b", 2, 4)
+    costs = ps.Costs.uniform(2).with_other({("U", 0): 3.0, ("U", 1): 5.0})
+    found = simulated(settings, plan, costs)
+    makespan = ps.simulate(plan, costs).makespan
+    assert found.milliseconds == makespan + 5.0
+    assert found.busy == pytest.approx((2 * 4 * 3 + 3 + 5) / (2 * (makespan + 5)))
+
+
+def test_all_train_as_many_steps() -> None:
+    found = contenders(["1f1b", "amdp", "vnag"], {"steps": 5, "drain_every": 2, "window": 8, "microbatches": 8})
+    assert [settings.steps for settings in found] == [6, 6, 6]
+    assert [settings.drain_every for settings in found] == [None, 2, 2]
+    assert [settings.optimizer for settings in found] == ["AdamW", "AdamW", "NAdam"]
+    same = contenders(["1f1b", "pipedream"], {"optimizer": "SGD"})
+    assert [settings.optimizer for settings in same] == ["SGD", "SGD"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("1f1b 1f1b", ["1f1b is named twice"]),
+        ("1f1b zbv", ["no schedule named 'zbv'", "zb-v"]),
+        ("1f1b zb-v --window 4", ["--window", "none is compared"]),
+        ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
+        ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),
+        ("--costs nowhere", ["nowhere", "neither a file nor a preset"]),
+        ("--batch 3", ["batch of 3"]),
+        ("--steps -1", ["--steps"]),
+        ("--preset tny", ["no preset named 'tny'"]),
+        ("--depth 2", ["8 stages", "4 layers"]),
+        ("--data nowhere.txt", ["nowhere.txt"]),
+    ],
+)
+def test_mistakes(compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: list[str]) -> None:
+    """One or two lines, as text and as JSON; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    line = f"{SMALL} --data {{place}}/text.txt --costs gpt2-7b --out out {line}"
+    code, out, err = compare(line)
+    assert (code, out) == (2, "")
+    told = err.removeprefix("penstock: ").splitlines()
+    assert len(told) <= 2
+    for word in words:
+        assert word in "\n".join(told)
+    code, out, err = compare(f"{line} --json")
+    assert (code, err) == (2, "")
+    assert json.loads(out)["error"]["message"].splitlines() == told
+    assert list(tmp_path.iterdir()) == []
