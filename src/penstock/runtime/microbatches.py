@@ -127,7 +127,7 @@ def weigh(
         if not total and len(windows) > 1:
             raise RuntimeFailure(
                 f"microbatches {window.start} to {window.stop - 1}, the window of update {update}, weigh nothing: "
-                "the loss has no target there, and the update no gradient; leave the data out, or give a longer window"
+                "the loss has no target there, and the update no gradient; leave the data out, or lengthen the window"
             )
         scales += [weights[m] / total if total else 0.0 for m in window]
     return scales

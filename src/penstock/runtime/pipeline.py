@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +15,18 @@ from torch.optim import Optimizer
 
 from penstock.control import Configuration
 from penstock.cost import LinkConditions
-from penstock.dispatch import Dispatch, Dispatcher
+from penstock.dispatch import Dispatch
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.clip import global_norm, scale_gradients
-from penstock.runtime.devices.registered import RegisteredDevice
-from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.executors.group import run_rank
-from penstock.runtime.executors.local import run_local
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.outcome import Outcome
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
+from penstock.runtime.ranks_here import RanksHere
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
@@ -45,18 +41,18 @@ from penstock.runtime.setup import (
 from penstock.runtime.split import unprepare
 from penstock.runtime.splitting import split_stages
 from penstock.runtime.stage import StageSource
-from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
+from penstock.runtime.stage_runner import Purpose, StepSettings
 from penstock.runtime.stages import evaluating, stages_of
 from penstock.runtime.state_bytes import bytes_of
 from penstock.runtime.steering import Helm, Measured, Steering, steer
 from penstock.runtime.step_result import StepResult
 from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
-from penstock.runtime.transports.conditioned import Conditions, local_transports
+from penstock.runtime.transports.conditioned import Conditions
 from penstock.runtime.tree import on_host
 from penstock.runtime.updating import Updating
-from penstock.runtime.wiring import Wiring, num_indices
-from penstock.runtime.worker import Device, Transport, Worker
+from penstock.runtime.wiring import Wiring
+from penstock.runtime.worker import Worker
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
@@ -147,7 +143,6 @@ class Pipeline:
         require_steerable(schedule, steering)
         if links is not None:
             links.check_ranks(schedule.num_ranks)
-        self._conditions = None if links is None else Conditions(links)
         choice = choice_of(transport, depth, steering, delegates)
         self._choice = choice if isinstance(self._peers, GroupPeers) else TransportChoice()
         ops = ops or {}
@@ -171,15 +166,14 @@ class Pipeline:
         self._notices: list[str] = []
         self._model = held = HeldModel(sources, schedule.placement, self._peers, device, tied)
         require_untied(schedule, held.ties)
-        self._num_indices = num_indices(schedule)
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
-        self._runners = {
-            key: StageRunner(stage, key[1], schedule.num_stages, held.device, loss_fn, autocast, False)
-            for key, stage in held.copies.here.items()
-        }
+        self._updating = Updating(schedule, held.copies, zero) if schedule.updates is not None else None
+        calls, conditions = calls_of(schedule, functions, held.stages), None if links is None else Conditions(links)
+        self._ranks = RanksHere(
+            schedule, held, self._peers.here, loss_fn, autocast, calls, self._updating, self._choice, conditions
+        )
         self._split_stages()
-        self._calls = calls_of(schedule, functions, held.stages)
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
             self._transport = self._choice.make(
@@ -189,9 +183,8 @@ class Pipeline:
                 self._running.plan.wiring,
                 start.dispatch,
                 held.device,
-                self._conditions,
+                conditions,
             )
-        self._updating = Updating(schedule, held.copies, zero) if schedule.updates is not None else None
         self._zero = zero
         self.optimizer = self._make_optimizer(optimizer)
         self._last: tuple[Wiring, list[Worker]] | None = None
@@ -227,7 +220,7 @@ class Pipeline:
         self._split_stages()
 
     def _split_stages(self) -> None:
-        for notice in split_stages(self._runners, self._running):
+        for notice in split_stages(self._ranks.runners, self._running):
             if notice not in self._notices:
                 self._notices.append(notice)
 
@@ -278,6 +271,10 @@ class Pipeline:
         """
         if self._helm is not None:
             raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+        if self._updating is not None:
+            raise RuntimeFailure(
+                f"{self.schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
+            )
         then = self._ready(configuration)
         told = [{"configuration": digest} for digest in self._peers.gather(configuration.digest)]
         require_same(told, "every rank must switch to the same")
@@ -415,7 +412,7 @@ class Pipeline:
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
-        mine = {m: on_host(value) for runner in self._last_runners() for m, value in runner.results.items()}
+        mine = {m: on_host(value) for runner in self._ranks.last for m, value in runner.results.items()}
         outputs: dict[int, Any] = {}
         for part in self._peers.gather(mine):
             outputs.update(part)
@@ -431,53 +428,13 @@ class Pipeline:
         return batch
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
-        # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
-        dispatch = self.dispatch if settings.training else Dispatch.FROZEN
-        local_transport, pause = local_transports(self.schedule.num_ranks, self._conditions)
-        workers = []
-        for rank in self._peers.here:
-            transport: Transport = self._transport or local_transport(rank)
-            dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            runners = {key: self._runners[key] for key in self._model.copies.of_rank(rank)}
-            pipelines = self.schedule.microbatch_pipeline
-            device: Device = TorchDevice(runners, self._model.tied, pipelines, self._model.device)
-            if self._updating is not None and settings.training:
-                device = self._updating.device(device, rank)
-            if plan.wiring.schedule.stage_graph is not None:
-                device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, self._model.device)
-            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport))
-        try:
-            for runner in self._runners.values():
-                runner.begin(settings)
-            if self._transport is None:
-                run_local(workers, pause)
-            else:
-                signatures = self._signatures(settings)
-                threaded = dispatch is Dispatch.DYNAMIC
-                digest = zlib.crc32(" ".join(signatures).encode())
-                self._choice.route(self._transport, self.configuration.delegated)
-                self._transport.begin(plan.expected, signatures, digest, threaded, plan.window)
-                run_rank(workers[0], self._transport)
-                self._transport.end()
-        finally:
-            for runner in self._runners.values():
-                runner.end()
+        workers = self._ranks.run(settings, self._running, plan, self._transport)
         self._last = plan.wiring, workers
         return workers
 
-    def _signatures(self, settings: StepSettings) -> list[str]:
-        shapes = settings.microbatches.signatures
-        texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
-        signatures = [texts[shape] for shape in shapes]
-        return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
-
-    def _last_runners(self) -> list[StageRunner]:
-        """Those of the last stage's copies here."""
-        return [runner for (_, stage), runner in self._runners.items() if stage == self.schedule.num_stages - 1]
-
     def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what a helm says."""
-        outcome = Outcome(self._peers, self._last_runners())
+        outcome = Outcome(self._peers, self._ranks.last)
         result, following = outcome.share(batch, helm)
         if following is not None:
             self._switch(following)

@@ -31,12 +31,11 @@ from penstock.runtime.checkpoint import (
 )
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.peers import Peers
+from penstock.runtime.updating import GRADIENTS, Updating
 from penstock.runtime.updating import PREFIX as ASYNCHRONOUS
-from penstock.runtime.updating import Updating
 from penstock.schedule.updates import OWNER
 
 MODEL = "model/"
-GRADIENTS = "gradients/"
 COUNTERS = "pipeline"
 
 

@@ -21,6 +21,7 @@ from penstock.runtime.worker import Device
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER
 
+GRADIENTS = "gradients/"
 PREFIX = "asynchronous/"
 """What a checkpoint holds besides parameters and optimizer: `asynchronous/PIPELINE/gradients/NAME` and the like."""
 
@@ -132,19 +133,22 @@ class Updating:
     def load(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """Takes over what the parameters now are, and what `tensors` gave. Copies must have the owners' values.
 
-        Gradients that came from pipelines which are not there now count as the owner's.
+        Gradients from pipelines that are not there now count as the owner's; copies that the checkpoint knows nothing
+        of get the owner's older versions.
         """
         by_copy: dict[int, dict[str, Tensor]] = {}
         for name, tensor in sorted(tensors.items()):
             pipeline, rest = name.removeprefix(PREFIX).split("/", 1)
             known = int(pipeline) < self._windows.num_pipelines
             held = by_copy.setdefault(int(pipeline) if known else OWNER, {})
-            held[rest] = held[rest] + tensor if rest in held else tensor
+            if rest not in held:
+                held[rest] = tensor
+            elif rest.startswith(GRADIENTS):
+                held[rest] = held[rest] + tensor
+        of_owner = {n: t for n, t in by_copy.get(OWNER, {}).items() if not n.startswith(GRADIENTS)}
         for (k, index), weights in self.weights.items():
             stage = self._copies.here[k, index]
             weights.fill({name: p.detach() for name, p in stage.named_parameters()})
             weights.num_updates = num_updates
-            mine = {name for name, _ in stage.named_parameters()}
-            held = by_copy.get(k, {})  # of all stages that this process has in pipeline k
-            weights.load_state({n: tensor for n, tensor in held.items() if n.split("/", 1)[1] in mine})
+            weights.load_state({**of_owner, **by_copy.get(k, {})})
         self._failed = None

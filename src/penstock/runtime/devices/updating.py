@@ -40,6 +40,7 @@ class UpdatingDevice:
         self._inner, self._weights, self._schedule = inner, weights, schedule
         self._windows, self._zero = schedule.windows, zero
         self._open = self._windows.num_updates - 1 if open_window else None
+        self._memory = {p.untyped_storage().data_ptr() for w in weights.values() for p in w.stage.parameters()}
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
 
@@ -60,7 +61,7 @@ class UpdatingDevice:
 
     def give(self, edge: Edge) -> Payload:
         if not edge.is_update:
-            return self._inner.give(edge)
+            return self._apart(self._inner.give(edge))
         stage = edge.consumer.stage
         update, _ = self._windows.update_of(edge.consumer.microbatch)
         if update == self._open:
@@ -70,8 +71,14 @@ class UpdatingDevice:
             return Payload.gradients(weights.gradients(update))
         if self._zero:
             return Payload.gradients(list(self._weights[OWNER, stage].values()))
-        # Each its own: a copy that clips does so in place.
-        return Payload.gradients([None if g is None else g.clone() for g in self._reduced[stage]])
+        return Payload.gradients(self._reduced[stage])
+
+    def _apart(self, payload: Payload) -> Payload:
+        """With memory of its own for what a stage returns of its parameters, which an update may write to."""
+        for place, leaf in enumerate(payload.leaves):
+            if leaf is not None and leaf.untyped_storage().data_ptr() in self._memory:
+                payload.leaves[place] = leaf.clone()
+        return payload
 
     def _update(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
         update, pipeline = self._windows.update_of(op.microbatch)
@@ -81,7 +88,7 @@ class UpdatingDevice:
             parts = [weights.gradients(update), *(payload.leaves for payload in received)]
             total = weights.reduced(parts)
             if not self._zero and self._windows.num_pipelines > 1:
-                self._reduced[op.stage] = [None if g is None else g.clone() for g in total]
+                self._reduced[op.stage] = total
             weights.apply(update, [total])
         elif self._zero:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])

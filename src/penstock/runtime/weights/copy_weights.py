@@ -55,7 +55,7 @@ class CopyWeights:
             raise ScheduleError(
                 f"{schedule.name} has no updates as ops (U); build it with a window (rule: updates)", rule="updates"
             )
-        self._stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
+        self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
         self._windows, self._num_stages = schedule.windows, schedule.num_stages
         self._parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
@@ -207,7 +207,7 @@ class CopyWeights:
         Between passes, even after one that broke off: whatever of it is left is dropped.
         """
         with torch.no_grad():
-            for name, parameter in self._stage.named_parameters():
+            for name, parameter in self.stage.named_parameters():
                 if name in values and not parameter.requires_grad:
                     parameter.copy_(values[name])
             own = [values.get(name, parameter.data) for name, parameter in self._parameters.items()]
@@ -246,7 +246,7 @@ class CopyWeights:
         """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
         own = num_bytes(self._parameters.values())
         return {
-            "parameters": num_bytes(self._stage.parameters()),
+            "parameters": num_bytes(self.stage.parameters()),
             "versions": self._weights.num_beside * own,
             "gradients": self._gradients.peak_bytes,
         }
