@@ -182,7 +182,6 @@ def uneven() -> ps.Schedule:
 
 
 REFUSED = {
-    "pipelines": (lambda: ps.build("chimera", 4, 8), "chimera has 2 pipelines"),
     "shared": (
         lambda: ps.Program(ps.Placement(((0, 0, 1),), ((0, (0, 1)),)), 4).build(),
         "stage 0 shared by ranks 0, 1; the runtime runs each stage on one rank",
