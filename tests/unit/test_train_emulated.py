@@ -147,6 +147,34 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert json.loads(json.dumps(found.to_json())) == steered
 
 
+@pytest.mark.parametrize("schedule", ["amdp", "vnag"])
+def test_an_asynchronous_iteration_is_a_pass(run: Run, place: Path, schedule: str) -> None:
+    report = run(f"--schedule {schedule} --microbatches 4 --drain-every 2 --steps 2")
+    built = ps.load(place / "run" / "schedule.txt")
+    assert (report["num_microbatches"], built.num_microbatches, report["steps"]) == (8, 8, 2)
+    assert (report["window"], report["dispatch"]) == (4 if schedule == "amdp" else 1, "frozen")
+    assert report["mismatch"] == max(ps.count_mismatch(built).values()) == 1
+    shown = EmulatedReport.read(place / "run" / "report.json").to_text()
+    assert "at most 1 update between F and B (proved)" in shown
+    assert f"{8e3 / report['simulated']:.1f} simulated" in shown
+
+
+def test_without_zero_copies_update_as_long(place: Path) -> None:
+    (place / "costs.json").write_text(json.dumps({"f": 2, "i": 2, "w": 2, "other": {"U": 3}}))
+    told = {
+        "schedule": "amdp",
+        "ranks": 2,
+        "microbatches": 4,
+        "window": 2,
+        "dispatch": "frozen",
+        "costs": "costs.json",
+    }
+    on, off = (EmulatedSettings.from_mapping({**told, "zero": zero}) for zero in ("on", "off"))
+    plan = on.build_schedule()
+    assert plan.updates is not None
+    assert [settings.read_costs(plan).take_over for settings in (on, off)] == [(), (3.0, 3.0)]
+
+
 def test_host_memory_is_activations_or_bytes() -> None:
     costs = ps.costs_preset("gpt2-7b", 4)
     settings = EmulatedSettings(adapt=True, host_memory="4")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.launch import init_process, watch
+from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place
 from penstock.train.going_on import GoingOn, check_resume
 from penstock.train.handover import hand_over, take_over
@@ -26,7 +27,6 @@ from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settle import settle_memory
 from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
-from penstock.train.updating import bound, proved_mismatch
 
 
 def carry_out(order: Order, port: int | None) -> int:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.runtime import Pipeline
-from penstock.schedule import Schedule, count_mismatch, count_versions
+from penstock.schedule import count_versions
+from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.settings import Settings
 
 
@@ -49,16 +50,6 @@ class UpdateReport:
             ("mismatch", f"{counted} ({self.met:.0%} of them all meet one)" if self.met else counted),
             ("ops read", weights + held),
         ]
-
-
-def bound(most: int) -> str:
-    """`at most 1 update between F and B`."""
-    return f"at most {most} update{'' if most == 1 else 's'} between F and B" if most else "no update between F and B"
-
-
-def proved_mismatch(schedule: Schedule) -> int:
-    """The most updates between any microbatch's forward and backward."""
-    return max(count_mismatch(schedule).values(), default=0)
 
 
 def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> UpdateReport | None:

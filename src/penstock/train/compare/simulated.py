@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.cost import Costs
-from penstock.schedule import Schedule, count_mismatch, count_versions
+from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
 from penstock.simulate import simulate
 from penstock.simulate.footprint import footprint
+from penstock.train.bounds import proved_mismatch
 from penstock.train.settings import Settings
 
 Costing = Callable[[Schedule], Costs]
@@ -62,6 +63,6 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated
         busy=(sum(timeline.busy) + sum(after)) / (schedule.num_ranks * whole) if whole else 1.0,
         memory=None if held is None else held.peak,
         activations=max(timeline.peak_activations),
-        mismatch=max(count_mismatch(schedule).values(), default=0) if schedule.updates is not None else 0,
+        mismatch=proved_mismatch(schedule),
         versions=max(count_versions(schedule).values(), default=1),
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from penstock.cost import Costs
 from penstock.runtime.launch import init_process, watch
 from penstock.schedule import Schedule
+from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.run import EmulatedRun
@@ -92,6 +93,7 @@ def _announcement(order: EmulatedOrder, schedule: Schedule, folder: RunFolder) -
     lines = [
         f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches, "
         f"{settings.dispatch}, {settings.transport} transport",
+        *([] if schedule.updates is None else [f"updates {bound(proved_mismatch(schedule))} (proved)"]),
         f"costs   {settings.costs}" + ("" if settings.stretch == 1 else f", {settings.stretch:g} times as long"),
         f"folder  {folder.path}",
     ]

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from penstock.simulate import Timeline
+from penstock.train.bounds import bound
 from penstock.train.report import WIDTH
 from penstock.train.steered import Steered
 
@@ -44,6 +45,8 @@ class EmulatedReport:
         late: how long after its due moment an op ended (median, worst).
         peaks: most activations that each rank held, in the units of the costs.
         seconds: of all iterations, by the clock. steered: None where nothing was recorded.
+        window: microbatches an update gathers, where updates are ops. mismatch: most of them between a microbatch's
+            forward and its backward, as proved.
     """
 
     schedule: str
@@ -67,6 +70,14 @@ class EmulatedReport:
     steered: Steered | None
     notices: list[str]
     files: dict[str, str]
+    window: int | None = None
+    mismatch: int = 0
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Microbatches a second, measured and simulated."""
+        per_second = self.num_microbatches * 1e3
+        return per_second / (self.measured or 1.0), per_second / (self.simulated or 1.0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -92,6 +103,8 @@ class EmulatedReport:
                 f"emulated, with the costs of {self.costs}{stretch}; nothing is learned, so there is no loss",
             ),
             ("iteration", f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated (medians)"),
+            ("speed", "{:.1f} microbatches/s measured, {:.1f} simulated".format(*self.speeds)),
+            *self._of_updates(),
             ("error", f"{self.median_error:.1%} from simulated, median over iterations"),
             ("bubbles", f"{self.measured_bubble_ratio:.1%} measured, {self.simulated_bubble_ratio:.1%} simulated"),
             ("held", f"activations at most, by rank: {', '.join(map(_shown, self.peaks))}"),
@@ -104,6 +117,12 @@ class EmulatedReport:
         rows += self.files.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+    def _of_updates(self) -> list[tuple[str, str]]:
+        if self.window is None:
+            return []
+        each = "microbatch" if self.window == 1 else f"{self.window} microbatches"
+        return [("updates", f"one every {each}, {bound(self.mismatch)} (proved)")]
 
 
 def _shown(held: float) -> str:

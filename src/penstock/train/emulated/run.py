@@ -16,6 +16,7 @@ from penstock.runtime.setup import peers_of
 from penstock.runtime.steering import Steering
 from penstock.schedule import Schedule
 from penstock.simulate import Timeline
+from penstock.train.bounds import proved_mismatch
 from penstock.train.emulated.report import EmulatedReport, Iteration, medians
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, write_whole
@@ -165,6 +166,8 @@ class EmulatedRun:
                 "metrics": str(folder.metrics),
                 "page": f"penstock report {folder.path} writes it",
             },
+            window=None if self.schedule.updates is None else settings.passes.window,
+            mismatch=proved_mismatch(self.schedule),
             **medians(iterations),
         )
         write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.cost import CostError, Costs
 from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
+from penstock.schedule.op import UPDATE
 from penstock.train.checks import (
     SettingsError,
     check_choices,
@@ -88,8 +89,14 @@ class EmulatedSettings(RunSettings):
         return read_size("message_cap", self.message_cap)
 
     def read_costs(self, schedule: Schedule) -> Costs:
-        """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError."""
+        """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError.
+
+        Without ZeRO a copy of a stage makes each update itself, which takes as long as on its owner.
+        """
         costs = self._whole_costs(schedule)
+        if self.zero == "off":
+            steps = [costs.duration(UPDATE, stage) for stage in range(costs.num_stages)]
+            costs = dataclasses.replace(costs, take_over=steps)
         return dataclasses.replace(
             costs,
             message_bytes=[min(size, self.most_bytes) for size in costs.message_bytes],
