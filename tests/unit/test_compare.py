@@ -141,6 +141,7 @@ def test_all_train_as_many_steps() -> None:
     [
         ("1f1b 1f1b", ["1f1b is named twice"]),
         ("1f1b zbv", ["no schedule named 'zbv'", "zb-v"]),
+        ("1f1b mine.json", ["mine.json is a file", "penstock simulate"]),
         ("1f1b zb-v --window 4", ["--window", "none is compared"]),
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
         ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.train.asynchronous import ASYNCHRONOUS, completed
-from penstock.train.checks import SettingsError
+from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.settings import Settings
 
 USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
@@ -30,6 +30,11 @@ def contenders(names: Sequence[str], given: Mapping[str, Any]) -> list[Settings]
     names, given = list(names or USUAL), {name: value for name, value in given.items() if value is not None}
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingsError(f"{twice[0]} is named twice; a schedule is compared with others")
+    if files := [name for name in names if is_schedule_file(name)]:
+        raise SettingsError(
+            f"{files[0]} is a file; library schedules are compared by name, as all are built for the same ranks and "
+            "microbatches. penstock simulate and penstock train take files"
+        )
     asynchronous = [name for name in names if name in ASYNCHRONOUS]
     if not asynchronous and (extra := [name for name in OF_UPDATES if name in given]):
         raise SettingsError(

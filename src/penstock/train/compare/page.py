@@ -18,7 +18,7 @@ CSS = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#16202c;background:#fff}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px;margin:1rem 0}
 td,th{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #dfe4ea}
-td:first-child,th:first-child{text-align:left}
+td:first-child,th:first-child{text-align:left;white-space:nowrap}
 p{color:#5f6a78;margin:.2rem 0}
 @media(prefers-color-scheme:dark){body{color:#eef2f7;background:#0f151d}td,th{border-color:#28313c}p{color:#9aa6b4}}
 """
