@@ -380,21 +380,3 @@ def test_amdp_puts_no_update_between_forward_and_backward_of_the_last_stage(
     found = ps.count_mismatch(ps.build("amdp", d, 8 * d, b=b, u=u, window=window))
     assert max(between for (stage, _, _), between in found.items() if stage == d - 1) == 0
     assert max(found.values()) == 1
-
-
-@pytest.mark.parametrize("d", [4, 8])
-def test_amdp_with_updates_every_other_block_is_as_busy_as_without(d: int) -> None:
-    costs = ps.Costs.uniform(d, b=2.0)
-    plain, updated = (
-        1 - ps.simulate(ps.build("amdp", d, 40 * d, window=w), costs).bubble_ratio for w in (None, 2 * d)
-    )
-    assert updated == pytest.approx(plain)
-    assert updated > 0.98
-
-
-def test_the_runtime_refuses_updates_by_name() -> None:
-    from penstock.runtime.errors import RuntimeFailure
-    from penstock.runtime.setup import require_runnable
-
-    with pytest.raises(RuntimeFailure, match=r"pipedream has updates as ops of the order \(U\)"):
-        require_runnable(ps.build("pipedream", 2, 4, window=1))
