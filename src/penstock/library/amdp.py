@@ -80,7 +80,15 @@ def amdp(
         message: how long an activation or gradient takes from rank to rank, in the unit of f and b.
         update_message: how long a stage's gradients take to its owner, and its parameters back.
     """
-    whole_multiple("amdp", "ranks", num_ranks, "that each pipeline takes", 2)
+    try:
+        whole_multiple("amdp", "ranks", num_ranks, "that each pipeline takes", 2)
+    except ScheduleError as error:
+        if num_ranks < 1:
+            raise
+        why = "and two of opposite directions would have copies of one stage on one rank"
+        raise ScheduleError(
+            f"{error}. Of an odd number d/2 is no number of pipelines, {why}", rule="options"
+        ) from None
     updates = None
     if window is not None:
         whole_multiple("amdp", "a window", window, "microbatches of a block", num_ranks)
