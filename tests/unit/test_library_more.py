@@ -177,7 +177,8 @@ def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(ratio: float
         ("dualpipe", 4, 6, {}, "dualpipe over 4 ranks needs at least 8 microbatches, got 6"),
         ("dualpipe-v", 4, 7, {}, "dualpipe-v over 4 ranks needs at least 8 microbatches, got 7"),
         ("amdp", 5, 10, {}, "amdp needs ranks in a multiple of the 2 that each pipeline takes, got 5; use 4 or 6. "
-            "Of an odd number d/2 is no number of pipelines"),
+            "Of an odd number d/2 is no number of pipelines, and two of opposite directions would have copies of one "
+            "stage on one rank"),
         ("amdp", 4, 8, {"b": 0.0}, "amdp: b is 0.0; give a time above 0"),
         ("amdp", 4, 8, {"f": float("nan")}, "amdp: f is nan; give a time above 0"),
         ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes no options"),
