@@ -14,7 +14,17 @@ import penstock as ps
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import MISUSE, Failure, failure_of
-from penstock.cli.options import Json, MemoryLimit, Microbatches, Ranks, Stages, Warmup, counts
+from penstock.cli.options import (
+    Json,
+    MaxMismatch,
+    MemoryLimit,
+    Microbatches,
+    Ranks,
+    Stages,
+    Warmup,
+    Window,
+    counts,
+)
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
 
@@ -30,6 +40,8 @@ def check(
     stages: Stages = None,
     warmup: Warmup = None,
     memory_limit: MemoryLimit = None,
+    window: Window = None,
+    max_mismatch: MaxMismatch = None,
     channel_depth: Annotated[
         int | None,
         typer.Option(
@@ -40,7 +52,13 @@ def check(
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
     wanted = source.Counts(
-        ranks, microbatches, stages, None if warmup is None else counts("--warmup", warmup), memory_limit
+        ranks,
+        microbatches,
+        stages,
+        None if warmup is None else counts("--warmup", warmup),
+        memory_limit,
+        window,
+        max_mismatch,
     )
     proved: list[dict[str, Any]] = []
     failures: list[Failure] = []
@@ -48,7 +66,9 @@ def check(
         try:
             several_files = source.is_file(name) and len(schedules) > 1
             found = _proved(
-                name, source.Counts(memory_limit=memory_limit) if several_files else wanted, channel_depth
+                name,
+                source.Counts(memory_limit=memory_limit, max_mismatch=max_mismatch) if several_files else wanted,
+                channel_depth,
             )
         except Exception as error:
             failure = failure_of(error)
@@ -87,6 +107,30 @@ def _proved(name: str, wanted: source.Counts, channel_depth: int | None) -> dict
         "memory_limit": limit,
         "channel_depth": channel_depth,
         "needed_channel_depth": needed,
+        "updates": _updates_of(plan),
+    }
+
+
+def _updates_of(plan: ps.Schedule) -> dict[str, Any] | None:
+    """What updates there are, how many fall between forwards and backwards, and how many versions that needs."""
+    updates, windows = plan.updates, plan.windows
+    if updates is None or windows is None:
+        return None
+    counted, versions = ps.count_mismatch(plan), ps.count_versions(plan)
+    return {
+        "window": updates.window,
+        "num_updates": windows.num_updates,
+        "rule": updates.rule,
+        "max_mismatch": updates.max_mismatch,
+        "mismatch": max(counted.values()),
+        "mismatch_by_stage": [
+            max(n for (stage, _, _), n in counted.items() if stage == s) for s in range(plan.num_stages)
+        ],
+        "mismatched": sorted({m % updates.window for (_, _, m), n in counted.items() if n}),
+        "versions": max(versions.values()),
+        "versions_by_stage": [
+            max(n for (stage, _), n in versions.items() if stage == s) for s in range(plan.num_stages)
+        ],
     }
 
 
@@ -103,7 +147,37 @@ def _sentence(found: dict[str, Any]) -> str:
         f"  Peak in flight {max(peaks)} stage activations ({_shortened(peaks)} by rank)"
         + (f", limit {found['memory_limit']:g}." if found["memory_limit"] is not None else ", no limit."),
     ]
+    if found["updates"] is not None:
+        lines += _updates_said(**found["updates"])
     return "\n".join(lines)
+
+
+def _updates_said(
+    window: int, num_updates: int, rule: str, max_mismatch: int | None, mismatch: int, mismatched: list[int],
+    versions: int, versions_by_stage: list[int], **_: Any,
+) -> list[str]:  # fmt: skip
+    bound = "no bound" if max_mismatch is None else f"bound {max_mismatch}"
+    noun = "microbatch" if len(mismatched) == 1 else "microbatches"
+    which = f"; it meets {noun} {_ranges(mismatched)} of a window" if mismatched else ""
+    read = "the newest weights" if rule == "none" else f"weights by {rule}"
+    held = f" ({_shortened(tuple(versions_by_stage))} by stage)" if versions > 1 else ""
+    return [
+        f"  {plural(num_updates, 'update')} of {plural(window, 'microbatch', 'microbatches')}. "
+        f"{f'At most {mismatch}' if mismatch else 'None'} between a forward and its backward ({bound}){which}.",
+        f"  Ops read {read}, of which a stage holds {'at most ' if versions > 1 else ''}"
+        f"{plural(versions, 'version')}{held}.",
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers, neighbours as a range: 0 to 7, 12."""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ends)
 
 
 def _channels(found: dict[str, Any]) -> str:

@@ -24,6 +24,14 @@ MemoryLimit = Annotated[
     float | None,
     typer.Option("--memory-limit", help="Most stage activations a rank may hold, freed at B or W."),
 ]
+Window = Annotated[
+    int | None,
+    typer.Option("--window", help="Microbatches an update gathers (asynchronous schedules); none without it."),
+]
+MaxMismatch = Annotated[
+    int | None,
+    typer.Option("--max-mismatch", min=0, help="Most updates between a microbatch's forward and its backward."),
+]
 Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write it to FILE, by its ending.")]
 
 _LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")

@@ -11,7 +11,18 @@ import typer
 
 from penstock.cli import source
 from penstock.cli.app import app
-from penstock.cli.options import Json, MemoryLimit, Microbatches, Out, Ranks, Stages, Warmup, counts
+from penstock.cli.options import (
+    Json,
+    MaxMismatch,
+    MemoryLimit,
+    Microbatches,
+    Out,
+    Ranks,
+    Stages,
+    Warmup,
+    Window,
+    counts,
+)
 from penstock.cli.output import in_colour, print_json
 
 
@@ -23,6 +34,8 @@ def show(
     stages: Stages = None,
     warmup: Warmup = None,
     memory_limit: MemoryLimit = None,
+    window: Window = None,
+    max_mismatch: MaxMismatch = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
@@ -30,7 +43,13 @@ def show(
     plan = source.read_or_build(
         schedule,
         source.Counts(
-            ranks, microbatches, stages, None if warmup is None else counts("--warmup", warmup), memory_limit
+            ranks,
+            microbatches,
+            stages,
+            None if warmup is None else counts("--warmup", warmup),
+            memory_limit,
+            window,
+            max_mismatch,
         ),
     )
     if out is not None:

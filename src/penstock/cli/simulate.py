@@ -15,7 +15,19 @@ from penstock.cli import costs as costs_options
 from penstock.cli import options, source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MemoryLimit, Microbatches, Out, Ranks, Stages, Warmup, counts, numbers
+from penstock.cli.options import (
+    Json,
+    MaxMismatch,
+    MemoryLimit,
+    Microbatches,
+    Out,
+    Ranks,
+    Stages,
+    Warmup,
+    Window,
+    counts,
+    numbers,
+)
 from penstock.cli.output import in_colour, print_json, table
 
 if TYPE_CHECKING:
@@ -30,6 +42,8 @@ def simulate(
     stages: Stages = None,
     warmup: Warmup = None,
     memory_limit: MemoryLimit = None,
+    window: Window = None,
+    max_mismatch: MaxMismatch = None,
     f: costs_options.F = None,
     i: costs_options.I = None,
     w: costs_options.W = None,
@@ -63,7 +77,13 @@ def simulate(
     plan = source.read_or_build(
         schedule,
         source.Counts(
-            ranks, microbatches, stages, None if warmup is None else counts("--warmup", warmup), memory_limit
+            ranks,
+            microbatches,
+            stages,
+            None if warmup is None else counts("--warmup", warmup),
+            memory_limit,
+            window,
+            max_mismatch,
         ),
     )
     ps.check(plan, memory_limit=memory_limit)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.failure import Misuse
 from penstock.formats import load
 from penstock.library import SCHEDULES, build
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, check
 
 SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file (.json, .txt, torch's .csv)"
 
@@ -23,6 +24,8 @@ class Counts:
     stages: int | None = None
     warmup: Sequence[int] | None = None
     memory_limit: float | None = None
+    window: int | None = None
+    max_mismatch: int | None = None
 
 
 def is_file(source: str) -> bool:
@@ -33,8 +36,10 @@ def is_file(source: str) -> bool:
 def read_or_build(source: str, counts: Counts) -> Schedule:
     """The schedule `source` names. A built one is proved; one from a file is as it was written.
 
+    A bound on the mismatch is proved of both, and is then the schedule's own.
+
     Raises:
-        Misuse: counts are missing for a name, or given for a file.
+        Misuse: counts are missing for a name, or given for a file; a bound for a schedule that has no updates.
         ScheduleError: as `load` and `build` do.
     """
     given = {
@@ -42,19 +47,37 @@ def read_or_build(source: str, counts: Counts) -> Schedule:
         "--microbatches": counts.microbatches,
         "--stages": counts.stages,
         "--warmup": counts.warmup,
+        "--window": counts.window,
     }
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")
-        return load(source)
+        return _bounded(source, load(source), counts.max_mismatch)
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
-    return build(
+    shapes_itself = source in SCHEDULES and "max_mismatch" in inspect.signature(SCHEDULES[source]).parameters
+    found = build(
         source,
         counts.ranks if counts.ranks is not None else 1,
         counts.microbatches if counts.microbatches is not None else 1,
         counts.memory_limit,
         num_stages=counts.stages,
         warmup=counts.warmup,
+        window=counts.window,
+        max_mismatch=counts.max_mismatch if shapes_itself else None,
     )
+    return _bounded(source, found, counts.max_mismatch)
+
+
+def _bounded(source: str, schedule: Schedule, max_mismatch: int | None) -> Schedule:
+    if max_mismatch is None:
+        return schedule
+    if schedule.updates is None:
+        raise Misuse(
+            f"--max-mismatch {max_mismatch}: {source} has no updates among its ops; give --window to one of the "
+            "asynchronous schedules, or leave --max-mismatch out"
+        )
+    bounded = replace(schedule, updates=replace(schedule.updates, max_mismatch=max_mismatch))
+    check(bounded)
+    return bounded

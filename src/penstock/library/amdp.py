@@ -144,10 +144,12 @@ class _Maker:
         ratio = sum(b) / sum(f)
         even = replace(self._times, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
         uneven = max(f) > min(f) or max(b) > min(b)
+        drains = self._updates is not None and self._updates.max_mismatch == 0
         for read_ahead in sorted({int(ratio + 1e-9), ceil(ratio - 1e-9)}):
             for times in (self._times, even) if uneven else (self._times,):
                 for backward_first in (False, True):
-                    yield Way(times, read_ahead, backward_first)
+                    for by_turns in (True, False) if drains else (True,):
+                        yield Way(times, read_ahead, backward_first, by_turns)
 
 
 def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero: bool = False) -> tuple[float, ...]:

@@ -47,11 +47,13 @@ class Way:
         times: of the stages, as the run takes them to be.
         read_ahead: microbatches that stage 0 of each pipeline reads at a block's boundary besides `READ_AHEAD`.
         backward_first: of a block's ops that are ready, backwards go first; else the one that was ready first.
+        by_turns: with updates, ops go first that did without them; else those of the earliest block again.
     """
 
     times: Times
     read_ahead: int
     backward_first: bool = False
+    by_turns: bool = True
 
 
 class Ran(NamedTuple):
@@ -177,6 +179,8 @@ class Run:
 
 def ran_with(pipelines: Pipelines, num_microbatches: int, way: Way, updates: Updates | None) -> Ran:
     """Runs all ops of so many microbatches."""
+    if updates is not None and not way.by_turns:
+        return Run(pipelines, num_microbatches, way, updates).ran()
     ran = Run(pipelines, num_microbatches, way).ran()
     return ran if updates is None else Run(pipelines, num_microbatches, way, updates, ran.starts).ran()
 
