@@ -171,16 +171,6 @@ def test_a_program_s_functions() -> None:
         _ = program(*(ps.NewOp("LOG", s, after={("F", s): 2}, run=f) for s, f in ((0, print), (1, repr)))).callables
 
 
-def branched() -> ps.Schedule:
-    stages = ps.StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
-    return ps.Program(ps.placements.one_to_one(4), 4, stages=stages).build()
-
-
-def uneven() -> ps.Schedule:
-    stages = ps.StageGraph(2, ((0, 1),), num_microbatches=(4, 2))
-    return ps.Program(ps.placements.one_to_one(2), 4, stages=stages).build()
-
-
 REFUSED = {
     "shared": (
         lambda: ps.Program(ps.Placement(((0, 0, 1),), ((0, (0, 1)),)), 4).build(),
@@ -190,8 +180,6 @@ REFUSED = {
         lambda: program(ps.NewOp("GATHER", 3, after={("F", 3): 4}, on=(0, 3))).build(),
         "ops of registered kind GATHER that ranks 0, 3 run together; the runtime runs each op on one rank",
     ),
-    "branches": (branched, r"stages that branch \(edges 0 -> 1, 0 -> 2, 1 -> 3, 2 -> 3\)"),
-    "uneven": (uneven, "stages with different numbers of microbatches, 4, 2"),
 }
 
 

@@ -14,7 +14,7 @@ weighs as many samples as it has.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,16 @@ class Microbatches:
     """A batch, cut.
 
     Attributes:
-        inputs, targets: one entry a microbatch; targets is all None without a loss.
+        inputs: by the stage that they go into, one entry a microbatch of it.
+        targets: one entry a microbatch of the stage with the loss, whose microbatches scales and windows count too;
+            all None without a loss.
         scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty, read off a few elements.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
     """
 
-    inputs: list[Any]
+    inputs: Mapping[int, list[Any]]
     targets: list[Any]
     scales: list[float]
     signatures: list[Signature]
@@ -48,7 +50,11 @@ class Microbatches:
     windows: tuple[range, ...]
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.scales)
+
+    def into(self, stage: int) -> list[Any]:
+        """What goes into a stage that no other feeds."""
+        return self.inputs[stage]
 
 
 def digest_of(*values: Any) -> int:
@@ -145,15 +151,55 @@ def cut_batch(
     num_microbatches: int,
     loss_fn: Callable[..., Tensor] | None,
     windows: Sequence[range] = (),
+    starts: Mapping[int, int] | None = None,
 ) -> Microbatches:
     """Cuts inputs and targets and weighs the microbatches.
 
     Args:
+        inputs: by stage, where the batch goes into several.
+        num_microbatches: of the stage with the loss.
         windows: the microbatches that each update gathers; all of them in one where not given.
+        starts: of the stages that the batch goes into the number of microbatches; stage 0 where not given.
+
+    Raises:
+        RuntimeFailure: inputs that cannot be cut, or not given for just these stages.
     """
     windows = tuple(windows) or (range(num_microbatches),)
-    cut_inputs = split(inputs, num_microbatches, "inputs")
+    starts = starts or {0: num_microbatches}
+    given = inputs_by_stage(inputs, list(starts))
+    cut = {stage: split(value, starts[stage], "inputs") for stage, value in given.items()}
+    first = next(iter(given))
+    cut_inputs = cut[first]
+    if starts[first] != num_microbatches:
+        if isinstance(given[first], list):
+            raise RuntimeFailure(
+                f"stage {first} works on {starts[first]} microbatches and the stage with the loss on "
+                f"{num_microbatches}; give tensors to be cut, not a list"
+            )
+        cut_inputs = split(given[first], num_microbatches, "inputs")
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
     scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
-    signatures = [tuple((tuple(t.shape), t.dtype) for t in flatten(value)[0]) for value in cut_inputs]
-    return Microbatches(cut_inputs, cut_targets, scales, signatures, digest_of(inputs, targets), windows)
+    leaves = [[flatten(value)[0] for value in values] for values in cut.values()]
+    signatures = [
+        tuple((tuple(t.shape), t.dtype) for each in leaves if m < len(each) for t in each[m])
+        for m in range(max(map(len, leaves)))
+    ]
+    digest = digest_of(*given.values(), targets)
+    return Microbatches(cut, cut_targets, scales, signatures, digest, windows)
+
+
+def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:
+    """What goes into each of the stages that no other feeds.
+
+    Raises:
+        RuntimeFailure: several such stages, and not an entry for each.
+    """
+    if len(starts) == 1:
+        return {starts[0]: inputs}
+    if not isinstance(inputs, Mapping) or set(inputs) != set(starts):
+        got = f"entries {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise RuntimeFailure(
+            f"the batch goes into stages {', '.join(map(str, starts))}; give the inputs as a dict with one entry for "
+            f"each, {{{starts[0]}: ..., {starts[1]}: ...}}, not {got}"
+        )
+    return {stage: inputs[stage] for stage in starts}

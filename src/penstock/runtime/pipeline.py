@@ -21,6 +21,7 @@ from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.held_model import HeldModel
+from penstock.runtime.junctions import end_of, is_plain, starts_of
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
 from penstock.runtime.outcome import Outcome
@@ -321,7 +322,7 @@ class Pipeline:
         windows = self._windows()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = cut_batch(inputs, targets, self.schedule.num_microbatches, self._loss_fn, windows)
+        batch = self._cut(inputs, targets, self._loss_fn, windows)
         if self._updating is not None:
             self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
         else:
@@ -355,6 +356,19 @@ class Pipeline:
             self.num_updates += len(windows) - (not update)
             return result
         return replace(result, grad_norm=self.update()) if update else result
+
+    def _cut(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Tensor] | None,
+        windows: Sequence[range],
+        num: int | None = None,
+    ) -> Microbatches:
+        """The batch, cut for the stages that it goes into and for the one with the loss."""
+        graph, num = self.schedule.graph, num or self.schedule.num_microbatches
+        starts = {stage: graph.microbatches_of(stage, num) for stage in starts_of(graph)}
+        return cut_batch(inputs, targets, graph.microbatches_of(end_of(graph), num), loss_fn, windows, starts)
 
     def _windows(self) -> list[range]:
         """The microbatches of each update that is an op."""
@@ -421,8 +435,10 @@ class Pipeline:
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         if self._updating is not None:
             self._updating.require_whole()
-        num = min(self.schedule.num_microbatches, num_entries(inputs))
-        batch = cut_batch(inputs, targets, num, self._loss_fn if purpose is Purpose.EVALUATE else None)
+        num = self.schedule.num_microbatches
+        if is_plain(self.schedule):
+            num = min(num, num_entries(inputs))
+        batch = self._cut(inputs, targets, self._loss_fn if purpose is Purpose.EVALUATE else None, (), num)
         with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch

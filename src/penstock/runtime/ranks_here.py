@@ -16,6 +16,7 @@ from penstock.runtime.devices.torch_device import TorchDevice
 from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.held_model import HeldModel
+from penstock.runtime.junctions import end_of
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.registered import OpCall, OpFunction
 from penstock.runtime.running import Running
@@ -37,7 +38,7 @@ class RanksHere:
         choice, conditions: how messages travel, and what is injected into links.
 
     Attributes:
-        runners: of the copies of stages here, by (pipeline, stage).
+        runners: of the copies of stages here, by (pipeline, stage). last: those whose output the loss takes.
     """
 
     def __init__(
@@ -54,17 +55,13 @@ class RanksHere:
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         self._choice, self._conditions = choice, conditions
-        self._num_stages, self._num_ranks = schedule.num_stages, schedule.num_ranks
+        self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
         self._num_indices = num_indices(schedule)
         self.runners: dict[Copy, StageRunner] = {
-            key: StageRunner(stage, key[1], schedule.num_stages, model.device, loss_fn, autocast, False)
+            key: StageRunner(stage, key[1], key[1] == end, model.device, loss_fn, autocast, False)
             for key, stage in model.copies.here.items()
         }
-
-    @property
-    def last(self) -> list[StageRunner]:
-        """Those of the last stage's copies."""
-        return [runner for (_, stage), runner in self.runners.items() if stage == self._num_stages - 1]
+        self.last = [runner for (_, stage), runner in self.runners.items() if stage == end]
 
     def run(self, settings: StepSettings, running: Running, plan: StepPlan, transport: Any) -> list[Worker]:
         """Runs a step of some kind to its end.
@@ -102,10 +99,10 @@ class RanksHere:
     def _device(self, rank: int, plan: StepPlan, training: bool) -> Device:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        device: Device = TorchDevice(runners, model.tied, schedule.microbatch_pipeline, model.device)
+        device: Device = TorchDevice(runners, model.tied, schedule, model.device)
         if self._updating is not None and training:
             device = self._updating.device(device, rank)
-        if schedule.stage_graph is not None:
+        if schedule.graph.registered or schedule.graph.needs:
             device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, model.device)
         return device
 

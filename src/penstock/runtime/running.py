@@ -47,7 +47,9 @@ class Running:
     def forward(self, num_microbatches: int) -> StepPlan:
         """The plan of forwards alone, without registered ops and what they wait for."""
         if num_microbatches not in self._forwards:
-            schedule = replace(self.schedule.forward_only(num_microbatches), stage_graph=None)
+            schedule = self.schedule.forward_only(num_microbatches)
+            if schedule.stage_graph is not None:
+                schedule = replace(schedule, stage_graph=replace(schedule.stage_graph, registered=(), needs=()))
             self._forwards[num_microbatches] = plan_step(schedule, (), False, self.rank, self.tags)
         return self._forwards[num_microbatches]
 

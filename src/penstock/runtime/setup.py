@@ -14,11 +14,12 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.runtime.copies import require_one_copy_a_rank
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.junctions import is_plain, require_matching
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
 from penstock.runtime.steering import Steering
 from penstock.runtime.tied import Tie
-from penstock.schedule import Schedule, StageGraph
+from penstock.schedule import Schedule
 from penstock.simulate import simulate
 from penstock.simulate.simulate import as_dispatch
 
@@ -76,23 +77,13 @@ def require_runnable(schedule: Schedule) -> None:
             f"ops of registered kind {one.kind} that ranks {_listed(one.ranks)} run together; the runtime runs "
             "each op on one rank"
         )
-    elif set(graph.edges) != set(StageGraph.chain(graph.num_stages).edges):
-        found = f"stages that branch (edges {_edges(graph)}); the runtime runs plain chains of stages"
-    elif set(graph.num_microbatches) - {schedule.num_microbatches}:
-        found = (
-            f"stages with different numbers of microbatches, {_listed(graph.num_microbatches)}; the runtime runs as "
-            "many on each stage"
-        )
+    require_matching(graph, schedule.num_microbatches)
     if found is not None:
         raise RuntimeFailure(f"{schedule.name} has {found} (ps.simulate and ps.check take it as it is)")
 
 
 def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
-
-
-def _edges(graph: StageGraph) -> str:
-    return ", ".join(f"{a} -> {b}" for a, b in graph.edges) or "none"
 
 
 def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
@@ -117,6 +108,10 @@ def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
         raise RuntimeFailure(
             f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
             "steering out"
+        )
+    if not is_plain(schedule):
+        raise RuntimeFailure(
+            f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave steering out"
         )
 
 

@@ -72,6 +72,7 @@ class StageRunner:
     """One stage on this rank.
 
     Args:
+        is_last: whether its output is what the loss takes.
         can_split: whether I and W can run apart; where not, I runs the full backward and W does nothing.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
     """
@@ -80,7 +81,7 @@ class StageRunner:
         self,
         stage: Stage,
         index: int,
-        num_stages: int,
+        is_last: bool,
         device: torch.device,
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
@@ -90,7 +91,7 @@ class StageRunner:
         self.index = index
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
-        self._is_last = index == num_stages - 1
+        self._is_last = is_last
         self._device = device
         self._loss_fn = loss_fn
         self._autocast = autocast
@@ -190,7 +191,7 @@ class StageRunner:
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry]:
         """What the stage is called with, and where those of it that want a gradient enter."""
         if received is None:
-            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.inputs[m]))
+            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
                 return unflatten(copies, skeleton), Entry([])

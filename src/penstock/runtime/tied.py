@@ -97,8 +97,8 @@ class TiedGradients:
         for parameter in self._local.values():
             parameter.grad = None
 
-    def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Payload | None, list[tuple[Tensor, Tensor]]]:
-        """Tells the chain's message from the tied sums, which come after it, by slot: (parameter, its sum)."""
+    def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
+        """Tells the gradients of outputs from the tied sums, which come after them, by slot: (parameter, its sum)."""
         slots = self._from_below.get(op.stage, ())
         main = len(received) - len(slots)
         sums: list[tuple[Tensor, Tensor]] = []
@@ -106,7 +106,7 @@ class TiedGradients:
             parameter, gradient = self._local[slot, op.stage], payload.leaves[0]
             if gradient is not None and parameter.requires_grad:
                 sums.append((parameter, gradient.to(parameter.device)))
-        return (received[0] if main else None), sums
+        return received[:main], sums
 
     def collect(self, op: Op) -> None:
         """After a backward: adds this microbatch's whole sums where this stage is the owner."""

@@ -156,4 +156,6 @@ def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
 def num_indices(schedule: Schedule) -> int:
     """The most ops of one kind on one stage: as many as microbatches, or as updates or some registered kind has."""
     updates = 0 if schedule.windows is None else schedule.windows.num_ops
-    return max([schedule.num_microbatches, updates, *(r.num_ops for r in schedule.graph.registered)])
+    graph = schedule.graph
+    registered = (r.num_ops for r in graph.registered)
+    return max([schedule.num_microbatches, updates, *graph.num_microbatches, *registered])

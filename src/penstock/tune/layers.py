@@ -175,7 +175,8 @@ class Chain:
         self._update(times)
 
     def _runner(self, stage: Stage, index: int, can_split: bool) -> StageRunner:
-        return StageRunner(stage, index, self._num_layers, self._device, CrossEntropy(), self._autocast, can_split)
+        last = index == self._num_layers - 1
+        return StageRunner(stage, index, last, self._device, CrossEntropy(), self._autocast, can_split)
 
     def _forward(self, m: int, kind: str, times: Times | None) -> None:
         payload: Payload | None = None

@@ -8,10 +8,11 @@ import torch
 
 from penstock.runtime.copies import Copy
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.junctions import Junctions, is_plain
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.stage_runner import StageRunner
 from penstock.runtime.tied import TiedGradients
-from penstock.schedule import Op
+from penstock.schedule import Op, Schedule
 
 
 class TorchDevice:
@@ -19,7 +20,7 @@ class TorchDevice:
 
     Args:
         runners: of the copies of stages that the rank hosts, by (pipeline, stage).
-        tied: of each pipeline. pipelines: of each microbatch.
+        tied: of each pipeline. schedule: what runs.
 
     On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
     anyway, and the measured times are then those of the work, not of its launch.
@@ -29,12 +30,13 @@ class TorchDevice:
         self,
         runners: Mapping[Copy, StageRunner],
         tied: Sequence[TiedGradients],
-        pipelines: Sequence[int],
+        schedule: Schedule,
         device: torch.device,
     ) -> None:
         self._runners = runners
         self._gpu = device if device.type == "cuda" else None
-        self._tied, self._pipelines = tied, pipelines
+        self._tied, self._pipelines = tied, schedule.microbatch_pipeline
+        self._junctions = None if is_plain(schedule) else Junctions(schedule)
         self._outcome: Payload | None = None
         self._op: Op | None = None
 
@@ -42,6 +44,8 @@ class TorchDevice:
         pipeline = self._pipelines[op.microbatch]
         runner = self._runners[pipeline, op.stage]
         if op.kind == "F":
+            if self._junctions is not None:
+                received = [] if (joined := self._junctions.inputs(op, received)) is None else [joined]
             self._outcome = runner.forward(op.microbatch, received[0] if received else None)
         elif op.kind == "W":
             runner.backward_weight(op.microbatch)
@@ -51,7 +55,10 @@ class TorchDevice:
             self._outcome = None
         else:
             tied = self._tied[pipeline]
-            main, sums = tied.sort(op, received)
+            came, sums = tied.sort(op, received)
+            main = came[0] if came else None
+            if self._junctions is not None:
+                main = self._junctions.gradients(op, came)
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
             tied.collect(op)
         self._op = op
@@ -61,7 +68,10 @@ class TorchDevice:
     def give(self, edge: Edge) -> Payload:
         if edge.slot:
             return self._tied[self._pipelines[edge.producer.microbatch]].give(edge)
-        outcome, self._outcome = self._outcome, None
+        outcome = self._outcome
         if outcome is None or edge.producer != self._op:
             raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")
+        if self._junctions is not None:
+            return self._junctions.share(edge, outcome)
+        self._outcome = None
         return outcome

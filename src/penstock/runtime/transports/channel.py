@@ -61,13 +61,21 @@ class Tags:
         num_microbatches: int,
         needs: Sequence[Needs] = (),
         num_indices: int = 0,
+        edges: Sequence[tuple[int, int]] = (),
+        counts: Sequence[int] = (),
     ) -> None:
         """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage, F, B and U not more than
-        `num_microbatches`."""
-        self._stages, self._microbatches = num_stages, num_microbatches
+        `num_microbatches`. `edges` say which stage feeds which, the next one where not given, and `counts` how many
+        microbatches each works on.
+        """
+        self._stages, self._microbatches, self._counts = num_stages, num_microbatches, counts
         self._needs = needs
+        edges = edges or [(stage, stage + 1) for stage in range(num_stages - 1)]
+        self._number = {edge: place for place, edge in enumerate(edges)}
+        self._slots = 2 * len(edges)
         sizes = (1 + num_indices * need.num_before for need in needs)
-        self._token_headers = list(accumulate(sizes, initial=(2 + num_slots) * num_stages * (num_microbatches + 1)))
+        messages = (self._slots + num_slots * num_stages) * (num_microbatches + 1)
+        self._token_headers = list(accumulate(sizes, initial=messages))
         self._span = self._token_headers[-1]
         self._variants = max(1, TAG_LIMIT // self._span)
 
@@ -76,9 +84,12 @@ class Tags:
         """The numbers for a schedule whose stages share so many tied parameters."""
         windows = schedule.windows
         updating = 0 if windows is None else windows.num_pipelines - 1
-        most = max(schedule.num_microbatches, 0 if windows is None else windows.num_ops)
+        counted = schedule.graph.num_microbatches
+        most = max(schedule.num_microbatches, *counted, 0 if windows is None else windows.num_ops)
         needs = schedule.graph.needs
-        return cls(schedule.num_stages, num_tied + updating, most, needs, num_indices(schedule))
+        graph, num_stages = schedule.graph, schedule.num_stages
+        counts = [graph.microbatches_of(stage, schedule.num_microbatches) for stage in range(num_stages)]
+        return cls(num_stages, num_tied + updating, most, needs, num_indices(schedule), graph.edges, counts)
 
     def shift(self, digest: int) -> int:
         """What to add to the tags of a step whose shapes have this digest."""
@@ -87,16 +98,20 @@ class Tags:
     def header(self, key: ChannelKey) -> int:
         if key.slot < 0:
             return self._token_headers[-key.slot - 1]
-        # Stages of the chain send to a neighbour, tied ones to one stage in each slot: the producer says it all.
-        kind = key.slot + 1 if key.slot else int(key.forward)
-        return (kind * self._stages + key.producer) * (self._microbatches + 1)
+        if key.slot:  # tied stages send to one stage in each slot, as copies do: the producer says it all
+            return (self._slots + (key.slot - 1) * self._stages + key.producer) * (self._microbatches + 1)
+        edge = (key.producer, key.consumer) if key.forward else (key.consumer, key.producer)
+        return (2 * self._number[edge] + int(key.forward)) * (self._microbatches + 1)
 
     def message(self, edge: Edge) -> int:
         first = self.header(ChannelKey.of(edge)) + 1
         if edge.slot < 0:
             num_before = self._needs[-edge.slot - 1].num_before
             return first + edge.consumer.microbatch * num_before + edge.producer.microbatch % num_before
-        return first + edge.consumer.microbatch
+        (_, producer, m), (_, consumer, n) = edge.producer, edge.consumer
+        # Where several of the producer's make one of the consumer's, theirs tell them apart.
+        several = bool(self._counts) and edge.slot == 0 and self._counts[producer] > self._counts[consumer]
+        return first + (m if several else n)
 
 
 class Expected(NamedTuple):

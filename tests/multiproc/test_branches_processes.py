@@ -1,0 +1,29 @@
+"""Stages that branch and join, one process a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+import branches_runs as runs
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def run_all(rank: int, names: list[str]) -> dict[str, list[str]]:
+    return {
+        f"{name} {dispatch} {split}": runs.wrong(name, dispatch, split, exact=name in runs.EVEN)
+        for name in names
+        for dispatch in ("frozen", "dynamic")
+        for split in (False, True)
+    }
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_as_the_plain_loop(ranks: int) -> None:
+    names = [name for name, graph in runs.GRAPHS.items() if graph.num_stages == ranks]
+    outcomes = run_ranks(ranks, run_all, names, deadline=100)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    found = [f"rank {o.rank}, {run}: {text}" for o in outcomes for run, texts in o.value.items() for text in texts]
+    assert not found, "\n".join(found)
+    assert all(len(o.value) == 4 * len(names) for o in outcomes)

@@ -1,0 +1,85 @@
+"""Stages that branch and join, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import branches_runs as runs
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("name", runs.GRAPHS)
+def test_as_the_plain_loop(name: str, dispatch: str) -> None:
+    assert not runs.wrong(name, dispatch, exact=name in runs.EVEN)
+
+
+@pytest.mark.parametrize("name", runs.GRAPHS)
+def test_split_backwards(name: str) -> None:
+    assert not runs.wrong(name, split=True, exact=name in runs.EVEN)
+
+
+def pipeline(graph: ps.StageGraph, **options: object) -> ps.Pipeline:
+    schedule = ps.Program(ps.placements.one_to_one(graph.num_stages), 8, stages=graph).build()
+    stages = [runs.Joined() if len(sources) == 2 else runs.Plain() for sources in graph.sources]
+    return ps.Pipeline(stages, schedule, loss_fn=runs.MSE, **options)
+
+
+def test_a_branch_that_leads_nowhere_is_refused() -> None:
+    with pytest.raises(RuntimeFailure, match="stages 1, 2 feed no other stage, and the loss is one stage's; lead"):
+        pipeline(ps.StageGraph(3, ((0, 1), (0, 2))))
+
+
+def test_microbatches_that_do_not_match_are_refused() -> None:
+    graph = ps.StageGraph(3, ((0, 2), (1, 2)), num_microbatches=(8, 6, 6))
+    with pytest.raises(RuntimeFailure, match="stage 0 works on 8 microbatches and stage 2, which it feeds, on 6"):
+        pipeline(graph)
+
+
+def test_steering_is_refused() -> None:
+    with pytest.raises(RuntimeFailure, match="the stages of program branch, and steering plans for a chain of them"):
+        pipeline(runs.GRAPHS["a skip"], steering=ps.Steering())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            torch.zeros(16, 6),
+            r"goes into stages 0, 2; give the inputs as a dict with one entry for each, .* not Tensor",
+        ),
+        ({0: torch.zeros(16, 6)}, "not entries 0"),
+        ({0: torch.zeros(16, 6), "image": torch.zeros(16, 6)}, "not entries 0, 'image'"),
+    ],
+)
+def test_inputs_that_are_not_one_a_tower_are_refused(inputs: object, message: str) -> None:
+    with pytest.raises(RuntimeFailure, match=message):
+        pipeline(runs.GRAPHS["two towers"]).step(inputs, torch.zeros(16, 6))
+
+
+def test_a_list_cannot_be_cut_again_for_the_loss() -> None:
+    inputs, targets = runs.batch_of("a large loss", 1)
+    listed = {stage: list(value.tensor_split(8)) for stage, value in inputs.items()}
+    with pytest.raises(RuntimeFailure, match="stage 0 works on 8 microbatches and the stage with the loss on 2"):
+        pipeline(runs.GRAPHS["a large loss"]).step(listed, targets)
+
+
+def test_towers_that_are_updated_in_the_order() -> None:
+    """Updates as ops of a graph with branches, against the same windows one after the other."""
+    schedule = ps.repeat_windows(runs.schedule_of("two towers"), 2)
+    torch.manual_seed(0)
+    pipes = [
+        ps.Pipeline(runs.stages_of("two towers"), each, loss_fn=runs.MSE, optimizer=runs.ADAM)
+        for each in (schedule, runs.schedule_of("two towers"))
+    ]
+    for pipe in pipes:
+        for stage in pipe._model.every_stage():
+            stage.eval()
+    (a, b), (x, y) = runs.batch_of("two towers", 1), runs.batch_of("two towers", 2)
+    pipes[0].step({stage: torch.cat([a[stage], x[stage]]) for stage in a}, torch.cat([b, y]))
+    pipes[1].step(a, b)
+    pipes[1].step(x, y)
+    for (name, p), (_, q) in zip(pipes[0].named_parameters(), pipes[1].named_parameters(), strict=True):
+        assert torch.equal(p, q), name
