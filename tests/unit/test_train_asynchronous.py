@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,7 +151,7 @@ def back_to(folder: Path, steps: int) -> Path:
 
 
 RESUMED = {
-    "amdp": "--schedule amdp",
+    "amdp": "--schedule amdp --dropout 0.1",
     "no ZeRO": "--schedule amdp --zero off",
     "pipedream": "--schedule pipedream",
     "2bw": "--schedule pipedream-2bw",
@@ -157,13 +159,12 @@ RESUMED = {
     "spectrain": "--schedule spectrain",
     "vnag": "--schedule vnag",
     "amid a window": "--schedule amdp --window 16",
-    "dropout": "--schedule amdp --dropout 0.1",
 }
 
 
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
 def test_resumed_after_any_pass(train: Train, tmp_path: Path, options: str) -> None:
-    train("run", f"{options} --steps 8 --drain-every 2 --save-every 2 --keep 9")
+    train("run", f"{options} --steps 4 --drain-every 2 --save-every 2")
     copy = back_to(tmp_path / "run", 2)
     train("again", f"--resume {copy}")
     assert losses(copy) == losses(tmp_path / "run")
@@ -183,6 +184,25 @@ def test_resumed_elsewhere(train: Train, tmp_path: Path) -> None:
     for wrong in ("--window 8", "--drain-every 2", "--schedule 1f1b"):
         told = train("wrong", f"--resume {early} {wrong}", code=2)["error"]["message"]
         assert "at step 1, and 4 of the 16 microbatches of a window are gathered" in told
+
+
+def test_interrupted(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends after the pass."""
+    plain, calls = CrossEntropy.__call__, 0
+
+    def pressed(self: CrossEntropy, logits: Any, targets: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 11:  # in the second pass
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, logits, targets)
+
+    monkeypatch.setattr(CrossEntropy, "__call__", pressed)
+    report = train("run", "--schedule amdp --drain-every 2 --window 16 --steps 80", code=130)
+    assert (report["interrupted"], report["steps"]) == (True, 4)
+    assert checkpoints(tmp_path / "run") == ["step-00000004"]
+    assert len(losses(tmp_path / "run")) == 4
+    assert train("run", f"--resume {tmp_path / 'run'} --steps 8")["updating"]["num_updates"] == 2
 
 
 def test_from_synchronous_to_asynchronous_and_back(train: Train, tmp_path: Path) -> None:
