@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.draw import to_svg, to_terminal
+from penstock.draw import to_html, to_svg, to_terminal
+from penstock.draw.panel import panels
 from penstock.formats import from_json, to_json
 from penstock.formats.perfetto import to_perfetto
 from penstock.formats.torch_csv_write import to_torch_csv
@@ -325,9 +326,23 @@ def test_drawings_show_updates() -> None:
     schedule = two_pipelines()
     timeline = ps.simulate(schedule, ps.Costs.uniform(4, b=2.0).with_other({("U", s): 1.0 for s in range(4)}))
     assert "U update" in to_svg(timeline)
-    assert to_svg(timeline).count("<title>0U0: ") == 1
+    picture = to_svg(timeline)
+    assert picture.count("<title>0U0: rank 0") == 1
+    assert ", update 0, by its owner</title>" in picture
+    assert ", update 1, taken over by pipeline 1's copy</title>" in picture
+    assert "(of U the update, ' on a copy)" in picture
     assert "U update" in to_terminal(timeline, color=False)
     assert "0U2" in to_terminal(schedule, color=False)
+    drawn = panels(schedule)[0]
+    assert [drawn.number(ps.Op("U", 2, n)) for n in range(4)] == ["0", "0'", "1", "1'"]
+    assert drawn.number(ps.Op("F", 2, 3)) == "3"
+    assert {t.end - t.start for t in drawn.timeline.ops if t.op.kind == "U"} == {0.5}
+    for rank, row in enumerate(schedule.order):  # the colour of a U is that of its own copy of the stage
+        colours = {(op.stage, schedule.pipeline_of(op)): drawn.chunk(rank, op) for op in row if op.kind == "F"}
+        for op in row:
+            assert drawn.chunk(rank, op) == colours[op.stage, schedule.pipeline_of(op)]
+    assert '"updates":[' in to_html(schedule)
+    assert '"updates":null' in to_html(without_updates(schedule))
     names = [e["name"] for e in json.loads(to_perfetto(timeline))["traceEvents"] if e["ph"] == "X"]
     assert sum(name.split()[0] in ("U", "0U", "1U", "2U", "3U") for name in names) >= 16
 

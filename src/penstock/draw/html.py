@@ -87,6 +87,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
         "kind": [kinds.index(t.op.kind) for t in ops],
         "stage": [t.op.stage for t in ops],
         "microbatch": [t.op.microbatch for t in ops],
+        "updates": None if schedule.updates is None else [panel.update(t.op) for t in ops],
         "chunk": [panel.chunk(t.rank, t.op) for t in ops],
         "start": [_ms(t.start - panel.origin) for t in ops],
         "end": [_ms(t.end - panel.origin) for t in ops],

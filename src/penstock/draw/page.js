@@ -24,7 +24,7 @@
     t.byName = new Map();
     for (let r = 0; r < t.numRanks; r++) t.rank.fill(r, t.first[r], t.first[r + 1]);
     t.start.forEach((_, i) => {
-      const m = t.microbatch[i];
+      const m = chainOf(t, i);
       if (!t.byMicrobatch.has(m)) t.byMicrobatch.set(m, []);
       t.byMicrobatch.get(m).push(i);
       t.byName.set(name(t, i), i);
@@ -32,6 +32,15 @@
     t.byMicrobatch.forEach((list) => list.sort((a, b) => t.start[a] - t.start[b]));
     t.mostHeld = Math.max(1, ...t.held.map((steps) => steps.reduce((most, s) => Math.max(most, s[1]), 0)));
   });
+
+  // What an op is followed with: its microbatch, or where it is an update all copies of it.
+  function chainOf(t, i) { return t.updates && t.updates[i] ? "U" + t.updates[i][0] : t.microbatch[i]; }
+
+  // What stands on a bar: the microbatch, or the update, marked where a copy takes it over.
+  function numberOf(t, i) {
+    if (!t.updates || !t.updates[i]) return String(t.microbatch[i]);
+    return t.updates[i][0] + (t.updates[i][1] ? "'" : "");
+  }
 
   function name(t, i) { return t.stage[i] + kinds[t.kind[i]].kind + t.microbatch[i]; }
 
@@ -169,7 +178,7 @@
       if (show.critical) paintPath(t, p, criticalPath(t));
       if (focus) paintChain(t, p, focus.i);
     }
-    if (show.arrows) paintMessages(t, p, focus ? t.microbatch[focus.i] : -1);
+    if (show.arrows) paintMessages(t, p, focus ? chainOf(t, focus.i) : null);
   }
 
   function ticks() {
@@ -274,7 +283,7 @@
       g.lineWidth = 1;
     }
     if (p.bar < 11 || wide < 9) return;
-    const number = String(t.microbatch[i]), full = name(t, i);
+    const number = numberOf(t, i), full = name(t, i);
     const label = wide > full.length * 7.5 + 16 ? full : wide > number.length * 6.6 + 2 ? number : "";
     if (!label) return;
     g.font = `11px ${FONT}`;
@@ -305,7 +314,7 @@
   }
 
   function paintChain(t, p, i) {
-    const chain = t.byMicrobatch.get(t.microbatch[i]);
+    const chain = t.byMicrobatch.get(chainOf(t, i));
     for (const j of chain) paintOp(t, j, p, rowY(p, t.rank[j]));
     g.strokeStyle = color.mark;
     g.globalAlpha = 0.55;
@@ -351,7 +360,7 @@
     g.stroke();
   }
 
-  function paintMessages(t, p, microbatch) {
+  function paintMessages(t, p, chain) {
     const { source, target, sent, arrived } = t.messages;
     const spread = (width * length) / (view.to - view.from);
     g.strokeStyle = color.mark;
@@ -360,11 +369,11 @@
     let last = -1;
     for (let n = 0; n < source.length; n++) {
       if (arrived[n] < view.from || sent[n] > view.to) continue;
-      if (microbatch >= 0 && t.microbatch[source[n]] !== microbatch) continue;
+      if (chain !== null && chainOf(t, source[n]) !== chain) continue;
       // Far out, arrows closer than half a pixel to the one before say nothing more.
       if (spread / source.length < 0.5 && Math.abs(x(sent[n]) - last) < 0.5) continue;
       last = x(sent[n]);
-      g.globalAlpha = microbatch >= 0 ? 0.9 : 0.5;
+      g.globalAlpha = chain !== null ? 0.9 : 0.5;
       link(t, p, source[n], target[n], sent[n], arrived[n]);
     }
     g.globalAlpha = 1;
@@ -392,7 +401,9 @@
     const rows = [
       ["rank", String(t.rank[i])],
       ["stage", t.stage[i] + " of " + t.numStages],
-      ["microbatch", t.microbatch[i] + (t.pipelines ? ", pipeline " + t.pipelines[t.microbatch[i]] : "")],
+      t.updates && t.updates[i]
+        ? ["update", t.updates[i][0] + (t.pipelines ? ", pipeline " + t.updates[i][1] + (t.updates[i][1] ? "" : ", its owner") : "")]
+        : ["microbatch", t.microbatch[i] + (t.pipelines ? ", pipeline " + t.pipelines[t.microbatch[i]] : "")],
       ["time", short(t.start[i]) + " to " + short(t.end[i]) + u],
       ["duration", short(t.end[i] - t.start[i]) + u],
     ];

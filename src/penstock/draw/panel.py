@@ -1,6 +1,7 @@
 """A panel: one timeline made ready for drawing, whatever it came from.
 
-A schedule has no times of its own, so it is drawn as it would run with F = I = W = 1 and B = 2.
+A schedule has no times of its own, so it is drawn as it would run with F = I = W = 1 and B = 2, and U = 1/2 on every
+copy.
 A measured timeline may start anywhere; on a picture time starts with its first op.
 """
 
@@ -10,12 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.cost import Costs
 from penstock.draw.palette import kind_order
 from penstock.draw.scale import percent, short
 from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.op import UPDATE
+from penstock.schedule.updates import OWNER
 from penstock.simulate import TimedOp, Timeline, simulate
 
 Drawable = Schedule | Timeline
+
+COPY = "'"
+"""Marks the number of an update that a copy takes over from its owner."""
+
+_UPDATE_UNITS = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,23 @@ class Panel:
     def chunk(self, rank: int, op: Op) -> int:
         """Which of the rank's stages the op belongs to, from 0."""
         pipelines = self.schedule.microbatch_pipeline
-        pipeline = pipelines[op.microbatch] if op.microbatch < len(pipelines) else 0
+        if update := self.update(op):
+            pipeline = update[1]
+        else:
+            pipeline = pipelines[op.microbatch] if op.microbatch < len(pipelines) else 0
         return self._chunks[rank].get((op.stage, pipeline), 0)
+
+    def update(self, op: Op) -> tuple[int, int] | None:
+        """The (update, pipeline) of a U; None for other ops."""
+        windows = self.schedule.windows
+        return windows.update_of(op.microbatch) if op.kind == UPDATE and windows is not None else None
+
+    def number(self, op: Op) -> str:
+        """What stands on a bar: the microbatch, or of a U the update, marked where a copy takes it over."""
+        update = self.update(op)
+        if update is None:
+            return str(op.microbatch)
+        return f"{update[0]}{'' if update[1] == OWNER else COPY}"
 
     @cached_property
     def busy_shares(self) -> list[float]:
@@ -89,6 +113,9 @@ class Panel:
         """All that is known of one op, for a tooltip."""
         op, start = timed.op, timed.start - self.origin
         text = f"{op}: rank {timed.rank}, {short(start)} to {self.time(timed.end - self.origin)}"
+        if update := self.update(op):
+            text += f", update {update[0]}"
+            text += ", by its owner" if update[1] == OWNER else f", taken over by pipeline {update[1]}'s copy"
         if timed.waited_for is not None:
             text += f", waited {self.time(timed.waited)} for {timed.waited_for}"
         elif timed.waited > 0:
@@ -113,6 +140,13 @@ def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = 
     for index, one in enumerate(given):
         if not isinstance(one, Schedule | Timeline):
             raise ScheduleError(f"a schedule or a timeline can be drawn, not {type(one).__name__}", rule="draw")
-        timeline, unit = (one, "ms") if isinstance(one, Timeline) else (simulate(one), "")
+        timeline, unit = (one, "ms") if isinstance(one, Timeline) else (_in_units(one), "")
         result.append(Panel(timeline, titles[index] if titles else timeline.schedule.name, unit))
     return result
+
+
+def _in_units(schedule: Schedule) -> Timeline:
+    if schedule.updates is None:
+        return simulate(schedule)
+    units, half = [1.0] * schedule.num_stages, [_UPDATE_UNITS] * schedule.num_stages
+    return simulate(schedule, Costs(units, units, units, other={UPDATE: _UPDATE_UNITS}, take_over=half))

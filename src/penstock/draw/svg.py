@@ -14,9 +14,12 @@ from xml.sax.saxutils import escape
 from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import short, ticks
+from penstock.schedule.op import UPDATE
 from penstock.simulate import TimedOp
 
 MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
+LEAST, LEAST_OF_UPDATES = 0.2, 1.5
+"""Narrowest bars, in pixels; updates may take no time at all, and are to be seen."""
 ROW, ROW_GAP, TALLEST = 26.0, 4.0, 1400.0
 HEAD, PANEL_GAP, AXIS, LEGEND = 30.0, 20.0, 26.0, 26.0
 DIGIT, SMALL_DIGIT, RADIUS = 6.4, 5.0, 2
@@ -163,11 +166,12 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
         gap = 1.0 if right - left > 6 else 0.3 if right - left > 1.5 else 0.0
         name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
         rounded = f' rx="{RADIUS}"' if right - left > 6 else ""
+        least = LEAST_OF_UPDATES if timed.op.kind == UPDATE else LEAST
         bars.append(
-            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left - gap, 0.2))}" '
+            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left - gap, least))}" '
             f'height="{height}"{rounded}><title>{escape(panel.sentence(timed))}</title></rect>'
         )
-        text = str(timed.op.microbatch)
+        text = panel.number(timed.op)
         room = right - left - gap
         if frame.row >= 13 and room >= SMALL_DIGIT * len(text) + 1:
             small = "" if room >= DIGIT * len(text) + 3 else " s"
@@ -206,6 +210,8 @@ def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], fl
         out.append(f'<text class="text" x="{_n(x + 20)}" y="{base}">link full</text>')
         x += 88
     notes = ["number: microbatch", "right: busy"]
+    if any(panel.schedule.updates is not None for panel in shown):
+        notes[0] += " (of U the update, ' on a copy)"
     if any(len(colors) > 1 for colors in used.values()):
         notes.insert(1, "lighter: later stage of the rank")
     note = ", ".join(notes)

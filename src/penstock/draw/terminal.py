@@ -143,7 +143,7 @@ def _bar_row(panel: Panel, row: Sequence[TimedOp], length: int, scale: float, co
             out.append((" " if color else ".") * size)
             continue
         op = row[index].op
-        number = str(op.microbatch)
+        number = panel.number(op)
         if color:
             text = number if len(number) < size or (size == len(number) and size > 1) else ""
             out.append(_paint(_placed(text, size), op, panel.chunk(row[index].rank, op), panel.num_chunks, size > 1))
