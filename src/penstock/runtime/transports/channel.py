@@ -76,7 +76,7 @@ class Tags:
         sizes = (1 + num_indices * need.num_before for need in needs)
         messages = (self._slots + num_slots * num_stages) * (num_microbatches + 1)
         self._token_headers = list(accumulate(sizes, initial=messages))
-        self._span = self._token_headers[-1]
+        self._span = max(1, self._token_headers[-1])  # one stage sends nothing
         self._variants = max(1, TAG_LIMIT // self._span)
 
     @classmethod
