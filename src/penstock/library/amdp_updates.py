@@ -7,7 +7,7 @@ moment, nobody waits for anybody:
     each when it can    rank 0 | F F B B F U B F B        all at once    rank 0 | F F B B F B U F B
                         rank 1 | F F B U B F B F B                       rank 1 | F F B B F B U F B
 
-That moment is when the last stage's turn has come to the first one: when every stage's sum of gradients is there. No
+That moment is when the gradients of the window are there on every stage, the first one's being the last. No
 update comes so late that a forward would miss it which must not (`amdp_order`), or between the F and the B of the
 last stage.
 """
