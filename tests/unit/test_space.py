@@ -82,3 +82,16 @@ def test_costs_fold_into_stages_by_adding_up() -> None:
     assert ends.f == (1, 2, 2, 1)
     with pytest.raises(ps.CostError, match="do not fold into 3 stages"):
         fold(costs, 3)
+
+
+def test_folded_costs_keep_what_updates_cost() -> None:
+    parts = ps.Costs(
+        [1.0] * 4, [1.0] * 4, [1.0] * 4, other={"U": 0.5, ("U", 3): 2.0}, update_bytes=[1.0, 2.0, 3.0, 4.0],
+        take_over=[0.1, 0.2, 0.3, 0.4],
+    )  # fmt: skip
+    folded = fold(parts, 2)
+    assert [folded.duration("U", stage) for stage in (0, 1)] == [1.0, 2.5]
+    assert [folded.duration("U", stage, owns=False) for stage in (0, 1)] == pytest.approx([0.3, 0.7])
+    assert folded.message_size(("B", 1), ("U", 1)) == 7.0
+    ends = fold(parts, 3, shared_ends=True)
+    assert [ends.duration("U", stage) for stage in range(3)] == [0.5, 1.0, 2.0]

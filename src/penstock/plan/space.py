@@ -24,6 +24,7 @@ from penstock.library import build
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
+from penstock.schedule.op import UPDATE
 from penstock.simulate import simulate
 from penstock.simulate.lister import Lister, rows_of
 
@@ -328,9 +329,15 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
 
     others: dict[str | tuple[str, int], tuple[float, float]] = {}
     for kind, part, ms, memory in costs.other_entries:
+        if kind == UPDATE:  # a stage's update is its parts' together
+            continue
         key = kind if part is None else (kind, stage_of(part))
         before = others.get(key, (0.0, 0.0))
         others[key] = before[0] + ms, before[1] + memory
+    for part in range(costs.num_stages):
+        if (ms := costs.duration(UPDATE, part)) > 0:
+            key = UPDATE, stage_of(part)
+            others[key] = others.get(key, (0.0, 0.0))[0] + ms, 0.0
 
     sent = [costs.message_bytes[outer + (s + 1) * each - 1] for s in range(inner)]
     return replace(
