@@ -5,8 +5,8 @@
 
 A GPT of 8 blocks on 8 stages and the standard library's text as bytes: 1,000 batches of 16 sequences of 64 tokens, a
 sequence a microbatch where an update gathers several. All methods see the same batches in the same order from the
-same first weights, without clipping; learning rates are those of `tuning.py`, each optimizer's best on the synchronous
-method. Where an update gathers one sequence the rate is divided by 4 (Adam's; the root of 16) or by 16 (SGD's).
+same first weights, without clipping; learning rates are those of `tuning.py`, each optimizer's best on the
+synchronous method. Where an update gathers one sequence they are divided by 4 (Adam's; the root of 16) or 16 (SGD's).
 
 Pipelines drain every 50 batches, where the loss is measured on the newest weights. Seconds are those of the paper's
 ranks, by simulation (`timing.py`): two cores can't be eight accelerators.
@@ -24,7 +24,8 @@ from typing import Literal
 
 from learning import Method, Task, by_method, train
 from results import RESULTS, Row, load, save, shown, table
-from timing import PAPER, SYNCHRONOUS, Setting, batch_ms
+from setups import Setup
+from timing import PAPER, batch_seconds
 
 from penstock.draw.chart import Axis, Figure, Line, line_chart, save_chart
 from penstock.draw.charts.parts import Hue
@@ -94,23 +95,13 @@ SHOWN: Mapping[str, tuple[Hue, Stroke]] = {
 }
 
 
-def seconds(methods: Sequence[Method] = METHODS, setting: Setting = PAPER) -> dict[str, float]:
-    """Of a batch, by method, on the paper's ranks."""
-    best = min(batch_ms(setting, name) for name in SYNCHRONOUS)
-    found = {}
+def rows(
+    methods: Sequence[Method] = METHODS, task: Task = TASK, setup: Setup = PAPER, loud: bool = False
+) -> Iterator[Row]:
+    """A row for each method: what it learnt, and how long a batch takes it at a setup."""
     for method in methods:
-        if method.is_synchronous and method.window is None:
-            found[method.name] = best / 1000
-        else:
-            found[method.name] = batch_ms(setting, method.schedule, method.window, **method.options) / 1000
-    return found
-
-
-def rows(methods: Sequence[Method] = METHODS, task: Task = TASK, loud: bool = False) -> Iterator[Row]:
-    """A row for each method: what it learnt, and how long a batch takes it."""
-    times = seconds(methods)
-    for method in methods:
-        yield train(method, task, print if loud else lambda text: None) | {"batch_seconds": times[method.name]}
+        found = train(method, task, print if loud else lambda text: None)
+        yield found | {"batch_seconds": batch_seconds(method, setup)}
 
 
 def reached(row: Row, loss: float) -> float | None:

@@ -14,10 +14,13 @@ With those of the GPT, links, updates and taking parameters over take their time
 no rank holds more than amdp's fullest: weights and gradients of all its copies, the optimizer's state of stages it
 owns, activations at the peak. The even costs' weights weigh as much to their activations as the GPT's.
 
-    synchronous     the best of the library's, whole and split backwards, by frozen order, retimed, and dynamic
-    planned         the best that `ps.plan` finds on four placements in some seconds, repeated, within the memory
-    mismatch 0, 1   amdp; no forward or at most one update's forwards ahead of its backward
+    whole, split    the best synchronous schedule with whole or with split backwards, within the memory: of the
+                    library's and of what `ps.plan` finds in some seconds on five placements; by frozen order and
+                    by readiness (dynamic dispatch) under all the memory there is
+    mismatch 0, 1   amdp, whose backwards are whole; the best of its orders for several times of F and B
     2bw             1F1B that is never flushed: also a mismatch of at most 1, one copy and two versions of weights
+
+That a backward can be split at no cost is an assumption: I and W together take as long as B.
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from results import RESULTS, Row, load, save, table
 
 import penstock as ps
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
+from penstock.simulate.footprint import count_buffers
 from penstock.simulate.memory import frozen_caps
 from penstock.simulate.runner import Runner
 from penstock.simulate.transport import as_transport
@@ -42,6 +50,8 @@ DEPTHS = (4, 8, 16)
 PER_RANK = (1, 2, 4, 8)
 """Microbatches of an update, by ranks."""
 
+STEADY = 2
+"""Windows over which an order is timed that repeats itself every window."""
 WITHIN = 1 + 1e-6
 """Times amdp's memory, that counts as within it."""
 CLOSE = 0.001
@@ -49,23 +59,14 @@ CLOSE = 0.001
 
 GPT = find_preset("amdp-gpt")
 
-SPLIT = {"backward": "split"}
-LIBRARY: Mapping[str, Mapping[str, str]] = {
-    "1f1b": {},
-    "interleaved-1f1b": {},
-    "zb-h1": {},
-    "zb-h2": {},
-    "zb-v": {},
-    "v-half": {},
-    "chimera": SPLIT,
-    "hanayo": SPLIT,
-    "bitpipe": SPLIT,
-    "vchimera": SPLIT,
-    "dualpipe": {},
-    "dualpipe-v": {},
-}
+LIBRARY: Sequence[tuple[str, Mapping[str, str]]] = (
+    *((name, {}) for name in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half")),
+    *((name, {}) for name in ("dualpipe", "dualpipe-v")),
+    *((name, {"backward": "whole"}) for name in ("chimera", "hanayo", "bitpipe", "vchimera")),
+    *((name, {"backward": "split"}) for name in ("chimera", "hanayo", "bitpipe", "vchimera")),
+)
 """All synchronous ones but those that hold every microbatch (gpipe, looped-bfs), one that is all about memory (v-min)
-and those of several towers. Backwards are split where they can be, as that costs nothing here."""
+and those of several towers."""
 
 PLACEMENTS: Mapping[str, Callable[[int], ps.Placement]] = {
     "one": ps.placements.one_to_one,
@@ -127,13 +128,15 @@ class Cell:
         """Windows at each end that are left out, while the pipelines fill and drain."""
         return max(1, -(-2 * self.num_ranks // self.window))
 
-    @property
-    def num_windows(self) -> int:
-        """Of a run."""
-        return 2 * self.edge + 3
+    def num_windows(self, steady: int) -> int:
+        """Of a run that has so many besides."""
+        return 2 * self.edge + steady
 
     def costs(self, num_stages: int) -> ps.Costs:
         return self.costing.of(self.num_ranks, num_stages)
+
+
+Times = NDArray[np.float64]
 
 
 class Timed:
@@ -160,40 +163,43 @@ class Timed:
             transport=as_transport("decoupled"),
             caps=caps,
         )
-        work = cell.window * sum(f + b for f, b in zip(costs.f, costs.b, strict=True))
         return {
             "way": self._name,
             "dispatch": dispatch,
-            "busy": work / (cell.num_ranks * self._period(ran.arrays["end_time"])),
+            "busy": self._busy(np.array(ran.arrays["start_time"]), np.array(ran.arrays["end_time"])),
             "memory": max(held(self._schedule, costs, ran.peaks)),
         }
 
-    def _period(self, ends: Sequence[float]) -> float:
-        """Milliseconds from one window's last update to the next's, amid many."""
-        windows = self._schedule.windows
+    def _busy(self, starts: Times, ends: Times) -> float:
+        """The share of the time between two updates, many others between them, in which ranks run F, B, I or W."""
+        windows, ops, edge = self._schedule.windows, self._order.graph.ops, self._cell.edge
         assert windows is not None
-        last = [0.0] * windows.num_updates
-        for op, end in zip(self._order.graph.ops, ends, strict=True):
-            if op.kind == "U":
-                update, _ = windows.update_of(op.microbatch)
-                last[update] = max(last[update], float(end))
-        first, final = self._cell.edge - 1, windows.num_updates - 1 - self._cell.edge
-        return (last[final] - last[first]) / (final - first)
+        updates = [windows.update_of(op.microbatch)[0] if op.kind == "U" else -1 for op in ops]
+        since, until = (
+            max(end for end, update in zip(ends, updates, strict=True) if update == which)
+            for which in (edge - 1, windows.num_updates - 1 - edge)
+        )
+        within = np.minimum(ends, until) - np.maximum(starts, since)
+        work = within[(within > 0) & (np.array(updates) < 0)].sum()
+        return float(work / (self._cell.num_ranks * (until - since)))
 
 
 def held(schedule: ps.Schedule, costs: ps.Costs, peaks: Sequence[float]) -> list[float]:
     """Of each rank: state of its stages and the peak of its activations, in the unit of the costs."""
-    versions = 2 if schedule.updates is not None and schedule.updates.rule == "pipedream-2bw" else 1
-    state = states(schedule.placement, schedule.num_ranks, costs, versions)
-    return [one + peak for one, peak in zip(state, peaks, strict=True)]
+    return [one + peak for one, peak in zip(states(schedule, costs), peaks, strict=True)]
 
 
-def states(placement: ps.Placement, num_ranks: int, costs: ps.Costs, versions: int = 1) -> list[float]:
-    """Of each rank: weights and gradients of its copies, the optimizer's state of stages whose owner it has."""
-    found = [0.0] * num_ranks
-    for pipeline, ranks in enumerate(placement.pipelines):
+def states(schedule: ps.Schedule, costs: ps.Costs) -> list[float]:
+    """Of each rank: weights, their versions and gradients of its copies, the optimizer's state of stages it owns.
+
+    As `ps.footprint` has it, which also simulates the messages under way: they are left out here.
+    """
+    versions, buffers = ps.count_versions(schedule), count_buffers(schedule)
+    found = [0.0] * schedule.num_ranks
+    for pipeline, ranks in enumerate(schedule.placement.pipelines):
         for stage, rank in enumerate(ranks):
-            found[rank] += versions * costs.weight_bytes[stage] + costs.gradient_bytes[stage]
+            found[rank] += versions[stage, pipeline] * costs.weight_bytes[stage]
+            found[rank] += buffers[stage, pipeline] * costs.gradient_bytes[stage]
             found[rank] += costs.optimizer_bytes[stage] if pipeline == 0 else 0.0
     return found
 
@@ -202,23 +208,30 @@ def states(placement: ps.Placement, num_ranks: int, costs: ps.Costs, versions: i
 
 
 def amdp(cell: Cell, max_mismatch: int) -> Row:
-    """AMDP; of a few ratios of B to F that shape its order, the one with which ranks are busiest."""
-    costs, num = cell.costs(cell.num_ranks), cell.num_windows * cell.window
-    ratios = (1.5, 1.9, sum(costs.b) / sum(costs.f), 2.1, 2.5)
-    f, u = (sum(costs.duration(kind, s) for s in range(cell.num_ranks)) / cell.num_ranks for kind in "FU")
-    options = {"window": cell.window, "f": f, "u": u, "max_mismatch": max_mismatch}
-    orders = (ps.build("amdp", cell.num_ranks, num, b=ratio * f, **options) for ratio in ratios)
+    """AMDP; of the orders for several guesses at the times of F and B the one with which ranks are busiest."""
+    # An order is a matter of time, and repeats itself only after a while.
+    num = cell.num_windows(max(3, 16 * cell.num_ranks // cell.window)) * cell.window
+    options = {"window": cell.window, "max_mismatch": max_mismatch}
+    orders = (ps.build("amdp", cell.num_ranks, num, **times, **options) for times in _guesses(cell))
     return max((Timed(cell, "amdp", order).row() for order in orders), key=lambda row: row["busy"])
 
 
+def _guesses(cell: Cell) -> list[dict[str, Any]]:
+    """The stages' own times, and stages taken to be alike."""
+    costs = cell.costs(cell.num_ranks)
+    mean = sum(costs.f) / cell.num_ranks
+    alike = (1.5, 1.9, sum(costs.b) / sum(costs.f), 2.1, 2.5)
+    return [{"f": costs.f, "b": costs.b}, *({"f": mean, "b": ratio * mean} for ratio in alike)]
+
+
 def two_buffers(cell: Cell) -> Row:
-    num = cell.num_windows * cell.window
+    num = cell.num_windows(STEADY) * cell.window
     return Timed(cell, "2bw", ps.build("pipedream-2bw", cell.num_ranks, num, window=cell.window)).row()
 
 
 def synchronous(cell: Cell, memory: float) -> Iterator[Row]:
     """All of the library's, in each way; dispatch may use `memory`."""
-    for name, options in LIBRARY.items():
+    for name, options in LIBRARY:
         try:
             window = ps.build(name, cell.num_ranks, cell.window, **options)
             costs = cell.costs(window.num_stages)
@@ -229,11 +242,11 @@ def synchronous(cell: Cell, memory: float) -> Iterator[Row]:
 
 def planned(cell: Cell, memory: float, seconds: float) -> Iterator[Row]:
     """What `ps.plan` finds for one window within the memory, repeated."""
-    for name, placement in PLACEMENTS.items():
+    for (name, placement), split in product(PLACEMENTS.items(), (True, False)):
         laid = placement(cell.num_ranks)
         try:
             costs = cell.costs(laid.num_stages)
-            caps = _room(laid, cell, costs, memory)
+            caps = _room(ps.Schedule("bare", laid, ((),) * cell.num_ranks, ()), costs, memory)
             plan = ps.plan(
                 costs,
                 cell.num_ranks,
@@ -241,24 +254,26 @@ def planned(cell: Cell, memory: float, seconds: float) -> Iterator[Row]:
                 memory_limit=caps,
                 placement=laid,
                 objective="span",
+                split=split,
                 time_limit=seconds,
             )
         except (ps.ScheduleError, ps.CostError):
-            continue  # the memory holds not even one microbatch
+            continue  # the memory holds not even one microbatch, or the model has fewer layers than stages
         yield from _each_way(cell, f"plan, {name}", plan.schedule, costs, memory)
 
 
 def _each_way(cell: Cell, name: str, window: ps.Schedule, costs: ps.Costs, memory: float) -> Iterator[Row]:
     """By the order given, and by readiness under all the memory, or under its own peaks where these are higher."""
-    timed = Timed(cell, name, ps.repeat_windows(window, cell.num_windows))
-    yield timed.row()
-    room = _room(window.placement, cell, costs, memory)
-    yield timed.row("dynamic", [max(pair) for pair in zip(room, timed.own_peaks, strict=True)])
+    kind = {"kind": "split" if window.splits_backward() else "whole"}
+    timed = Timed(cell, name, ps.repeat_windows(window, cell.num_windows(STEADY)))
+    yield timed.row() | kind
+    room = _room(window, costs, memory)
+    yield timed.row("dynamic", [max(pair) for pair in zip(room, timed.own_peaks, strict=True)]) | kind
 
 
-def _room(placement: ps.Placement, cell: Cell, costs: ps.Costs, memory: float) -> list[float]:
+def _room(schedule: ps.Schedule, costs: ps.Costs, memory: float) -> list[float]:
     """What is left of the memory for activations on each rank."""
-    return [memory - state for state in states(placement, cell.num_ranks, costs)]
+    return [memory - state for state in states(schedule, costs)]
 
 
 def cells(
@@ -273,15 +288,15 @@ def rows(cell: Cell, search: float = 2.0) -> Iterator[Row]:
     keys = {"costs": cell.costing.name, "d": cell.num_ranks, "n": cell.window}
     one = amdp(cell, 1)
     memory = one["memory"]
-    for kind, found in (
-        ("mismatch 1", [one]),
-        ("mismatch 0", [amdp(cell, 0)]),
-        ("2bw", [two_buffers(cell)]),
-        ("synchronous", synchronous(cell, memory)),
-        ("planned", planned(cell, memory, search) if search else ()),
-    ):
-        for row in found:
-            yield keys | {"kind": kind} | row | {"over_memory": row["memory"] / memory}
+    found = [
+        one | {"kind": "mismatch 1"},
+        amdp(cell, 0) | {"kind": "mismatch 0"},
+        two_buffers(cell) | {"kind": "2bw"},
+    ]
+    found += synchronous(cell, memory)
+    found += planned(cell, memory, search) if search else ()
+    for row in found:
+        yield keys | row | {"over_memory": row["memory"] / memory}
 
 
 # What comes of it.
@@ -289,19 +304,21 @@ def rows(cell: Cell, search: float = 2.0) -> Iterator[Row]:
 Found = dict[str, Row | None]
 """The best row of a cell by kind; "any memory" is that of the synchronous ones without a limit."""
 
+KINDS = ("whole", "split", "mismatch 0", "mismatch 1", "2bw", "any memory")
+
 
 def best(rows: Sequence[Row]) -> Found:
     """Of the rows of one cell."""
 
     def most(*kinds: str, limit: float = math.inf) -> Row | None:
         fits = [row for row in rows if row["kind"] in kinds and row["over_memory"] <= limit]
-        return max(fits, key=lambda row: (round(row["busy"], 4), -row["memory"]), default=None)
+        return max(fits, key=lambda row: (round(row["busy"], 3), -row["memory"]), default=None)
 
     return {
-        "synchronous": most("synchronous", limit=WITHIN),
-        "planned": most("planned", limit=WITHIN),
-        "any memory": most("synchronous", "planned"),
+        "whole": most("whole", limit=WITHIN),
+        "split": most("split", limit=WITHIN),
         **{kind: most(kind) for kind in ("mismatch 0", "mismatch 1", "2bw")},
+        "any memory": most("whole", "split"),
     }
 
 
@@ -314,57 +331,53 @@ def by_cell(rows: Sequence[Row]) -> dict[tuple[str, int, int], Found]:
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "share of the time that ranks are busy (peak memory of the fullest rank, as a share of amdp's)"
-    head = ["d, n", "synchronous", "planned", "mismatch 0", "mismatch 1", "2bw", "at any memory", "best synchronous"]
     found = by_cell(rows)
     for costs in dict.fromkeys(key[0] for key in found):
         yield f"\n{costs}"
-        body = []
-        for (name, d, n), cell in found.items():
-            if name == costs:
-                kinds = ("synchronous", "planned", "mismatch 0", "mismatch 1", "2bw", "any memory")
-                body.append([f"{d}, {n}", *(_share(cell[kind]) for kind in kinds), verdict(cell)])
-        yield from table(head, body)
-    ties = [key for key, cell in found.items() if reaches(cell)]
-    yield f"\n* without any mismatch, within its memory, amdp is reached in {len(ties)} of {len(found)} cells"
+        mine = {(d, n): cell for (name, d, n), cell in found.items() if name == costs}
+        body = [[f"{d}, {n}", *(_share(cell[kind]) for kind in KINDS), _named(cell)] for (d, n), cell in mine.items()]
+        yield from table(["d, n", *KINDS, "best synchronous"], body)
+    yield ""
+    for kind in ("whole", "split"):
+        ties = [f"{costs} {d}, {n}" for (costs, d, n), cell in found.items() if reaches(cell, kind)]
+        yield f"amdp (mismatch 1) is reached without mismatch, {kind} backwards, in {len(ties)} cells of {len(found)}"
+        yield f"  {'; '.join(ties)}"
 
 
 def _share(row: Row | None) -> str:
     return "-" if row is None else f"{row['busy']:.3f} ({row['over_memory']:.2f})"
 
 
-def reaches(cell: Found) -> bool:
+def reaches(cell: Found, kind: str) -> bool:
     """Whether a synchronous schedule within the memory is as busy as amdp, to within a thousandth."""
-    amdp = cell["mismatch 1"]
-    ours = [row for row in (cell["synchronous"], cell["planned"]) if row is not None]
-    assert amdp is not None
-    return any(row["busy"] >= amdp["busy"] - CLOSE for row in ours)
+    ours, amdp = cell[kind], cell["mismatch 1"]
+    return ours is not None and amdp is not None and ours["busy"] >= amdp["busy"] - CLOSE
 
 
-def verdict(cell: Found) -> str:
-    """The best synchronous one, with a star where it reaches amdp."""
-    ours = [row for row in (cell["synchronous"], cell["planned"]) if row is not None]
-    if not ours:
-        return "-"
-    most = max(ours, key=lambda row: (round(row["busy"], 3), row["kind"] == "synchronous"))
-    return f"{most['way']}, {most['dispatch']}{' *' if reaches(cell) else ''}"
+def _named(cell: Found) -> str:
+    """The best synchronous one within the memory."""
+    row = max((row for kind in ("whole", "split") if (row := cell[kind])), key=lambda row: row["busy"], default=None)
+    return "-" if row is None else f"{row['way']}, {row['dispatch']}"
 
 
-def chart(rows: Sequence[Row], depth: int = 8) -> Figure:
-    found = {key: cell for key, cell in by_cell(rows).items() if key[1] == depth}
-    kinds = ("synchronous", "planned", "mismatch 0", "mismatch 1", "2bw")
-    names = {"mismatch 0": "amdp, mismatch 0", "mismatch 1": "amdp, mismatch 1"}
+def chart(rows: Sequence[Row], costs: str = "GPT") -> Figure:
+    found = {key: cell for key, cell in by_cell(rows).items() if key[0] == costs}
+    shown = {
+        "synchronous, whole B": "whole",
+        "synchronous, I and W": "split",
+        "amdp, mismatch 0": "mismatch 0",
+        "amdp, mismatch 1": "mismatch 1",
+        "2bw": "2bw",
+    }
     return bar_chart(
-        [f"{costs}, n = {n}" for costs, _, n in found],
+        [f"{d}, {n}" for _, d, n in found],
         [
-            Bars(
-                names.get(kind, kind),
-                [None if (row := cell[kind]) is None else row["busy"] for cell in found.values()],
-            )
-            for kind in kinds
+            Bars(name, [None if (row := cell[kind]) is None else row["busy"] for cell in found.values()])
+            for name, kind in shown.items()
         ],
-        title=f"What a mismatch of 0 and of 1 buy, {depth} ranks",
-        note="share of the time that ranks are busy amid many updates of n microbatches, within amdp's memory",
-        y=Axis("busy", low=0.5, high=1.0),
+        title="What a mismatch of 0 and of 1 buy",
+        note=f"{costs}: how busy d ranks are amid many updates of n microbatches each, within amdp's memory",
+        y=Axis("busy", low=0.4, high=1.0),
     )
 
 

@@ -1,91 +1,74 @@
-"""How long a method takes for a batch on the paper's ranks, by simulation.
+"""How long a method takes for a batch on the paper's ranks, by simulation: the trials of table 3, and some more.
 
-d ranks, batches of b samples in microbatches of 4, the GPT-style model's stage costs (`amdp-gpt` in
-`penstock.cost.presets`), links as fast as the device's. An asynchronous method never flushes, so its time is that of
-a batch amid many; a synchronous one's is that of a whole run of its schedule and the optimizer's step behind it.
+An asynchronous method never flushes, so its time is that of a batch amid many; a synchronous one's is that of its
+schedule's whole run. Costs, links and updates are those of `setups.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+
+from learning import Method
+from methods import Trial, simulate, trial_of
+from setups import Setup
 
 import penstock as ps
-from penstock.cost.presets import CostPreset, find_preset
+from penstock.cost.presets import CostPreset
 
-MANY = 8
-"""Batches of the longer of two runs whose difference is the time of one amid many."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model on so many ranks, and the samples of a batch."""
-
-    preset: CostPreset
-    num_ranks: int = 8
-    batch: int = 128
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.batch // self.preset.shape.microbatch_size
-
-    @cached_property
-    def links(self) -> ps.LinkConditions:
-        return self.preset.links()
-
-    def costs(self, num_stages: int) -> ps.Costs:
-        return self.preset.costs(num_stages)
-
-
-PAPER = Setting(find_preset("amdp-gpt"))
-"""Figure 7's: d = 8, b = 128."""
+PAPER = Setup("GPT", 8, 128)
+"""Figure 7's."""
 
 SYNCHRONOUS = ("1f1b", "interleaved-1f1b", "chimera", "zb-v")
 """Those that the paper compares with."""
 
 
-def batch_ms(setting: Setting, schedule: str, window: int | None = None, **options: Any) -> float:
-    """Milliseconds of a batch; `window` in microbatches, a batch's where not given."""
-    num = setting.num_microbatches
-    if schedule in SYNCHRONOUS:
-        each = window or num
-        return _synchronous(setting, schedule, each) * num / each
-    few, many = (_run(setting, schedule, count * num, window or num, options) for count in (MANY // 2, MANY))
-    return (many - few) / (MANY - MANY // 2)
+@dataclass(frozen=True)
+class OtherSetup(Setup):
+    """A model that is not one of the paper's two; `model` is what it is called."""
+
+    other: CostPreset | None = None
+
+    @cached_property
+    def preset(self) -> CostPreset:
+        assert self.other is not None
+        return replace(self.other, split=self.split)
 
 
-def _run(setting: Setting, schedule: str, num: int, window: int, options: dict[str, Any]) -> float:
-    costs = setting.costs(setting.num_ranks)
-    if schedule == "amdp":
-        stages = range(costs.num_stages)
-        f, b, u = (
-            sum(costs.duration(kind, stage) for stage in stages) / costs.num_stages for kind in ("F", "B", "U")
-        )
-        options = {"f": f, "b": b, "u": u, **options}
-    built = ps.build(schedule, setting.num_ranks, num, window=window, **options)
-    return ps.simulate(built, costs, links=setting.links).makespan
+def ktokens(method: Method, setup: Setup = PAPER, synchronous: Sequence[str] = SYNCHRONOUS) -> float:
+    """Thousands of tokens a second. A synchronous method is the fastest of those named."""
+    if method.is_synchronous and method.window == 1:
+        return _one_by_one(setup)
+    if method.is_synchronous:
+        return max(_timed(trial_of(name, setup)) for name in synchronous)
+    if method.schedule == "amdp" and method.options.get("max_mismatch") == 0:
+        return max(map(_timed, _without_mismatch(setup)))
+    if method.schedule in ("amdp", "xpipe", "pipedream-2bw"):
+        return _timed(trial_of(method.schedule, setup))
+    # One order with three rules: what PipeDream takes with the window.
+    return _timed(trial_of("pipedream" if method.window == 1 else "pipedream-2bw", setup))
 
 
-def _synchronous(setting: Setting, schedule: str, num: int) -> float:
-    built = ps.build(schedule, setting.num_ranks, num)
-    costs = setting.costs(built.num_stages)
-    timeline = ps.simulate(built, costs, links=setting.links)
-    ends = [max(timed.end for timed in row) for row in timeline.rows]
-    steps = [
-        sum(costs.duration("U", stage) for stage in set(built.stages_of(rank))) for rank in range(built.num_ranks)
-    ]
-    # Each rank steps its optimizer when it is done; two copies of a stage first have to add their gradients up.
-    return max(end + step for end, step in zip(ends, steps, strict=True)) + _summed(setting, built, costs)
+def batch_seconds(method: Method, setup: Setup = PAPER) -> float:
+    """Of a batch."""
+    return setup.window * setup.tokens / ktokens(method, setup) / 1000
 
 
-def _summed(setting: Setting, built: ps.Schedule, costs: ps.Costs) -> float:
-    """An all-reduce of the copies' gradients over the links, none where there is one pipeline."""
-    if built.placement.num_pipelines == 1:
-        return 0.0
-    return setting.preset.device.all_reduce_ms(max(costs.update_bytes), built.placement.num_pipelines)
+def _timed(trial: Trial) -> float:
+    return trial.ktokens(simulate(trial))
 
 
-def with_shape(preset: CostPreset, **sizes: Any) -> CostPreset:
-    """The same device and split with another model."""
-    return replace(preset, shape=replace(preset.shape, **sizes))
+def _one_by_one(setup: Setup) -> float:
+    """An update after each microbatch without any mismatch: one alone in the pipeline."""
+    return _timed(trial_of("1f1b", replace(setup, batch=setup.preset.shape.microbatch_size)))
+
+
+def _without_mismatch(setup: Setup) -> Iterator[Trial]:
+    """AMDP that drains at each update; its order made for the stages' own times, and for stages that are alike."""
+    like = trial_of("amdp", setup)
+    f, b, num = like.costs.f, like.costs.b, like.schedule.num_microbatches
+    mean = sum(f) / setup.num_ranks
+    for times in ({"f": f, "b": b}, {"f": mean, "b": 2.1 * mean}):
+        order = ps.build("amdp", setup.num_ranks, num, window=setup.window, max_mismatch=0, **times)
+        yield replace(like, schedule=order)

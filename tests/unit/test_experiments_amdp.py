@@ -1,0 +1,136 @@
+"""What AMDP's figure 7, table 5 and the table over mismatches find, in small; the others' tests stand beside."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "amdp"
+COMMANDS = ("figure7", "table5", "tuning", "mismatch", "all")
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports one of the scripts, whose folder is on the path as it is when they run.
+
+    Other experiments have scripts of the same names: theirs are put aside, and ours are forgotten at the end.
+    """
+    monkeypatch.syspath_prepend(str(FOLDER))
+    own = {path.stem for path in FOLDER.glob("*.py")}
+    for name in own:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module
+    for name in own:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_says_its_command_and_how_long_it_takes(load: Any, name: str) -> None:
+    about = load(name).__doc__
+    assert f"python experiments/amdp/{name}.py" in about
+    assert "minute" in about or "hour" in about
+    assert f"{name}.py" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_all_runs_each_command_there_is(load: Any) -> None:
+    module = load("all")
+    commands = {path.stem for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8")}
+    assert {*module.SIMULATED, *module.LEARNING} == commands - {"all", "command"} | {"table3", "table4", "tuning"}
+
+
+def test_rates_are_the_best_that_tuning_found(load: Any) -> None:
+    rows, figure7, tuning = (
+        load("results").load(FOLDER / "results", "tuning")["rows"],
+        load("figure7"),
+        load("tuning"),
+    )
+    best = {row["optimizer"]: tuning.best(rows, row)["peak"] for row in rows}
+    assert best == {"AdamW": figure7.ADAM, "SGD": figure7.SGD, "NAdam": figure7.NADAM}
+
+
+def small(load: Any) -> Any:
+    """Two passes of three batches of eight sequences."""
+    learning = load("learning")
+    config = replace(learning.Task().config, context=16, width=16, num_heads=2)
+    return learning.Task(config, batch=8, num_batches=6, every=3, warmup=1)
+
+
+def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("figure7")
+    monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
+    names = ("synchronous", "amdp", "amdp, mismatch 0", "pipedream-2bw", "vnag")
+    methods = [replace(method, samples=method.samples and 8) for method in module.METHODS if method.name in names]
+    rows = list(module.rows(methods, small(load), load("setups").Setup("GPT", 4, 32)))
+    load("results").save(tmp_path, "figure7", rows)
+    rows = load("results").load(tmp_path, "figure7")["rows"]
+    assert "amdp's final loss" in "\n".join(module.lines(rows))
+    assert all("<svg" in str(chart(rows)) for chart in (module.by_update, module.by_time))
+    by = {row["method"]: row for row in rows}
+    assert [by[name]["mismatch"] for name in ("synchronous", "amdp", "amdp, mismatch 0")] == [0, 1, 0]
+    assert by["vnag"]["mismatch"] > 1
+    # The same sums in another grouping; with a mismatch other numbers.
+    assert by["amdp, mismatch 0"]["final"] == pytest.approx(by["synchronous"]["final"], abs=2e-4)
+    assert by["amdp"]["final"] != by["synchronous"]["final"]
+    assert by["amdp"]["batch_seconds"] < min(by[name]["batch_seconds"] for name in ("pipedream-2bw", "synchronous"))
+
+
+def test_a_loss_is_reached_between_two_measurements(load: Any) -> None:
+    reached, row = load("figure7").reached, {"curve": [(10, 3.0), (20, 2.0), (30, 1.5)]}
+    assert [reached(row, loss) for loss in (3.5, 2.5, 2.0, 1.75, 1.0)] == [10, 15, 20, 25, None]
+
+
+def test_a_run_that_diverges_is_told(load: Any) -> None:
+    learning = load("learning")
+    row = learning.train(learning.Method("wild", optimizer="SGD", peak=1e30), small(load))
+    assert row["final"] is None
+    assert load("results").shown(row["final"]) == "diverged"
+
+
+def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("table5")
+    monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
+    times = module.throughputs(["Model-1"])
+    rows = [{"method": method.name, "final": 2.0 + place} for place, method in enumerate(module.METHODS)]
+    assert "58.5" in "\n".join(module.lines(rows, times))
+    sync, vnag, amdp = (row["ktokens"] for row in times)
+    assert sync < vnag < amdp
+
+
+def test_mismatch_finds_zb_v_as_busy_as_amdp(load: Any) -> None:
+    module = load("mismatch")
+    cells = module.cells(module.COSTINGS[:1], depths=(4,), per_rank=(4,))
+    rows = json.loads(json.dumps([row for cell in cells for row in module.rows(cell, search=0)]))
+    assert "".join(module.lines(rows))
+    assert "<svg" in str(module.chart(rows, "even"))
+    by = {(row["way"], row["kind"], row["dispatch"]): row for row in rows}
+    assert by["zb-v", "split", "frozen"]["busy"] == pytest.approx(1)
+    assert by["zb-v", "split", "frozen"]["over_memory"] < 1
+    (found,) = module.by_cell(rows).values()
+    assert module.reaches(found, "split")
+    assert not module.reaches(found, "whole")
+    assert found["mismatch 0"]["busy"] < found["mismatch 1"]["busy"]
+
+
+def test_a_steady_share_is_that_of_a_long_run(load: Any) -> None:
+    """Timed over two windows, or as what 40 more windows take."""
+    module = load("mismatch")
+    (cell,) = module.cells(module.COSTINGS[2:3], depths=(4,), per_rank=(2,))
+    window = ps.build("1f1b", 4, 8)
+    short = module.Timed(cell, "1f1b", ps.repeat_windows(window, cell.num_windows(module.STEADY))).row()
+    costs = cell.costs(4)
+    first, then = (
+        ps.simulate(ps.repeat_windows(window, num), costs, links=cell.costing.links).makespan for num in (10, 50)
+    )
+    work = 8 * (sum(costs.f) + sum(costs.b))
+    assert short["busy"] == pytest.approx(work * 40 / (4 * (then - first)))
