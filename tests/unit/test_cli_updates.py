@@ -94,7 +94,7 @@ def test_other_verbs_take_a_window_too(penstock: Any, verb: str) -> None:
         ("1f1b --ranks 4 --microbatches 8 --window 4", "1f1b has no option 'window'; it takes no options"),
         ("amdp --ranks 4 --microbatches 8 --max-mismatch 1", "amdp has no updates among its ops; give --window"),
         ("1f1b --ranks 4 --microbatches 8 --max-mismatch 1", "give --window to one of the asynchronous schedules"),
-        ("amdp --ranks 4 --microbatches 8 --window 4 --max-mismatch -1", "Input should be greater than or equal to 0"),
+        ("amdp --ranks 4 --microbatches 8 --window 4 --max-mismatch -1", "should be greater than or equal to 0"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_told(penstock: Any, line: str, said: str) -> None:
