@@ -20,6 +20,7 @@ from penstock.models.clip import (
     tower_layers,
     tower_stage,
 )
+from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
@@ -31,6 +32,7 @@ __all__ = [
     "BERTLoss",
     "CLIP",
     "CLIPConfig",
+    "CLIPStages",
     "Contrast",
     "ContrastiveLoss",
     "CrossEntropy",
@@ -43,6 +45,7 @@ __all__ = [
     "bert_tied_parameters",
     "build_layers",
     "clip_presets",
+    "clip_program",
     "estimate_costs",
     "gpt_costs",
     "gpt_stage",

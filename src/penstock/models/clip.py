@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, takewhile
 from types import MappingProxyType
 
 import torch
@@ -263,7 +263,10 @@ def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int
     """The stage that holds a tower's layers at `indices`, under their names in `CLIP` ("towers.text.3")."""
     wanted = list(indices)
     layers = tower_layers(config, name, wanted, seed)
-    return Stage({f"towers.{name}.{i}": layer for i, layer in zip(wanted, layers, strict=True)}, wanted)
+    # A layer's number in the whole model seeds its dropout: towers of one shape must not draw the same.
+    before = sum(config.towers[other].num_layers for other in takewhile(lambda other: other != name, config.towers))
+    named = {f"towers.{name}.{i}": layer for i, layer in zip(wanted, layers, strict=True)}
+    return Stage(named, [before + i for i in wanted])
 
 
 def tower_costs(config: CLIPConfig, name: str) -> list[float]:

@@ -14,8 +14,9 @@ weighs as many samples as it has.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class Microbatches:
     def into(self, stage: int) -> list[Any]:
         """What goes into a stage that no other feeds."""
         return self.inputs[stage]
+
+    def signature(self, microbatch: int) -> Signature:
+        """Of a microbatch of any stage. Some stage may have more of them than the batch is cut into at first; all of
+        a stage's are of one shape then.
+        """
+        return self.signatures[min(microbatch, len(self.signatures) - 1)]
 
 
 def digest_of(*values: Any) -> int:
@@ -152,6 +159,7 @@ def cut_batch(
     loss_fn: Callable[..., Tensor] | None,
     windows: Sequence[range] = (),
     starts: Mapping[int, int] | None = None,
+    counts: Sequence[int] = (),
 ) -> Microbatches:
     """Cuts inputs and targets and weighs the microbatches.
 
@@ -160,22 +168,21 @@ def cut_batch(
         num_microbatches: of the stage with the loss.
         windows: the microbatches that each update gathers; all of them in one where not given.
         starts: of the stages that the batch goes into the number of microbatches; stage 0 where not given.
+        counts: of all stages, where they differ.
 
     Raises:
-        RuntimeFailure: inputs that cannot be cut, or not given for just these stages.
+        RuntimeFailure: inputs that cannot be cut, or not for all stages at the same samples, or not given for just
+            these stages.
     """
     windows = tuple(windows) or (range(num_microbatches),)
     starts = starts or {0: num_microbatches}
     given = inputs_by_stage(inputs, list(starts))
     cut = {stage: split(value, starts[stage], "inputs") for stage, value in given.items()}
+    if len(given) > 1 or counts:
+        _require_alike(given, counts)
     first = next(iter(given))
     cut_inputs = cut[first]
     if starts[first] != num_microbatches:
-        if isinstance(given[first], list):
-            raise RuntimeFailure(
-                f"stage {first} works on {starts[first]} microbatches and the stage with the loss on "
-                f"{num_microbatches}; give tensors to be cut, not a list"
-            )
         cut_inputs = split(given[first], num_microbatches, "inputs")
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
     scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
@@ -186,6 +193,35 @@ def cut_batch(
     ]
     digest = digest_of(*given.values(), targets)
     return Microbatches(cut, cut_targets, scales, signatures, digest, windows)
+
+
+def _require_alike(given: Mapping[int, Any], counts: Sequence[int]) -> None:
+    """Raises RuntimeFailure where stages would cut the batch at different samples, and join what does not match."""
+    differ = len(set(counts)) > 1
+    sizes = {}
+    for stage, value in given.items():
+        if not isinstance(value, list):
+            sizes[stage] = _num_samples(flatten(value)[0], "inputs")
+        elif differ:
+            raise RuntimeFailure(
+                f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are a "
+                "list, cut already; give tensors, which are cut for every stage"
+            )
+    if len(set(sizes.values())) > 1:
+        raise RuntimeFailure(
+            f"the inputs of stages {_listed(sizes)} have {_listed(sizes.values())} samples; give all the same number"
+        )
+    least = lcm(*counts)
+    for size in sizes.values():
+        if differ and size % least:
+            raise RuntimeFailure(
+                f"a batch of {size} samples, and stages that work on {_listed(sorted(set(counts)))} microbatches; "
+                f"give a multiple of {least} samples, so that every stage cuts it at the same places"
+            )
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:

@@ -368,7 +368,8 @@ class Pipeline:
         """The batch, cut for the stages that it goes into and for the one with the loss."""
         graph, num = self.schedule.graph, num or self.schedule.num_microbatches
         starts = {stage: graph.microbatches_of(stage, num) for stage in starts_of(graph)}
-        return cut_batch(inputs, targets, graph.microbatches_of(end_of(graph), num), loss_fn, windows, starts)
+        count = graph.microbatches_of(end_of(graph), num)
+        return cut_batch(inputs, targets, count, loss_fn, windows, starts, graph.num_microbatches)
 
     def _windows(self) -> list[range]:
         """The microbatches of each update that is an op."""

@@ -171,7 +171,7 @@ class StageRunner:
                 output = self._loss(m, output)
         if tape is not None and not self._defers:
             self._defers = tape.deferring
-            self._plain.add(self.settings.microbatches.signatures[m])
+            self._plain.add(self.settings.microbatches.signature(m))
         entry.close()
         payload, outputs = self._outgoing(output)
         self._held[m] = Held(entry, outputs, tape)
@@ -185,7 +185,7 @@ class StageRunner:
         """
         if not self._can_split or (self.index, m) not in self.settings.split:
             return None
-        known_plain = not self._defers and self.settings.microbatches.signatures[m] in self._plain
+        known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape()
 
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry]:
