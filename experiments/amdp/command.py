@@ -35,7 +35,7 @@ def command(
     parser.add_argument("--measured", action="store_true", help="run the paper's table on emulated devices too")
     parser.add_argument("--show", action="store_true", help="only print what was found last")
     parser.add_argument("--stretch", type=float, default=1.0, help="seconds of the clock to one of an op")
-    parser.add_argument("--jobs", type=int, default=4, help="measured trials at once")
+    parser.add_argument("--jobs", type=int, default=5, help="measured trials at once")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
     given = parser.parse_args()
     if not given.show:

@@ -9,20 +9,24 @@ Every method gathers the same samples in an update, but PipeDream, whose `b` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from setups import PREDICT_BYTES, Setup
 
 import penstock as ps
 from penstock.schedule.op import FORWARD, UPDATE
 
-LONG = 128
-"""Microbatches that a run of windows has at least."""
-LEAST = 6
-"""Windows that it has at least."""
-RATIOS = (1.5, 1.9, 2.1, 2.5, 2.7, 3.5)
-"""Of B to F, for which orders of AMDP's are made."""
+COUNTED = 12
+"""Windows over which throughput is counted, or a multiple of it: orders repeat every 1, 2, 3 or 4 windows."""
+LEAST = 64
+"""Microbatches over which it is counted, at the least."""
+EDGE = 3
+"""Windows, at the least, that are left out at either end, while the pipelines fill and drain."""
+RATIOS = (1.9, 2.1, 2.5)
+"""Of B to F where stages are taken to be alike, for which orders of AMDP's are made."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class Trial:
     def ktokens(self, timeline: ps.Timeline) -> float:
         """Thousands of tokens a second, of a timeline of the schedule.
 
-        A step that is drained counts whole. Of windows on end the first and the last ones are left out, while the
-        pipelines fill and drain: it counts from the end of one window's last update to another's.
+        A step that is drained counts whole. Of windows on end those at either end are left out: it counts from the
+        end of one window's last update to that of another.
         """
         if self.num_windows == 1:
             return self.window * self.tokens / timeline.makespan
@@ -62,19 +66,26 @@ class Trial:
             if timed.op.kind == UPDATE:
                 update = timed.op.microbatch // copies
                 ended[update] = max(ended[update], timed.end)
-        edge = max(1, -(-2 * self.schedule.num_ranks // self.window))
+        edge = num_at_an_end(self.window, self.schedule.num_ranks)
         first, last = edge - 1, self.num_windows - 1 - edge
         return (last - first) * self.window * self.tokens / (ended[last] - ended[first])
 
 
+def num_at_an_end(window: int, num_ranks: int) -> int:
+    """Windows that are left out at either end."""
+    return max(EDGE, -(-2 * num_ranks // window))
+
+
+def num_windows(window: int, num_ranks: int) -> int:
+    """Of a run of windows on end."""
+    counted = COUNTED * -(-LEAST // (COUNTED * window))
+    return counted + 2 * num_at_an_end(window, num_ranks)
+
+
+@cache
 def trial_of(method: str, setup: Setup, zero: bool = True) -> Trial:
     """A method at a setup; `zero` as in `Setup.costs`, for those with several copies."""
     return METHODS[method](method, setup, zero)
-
-
-def num_microbatches(window: int) -> int:
-    """Of a run of windows on end."""
-    return window * max(LEAST, -(-LONG // window))
 
 
 def _drained(method: str, setup: Setup, zero: bool) -> Trial:
@@ -91,7 +102,8 @@ def _chimera(method: str, setup: Setup, zero: bool) -> Trial:
 
 def _asynchronous(method: str, setup: Setup, zero: bool) -> Trial:
     window = 1 if method == "pipedream" else setup.window
-    schedule = ps.build(method, setup.num_ranks, num_microbatches(window), window=window)
+    num = window * num_windows(window, setup.num_ranks)
+    schedule = ps.build(method, setup.num_ranks, num, window=window)
     return _of(method, setup, schedule, setup.costs(), window)
 
 
@@ -125,18 +137,24 @@ def predictions(schedule: ps.Schedule) -> list[int]:
 
 
 def _amdp(method: str, setup: Setup, zero: bool) -> Trial:
-    """Of orders made for several guesses at the times of F and B the one that is fastest under the real ones.
-
-    The order depends on them, and where stages differ no one number says how long they are.
-    """
+    """Of orders made for several guesses at the times of F and B the one that is fastest under the real ones."""
     num_ranks, window = setup.num_ranks, setup.window
     costs = setup.costs(copies=num_ranks // 2, zero=zero)
-    f = sum(costs.f) / num_ranks
-    found = (
-        ps.build(method, num_ranks, num_microbatches(window), window=window, f=f, b=f * ratio) for ratio in RATIOS
-    )
-    trials = [_of(method, setup, schedule, costs) for schedule in found]
+    num = window * num_windows(window, num_ranks)
+    schedules = (ps.build(method, num_ranks, num, window=window, **times) for times in _guesses(costs))
+    trials = [_of(method, setup, schedule, costs) for schedule in schedules]
     return max(trials, key=lambda trial: trial.ktokens(simulate(trial)))
+
+
+def _guesses(costs: ps.Costs) -> Iterator[dict[str, Any]]:
+    """Times for which orders are made: the stages' own, and the same for all stages.
+
+    An order is made from event to event, and which of two events comes first may change much that follows.
+    """
+    yield {"f": costs.f, "b": costs.b}
+    mean = sum(costs.f) / costs.num_stages
+    for ratio in RATIOS:
+        yield {"f": mean, "b": ratio * mean}
 
 
 def _of(method: str, setup: Setup, schedule: ps.Schedule, costs: ps.Costs, window: int | None = None) -> Trial:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import penstock as ps
-from penstock.cost.presets import CostPreset, find_preset
+from penstock.cost.presets import A800, CostPreset, find_preset
 from penstock.cost.presets.named import Split
 
 MODELS: Mapping[str, str] = {"GPT": "amdp-gpt", "BERT": "amdp-bert"}
@@ -47,6 +47,7 @@ class Setup:
         model: one of `MODELS`. num_ranks: the paper's d. batch: samples an update gathers, the paper's b.
         split: how layers are cut into stages.
         head: how many times as long as the preset's the last layer takes.
+        link_gb: GB a second from any rank to any other.
     """
 
     model: str
@@ -54,10 +55,12 @@ class Setup:
     batch: int
     split: Split = "even"
     head: float = 1.0
+    link_gb: float = A800.link_gb
 
     @cached_property
     def preset(self) -> CostPreset:
-        return replace(find_preset(MODELS[self.model]), split=self.split)
+        found = find_preset(MODELS[self.model])
+        return replace(found, split=self.split, device=replace(found.device, link_gb=self.link_gb))
 
     @property
     def window(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from methods import Trial, num_microbatches, simulate, trial_of
+from methods import Trial, num_windows, simulate, trial_of
 from setups import Setup
 
 import penstock as ps
@@ -40,7 +40,7 @@ def _orders(setup: Setup, within: float) -> Iterator[Trial]:
             one = ps.build(name, setup.num_ranks, setup.window, **options)
         except ps.ScheduleError:  # not for so few microbatches
             continue
-        schedule = ps.repeat_windows(one, num_microbatches(setup.window) // setup.window)
+        schedule = ps.repeat_windows(one, num_windows(setup.window, setup.num_ranks))
         costs = setup.costs(schedule.num_stages, schedule.placement.num_pipelines)
         for dispatch in ("frozen", "dynamic"):
             timeline = ps.simulate(schedule, costs, links=setup.links, dispatch=dispatch)

@@ -11,7 +11,6 @@ the paper (`penstock.cost.presets`, A800). All else is counted or the maker's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from command import command
 from methods import METHODS, Trial, trial_of
@@ -61,13 +60,23 @@ def trials() -> Iterator[tuple[Row, Trial]]:
         yield keys_of(setup, BEST), best_synchronous(setup)
 
 
+def other_setups(model: str) -> Mapping[str, Setup]:
+    """Heads of other weights, stages cut so that they make up for it, and slow links."""
+    heads = {f"head {head:g} times as heavy": Setup(model, 8, 128, head=head) for head in HEADS}
+    return {
+        **heads,
+        "stages cut for balance": Setup(model, 8, 128, "balanced"),
+        "links of 25 GB/s": Setup(model, 8, 128, link_gb=25.0),
+        "links of 25 GB/s, b = 32": Setup(model, 8, 32, link_gb=25.0),
+    }
+
+
 def other_trials() -> Iterator[tuple[Row, Trial]]:
-    """What the head's weight does: lighter and heavier ones, and stages cut so that they make up for it."""
     for model in MODELS:
-        setups = [Setup(model, 8, 128, head=head) for head in HEADS if head != 1]
-        for setup in [*setups, Setup(model, 8, 128, "balanced")]:
-            for method in COMPARED:
-                yield keys_of(setup, method), trial_of(method, setup)
+        for setup in other_setups(model).values():
+            if setup != Setup(model, 8, 128):  # which is in the paper's table
+                for method in COMPARED:
+                    yield keys_of(setup, method), trial_of(method, setup)
 
 
 def keys_of(setup: Setup, method: str) -> Row:
@@ -77,6 +86,7 @@ def keys_of(setup: Setup, method: str) -> Row:
         "batch": setup.batch,
         "split": setup.split,
         "head": setup.head,
+        "link_gb": setup.link_gb,
         "method": method,
     }
 
@@ -85,7 +95,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     """The paper's table with ours beside it, and ratios."""
     kinds = ("simulated", "measured") if any(row["measured"] is not None for row in rows) else ("simulated",)
     found = {
-        (key, kind): {method: _value(rows, kind, method, *key) for method in (*NAMES, BEST)}
+        (key, kind): {method: _value(rows, kind, method, Setup(*key)) for method in (*NAMES, BEST)}
         for key in PAPER
         for kind in kinds
     }
@@ -127,7 +137,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _chosen(rows: Sequence[Row]) -> Iterator[str]:
-    names = [_row(rows, BEST, *key)["schedule"] for key in PAPER]
+    names = [_row(rows, BEST, Setup(*key))["schedule"] for key in PAPER]
     yield f"{BEST}, no barrier between windows, row by row: {', '.join(names)}"
 
 
@@ -136,23 +146,21 @@ def _setup(key: tuple[str, int, int], kind: str) -> list[str]:
     return [model, str(ranks), str(batch), kind] if kind == "paper" else ["", "", "", kind]
 
 
-def _row(
-    rows: Sequence[Row], method: str, model: str, ranks: int, batch: int, split: str = "even", head: float = 1.0
-) -> Row:
-    return find(rows, model=model, ranks=ranks, batch=batch, split=split, head=head, method=method)
+def _row(rows: Sequence[Row], method: str, setup: Setup) -> Row:
+    return find(rows, **keys_of(setup, method))
 
 
-def _value(rows: Sequence[Row], kind: str, method: str, *setup: Any) -> float:
-    value = _row(rows, method, *setup)[kind]
+def _value(rows: Sequence[Row], kind: str, method: str, setup: Setup) -> float:
+    value = _row(rows, method, setup)[kind]
     return float("nan") if value is None else float(value)
 
 
 def _targets(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[str]:
     for model in MODELS:
         for kind in kinds:
+            found = {method: _value(rows, kind, method, Setup(model, 8, 128)) for method in ("amdp", *TARGETS)}
             parts = [
-                f"{_value(rows, kind, 'amdp', model, 8, 128) / _value(rows, kind, method, model, 8, 128):.2f} times "
-                f"{NAMES[method]} (at least {least:g})"
+                f"{found['amdp'] / found[method]:.2f} times {NAMES[method]} (at least {least:g})"
                 for method, least in TARGETS.items()
             ]
             yield f"{model}, d = 8, b = 128, {kind}: AMDP is {' and '.join(parts)}"
@@ -162,19 +170,12 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
     yield "d = 8, b = 128, simulated: what the head's weight decides"
     body = []
     for model in MODELS:
-        for head, split in [*((head, "even") for head in HEADS), (1.0, "balanced")]:
-            values = {method: _value(rows, "simulated", method, model, 8, 128, split, head) for method in COMPARED}
-            body.append(
-                [
-                    model,
-                    "layers cut for balance" if split == "balanced" else f"head {head:g} times as heavy",
-                    *(f"{value:.1f}" for value in values.values()),
-                    *(f"{values['amdp'] / values[method]:.2f}" for method in TARGETS),
-                ]
-            )
-    yield from table(
-        ["", "", *(NAMES[method] for method in COMPARED), *(f"AMDP/{NAMES[method]}" for method in TARGETS)], body
-    )
+        for name, setup in other_setups(model).items():
+            found = {method: _value(rows, "simulated", method, setup) for method in COMPARED}
+            ratios = [found["amdp"] / found[method] for method in TARGETS]
+            body.append([model, name, *(f"{each:.1f}" for each in found.values()), *(f"{r:.2f}" for r in ratios)])
+    names = [NAMES[method] for method in COMPARED]
+    yield from table(["", "", *names, *(f"AMDP/{NAMES[method]}" for method in TARGETS)], body)
 
 
 if __name__ == "__main__":
