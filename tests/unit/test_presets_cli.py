@@ -53,7 +53,7 @@ def test_a_preset_is_timed_planned_and_searched(capsys: pytest.CaptureFixture[st
     timed = told(capsys, "simulate zb --ranks 4 --microbatches 12 --costs gpt2-7b")
     assert timed["costs"]["f"] == list(costs.f)
     assert timed["makespan"] == ps.simulate(ps.build("zb", 4, 12), costs).makespan
-    planned = told(capsys, "plan --ranks 4 --microbatches 6 --costs gpt2-7b --time 0.2")
+    planned = told(capsys, "plan --ranks 4 --microbatches 6 --costs gpt2-7b --time 3")
     assert planned["makespan"] <= ps.simulate(ps.build("zb", 4, 6), costs).makespan
     assert told(capsys, "search --ranks 2 --microbatches 2 --parts 4 --costs gpt2-7b:tp=2")["makespan"] > 0
 
