@@ -172,8 +172,12 @@ def test_wrong_towers_and_numbers_are_refused_by_name() -> None:
         cut.inputs({"text": torch.zeros(4, 6)})
     with pytest.raises(ValueError, match=r"a number of microbatches given for audio, text; give .* contrast"):
         cut.graph({"audio": 4, "text": 4})
-    with pytest.raises(RuntimeFailure, match="stage 0 works on 4 microbatches and stage 2, which it feeds, on 6"):
+    with pytest.raises(
+        ValueError, match="tower 'audio' works on 4 microbatches and the contrast on 6; one must be a"
+    ):
         two_towers((4, 6, 6))
+    with pytest.raises(ValueError, match="tower 'text' works on 3 microbatches and the contrast on 2"):
+        cut.graph({"audio": 4, "text": 3, "contrast": 2})
     held = ps.Branch(ps.placements.one_to_one(1), 4, ps.Rules(max_in_flight=1))
     with pytest.raises(ps.ScheduleError, match="no rank can go on"):
         clip_program(TWO, {"audio": held, "text": one}, ps.Branch(ps.placements.one_to_one(1), 2)).build()

@@ -86,6 +86,7 @@ class CLIPStages:
         if num_microbatches is None:
             return StageGraph(self.contrast + 1, tuple(edges))
         _require_towers(self.config, num_microbatches, "a number of microbatches", CONTRAST)
+        _require_matching(num_microbatches)
         counts = [num_microbatches[name] for name, part in self.stages.items() for _ in part]
         return StageGraph(self.contrast + 1, tuple(edges), (*counts, num_microbatches[CONTRAST]))
 
@@ -124,14 +125,15 @@ def clip_program(config: CLIPConfig, towers: Mapping[str, Branch], contrast: Bra
         options: for `ps.Program.of_branches`.
 
     Raises:
-        ValueError: branches of other towers than the config's, more stages than a tower has layers, or a contrast of
-            several stages.
+        ValueError: branches of other towers than the config's, more stages than a tower has layers, a contrast of
+            several stages, or of microbatches that do not match a tower's.
         ScheduleError: branches that contradict each other.
     """
     _require_towers(config, towers, "a branch")
     CLIPStages(config, {name: branch.placement.num_stages for name, branch in towers.items()})
     if contrast.placement.num_stages != 1:
         raise ValueError(f"a contrast of {contrast.placement.num_stages} stages; it is one stage, so place one")
+    _require_matching({name: branch.num_microbatches for name, branch in {**towers, CONTRAST: contrast}.items()})
     feeding = {name: replace(towers[name], feeds=(CONTRAST,)) for name in config.towers}
     return Program.of_branches({**feeding, CONTRAST: contrast}, **{"name": "clip", **options})
 
@@ -145,3 +147,13 @@ def _require_towers(config: CLIPConfig, given: Iterable[str], what: str, *more: 
         )
     if set(got) != set(wanted):
         raise ValueError(f"{what} given for {', '.join(got) or 'nothing'}; give one for each of {', '.join(wanted)}")
+
+
+def _require_matching(counts: Mapping[str, int]) -> None:
+    """Raises ValueError where the contrast's microbatches and a tower's do not hold whole ones of each other."""
+    for name, count in counts.items():
+        if max(count, counts[CONTRAST]) % min(count, counts[CONTRAST]):
+            raise ValueError(
+                f"tower {name!r} works on {count} microbatches and the contrast on {counts[CONTRAST]}; one must be a "
+                "multiple of the other, so that whole microbatches are compared"
+            )
