@@ -86,12 +86,11 @@ def test_a_pipeline_holds_what_its_footprint_says(
 
 
 def test_where_nothing_is_predicted_there_is_no_second_version() -> None:
-    """XPipe's last stage has its updates right behind its backwards; its footprint counts a second version all the
-    same, which the pipeline does without."""
+    """XPipe's last stage has its updates right behind its backwards."""
     layers = build_layers(CONFIG, range(4), seed=0)
     schedule = ps.build("xpipe", 4, 12, window=4)
     expected = [tuple(rank[:4]) for rank in ps.footprint(schedule, costs_of(layers, ADAM)).ranks]
     pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=ADAM, timeout=20)
     found = held(pipe, 12)
-    assert found[:3] == expected[:3]
-    assert found[3] == (expected[3][0], 0, *expected[3][2:])
+    assert found == expected
+    assert [rank[1] > 0 for rank in found] == [True, True, True, False]

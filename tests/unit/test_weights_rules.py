@@ -12,9 +12,8 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.weights import CopyWeights, rule_of
-from penstock.runtime.weights.ahead import updates_ahead
-from penstock.runtime.weights.spectrain import backward_steps, forward_steps
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
+from penstock.schedule.ahead import backward_steps, forward_steps, updates_ahead
 from penstock.schedule.updates import RULES
 
 pytestmark = pytest.mark.unit

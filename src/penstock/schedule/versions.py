@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.schedule.ahead import forward_steps, updates_ahead
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
 from penstock.schedule.updates import NEWEST
 
@@ -35,7 +36,7 @@ def count_versions(schedule: Schedule) -> Copies:
     - pipedream, vnag: the newest, and each older one that the forward of a microbatch in flight (its B or I still to
       come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
-    - spectrain, xpipe: 2, the newest and the copy of it that predictions are written to.
+    - spectrain, xpipe: 2, the newest and what predictions are written to; 1 where nothing is predicted.
 
     Where no updates are ops of the schedule it is 1.
     """
@@ -43,7 +44,17 @@ def count_versions(schedule: Schedule) -> Copies:
     rule = NEWEST if schedule.updates is None else schedule.updates.rule
     if rule == NEWEST:
         return copies
-    return _stashed(schedule, copies) if rule in STASHING else dict.fromkeys(copies, 2)
+    if rule in STASHING:
+        return _stashed(schedule, copies)
+    return {copy: 2 if rule == TWO_BUFFERS or _predicts(schedule, rule, copy[0]) else 1 for copy in copies}
+
+
+def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:
+    """Whether any op of the stage reads weights other than the newest."""
+    if rule == "xpipe":
+        return any(updates_ahead(schedule, stage).values())
+    window = 1 if schedule.updates is None else schedule.updates.window
+    return forward_steps(stage, schedule.num_stages, window) > 0
 
 
 def _stashed(schedule: Schedule, most: Copies) -> Copies:

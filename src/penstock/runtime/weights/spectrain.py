@@ -27,6 +27,7 @@ from penstock.runtime.weights.predicting import require_state_everywhere
 from penstock.runtime.weights.read import Read, Spot
 from penstock.runtime.weights.rule import Rule
 from penstock.schedule import Schedule
+from penstock.schedule.ahead import backward_steps, forward_steps
 
 
 class MomentumPrediction(Rule):
@@ -70,13 +71,3 @@ class MomentumPrediction(Rule):
     def require_schedule(self, schedule: Schedule, zero: bool) -> None:
         super().require_schedule(schedule, zero)
         require_state_everywhere(self.name, schedule, zero)
-
-
-def forward_steps(stage: int, num_stages: int, window_size: int) -> int:
-    """s of a forward."""
-    return (stage // 2 + num_stages - stage - 1) // window_size
-
-
-def backward_steps(stage: int, window_size: int) -> int:
-    """s of a backward."""
-    return stage // 2 // window_size

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.weights.ahead import updates_ahead
 from penstock.runtime.weights.predicting import require_state_everywhere
 from penstock.runtime.weights.read import Read, Spot
 from penstock.runtime.weights.rule import Rule
 from penstock.schedule import Schedule
+from penstock.schedule.ahead import updates_ahead
 
 
 class AdamPrediction(Rule):

@@ -1,9 +1,13 @@
-"""How many updates of a copy a microbatch's forward is ahead of the one that gathers it: read off the order."""
+"""How many updates ahead of what it reads a microbatch's own update is: what rules that predict weights ask."""
 
 from __future__ import annotations
 
-from penstock.schedule import Schedule
+from typing import TYPE_CHECKING
+
 from penstock.schedule.op import FORWARD, UPDATE
+
+if TYPE_CHECKING:
+    from penstock.schedule.schedule import Schedule
 
 
 def updates_ahead(schedule: Schedule, stage: int) -> dict[int, int]:
@@ -28,3 +32,13 @@ def updates_ahead(schedule: Schedule, stage: int) -> dict[int, int]:
             elif op.kind == FORWARD:
                 ahead[op.microbatch] = op.microbatch // windows.window - passed.get(pipeline, 0)
     return ahead
+
+
+def forward_steps(stage: int, num_stages: int, window_size: int) -> int:
+    """SpecTrain's s of a forward on stage k of N: floor(k/2) + N - k - 1 microbatches, in whole windows."""
+    return (stage // 2 + num_stages - stage - 1) // window_size
+
+
+def backward_steps(stage: int, window_size: int) -> int:
+    """SpecTrain's s of a backward: floor(k/2) microbatches, in whole windows."""
+    return stage // 2 // window_size
