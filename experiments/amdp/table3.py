@@ -1,7 +1,7 @@
 """Table 3: throughput of all methods, GPT- and BERT-style models, 4 and 8 ranks, two batches each.
 
     python experiments/amdp/table3.py               simulated, two minutes
-    python experiments/amdp/table3.py --measured    and on emulated devices, six minutes
+    python experiments/amdp/table3.py --measured    and on emulated devices, seven minutes
     python experiments/amdp/table3.py --show        what was found last
 
 One number of the device is fitted: the share of its peak that matrix products reach, so that DAPPLE comes out as in
