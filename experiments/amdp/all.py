@@ -4,7 +4,8 @@
     python experiments/amdp/all.py --measured     tables 3 and 4 on emulated devices too
     python experiments/amdp/all.py --learning     and what is learnt: an hour of one core more
 
-Of `figure7.py`, `table5.py` and `mismatch.py` what is there already is kept: move `results/` away to begin anew.
+Of `figure7.py`, `rates.py`, `table5.py` and `mismatch.py` what is there already is kept: move `results/` away to
+begin anew.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 SIMULATED = ("table1", "figure6", "figure8", "table3", "table4", "mismatch")
 MEASURED = ("table3", "table4")
-LEARNING = ("tuning", "figure7", "table5")
+LEARNING = ("tuning", "figure7", "rates", "table5")
 
 
 def main() -> None:

@@ -52,8 +52,8 @@ class Task:
         seed: of the data's order and of the first weights.
     """
 
-    config: GPTConfig = field(default=GPTConfig(vocab_size=256, context=64, depth=8, width=64, num_heads=4))
-    batch: int = 16
+    config: GPTConfig = field(default=GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4))
+    batch: int = 32
     samples: int = 1
     num_batches: int = 1000
     every: int = 50
@@ -159,7 +159,7 @@ class Passes:
         text = corpus()
         order = task.seed if method.seed is None else method.seed
         self._batches = Batches(text.train, task.batch, task.config.context, order)
-        held_out = validation_batches(text.validation, 64, task.config.context, 8)
+        held_out = validation_batches(text.validation, 64, task.config.context, 32)
         self._held_out = [tuple(map(torch.from_numpy, batch)) for batch in held_out]
         optimizer = functools.partial(OPTIMIZERS[method.optimizer], lr=method.peak)
         self._pipe = ps.Pipeline(
@@ -192,7 +192,8 @@ class Passes:
             ]
         else:
             losses = [float(loss) for loss in self._pipe.step(inputs, targets, rates=rates).losses]
-        return [sum(losses[at : at + num]) / num for at in range(0, len(losses), num)]
+        # Those of a window are weighed, and add up to its mean.
+        return [sum(losses[at : at + num]) * self._window / num for at in range(0, len(losses), num)]
 
     def _update(self, inputs: list[Tensor], targets: list[Tensor], rate: float) -> list[float]:
         for group in self._pipe.optimizer.param_groups:
@@ -214,11 +215,11 @@ class Passes:
         inputs, targets = ([batch[side] for batch in self._held_out] for side in (0, 1))
         # As many at a time as the schedule has microbatches, which may be fewer.
         each = min(len(inputs), self._pipe.schedule.num_microbatches)
-        losses = [
-            float(self._pipe.evaluate(inputs[at : at + each], targets[at : at + each]).loss)
-            for at in range(0, len(inputs), each)
-        ]
-        return sum(losses) / len(losses)
+        total = 0.0
+        for at in range(0, len(inputs), each):
+            some = inputs[at : at + each], targets[at : at + each]
+            total += float(self._pipe.evaluate(*some).loss) * len(some[0])
+        return total / len(inputs)
 
     def mismatch(self) -> int:
         """Most updates between a forward and its backward in the last pass, as counted while it ran."""

@@ -5,7 +5,7 @@
 
 Throughput is simulated for the paper's two models on its device, a block a stage, the embedding on top of the first
 and the head on top of the last. The loss is of Model-1 made small: 8 blocks on 8 stages as there, but of width 64
-instead of 768, 64 tokens instead of 512, bytes instead of 50,304 words, and 1,000 updates instead of 50,000 on the
+instead of 768, 16 tokens instead of 512, bytes instead of 50,304 words, and 1,000 updates instead of 50,000 on the
 standard library's text. Rates are those of figure 7.
 
 vNAG's microbatch is the whole minibatch of 8 samples, after which it updates; the others gather 8 microbatches of
