@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from experiments import scripts
 
 pytestmark = pytest.mark.unit
 
@@ -21,18 +20,10 @@ COMMANDS = ("figure7", "rates", "table5", "tuning", "mismatch", "all")
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports one of the scripts, whose folder is on the path as it is when they run.
-
-    Other experiments have scripts of the same names: theirs are put aside, and ours are forgotten at the end.
-    """
-    monkeypatch.syspath_prepend(str(FOLDER))
-    own = {path.stem for path in FOLDER.glob("*.py")}
-    for name in own:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in own:
-        sys.modules.pop(name, None)
+def load() -> Iterator[Any]:
+    """Imports one of the scripts."""
+    with scripts("amdp") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from experiments import scripts
 
 pytestmark = pytest.mark.unit
 
@@ -18,18 +18,10 @@ COMMANDS = ("table1", "figure6", "figure8")
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports one of the scripts, whose folder is on the path as it is when they run.
-
-    Other experiments have scripts of the same names: theirs are put aside, and ours are forgotten at the end.
-    """
-    monkeypatch.syspath_prepend(str(FOLDER))
-    own = {path.stem for path in FOLDER.glob("*.py")}
-    for name in own:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in own:
-        sys.modules.pop(name, None)
+def load() -> Iterator[Any]:
+    """Imports one of the scripts."""
+    with scripts("amdp") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from experiments import scripts
 
 pytestmark = pytest.mark.unit
 
@@ -19,18 +18,10 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "amdp"
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports one of the scripts, whose folder is on the path as it is when they run.
-
-    Other experiments have scripts of the same names: theirs are put aside, and ours are forgotten at the end.
-    """
-    monkeypatch.syspath_prepend(str(FOLDER))
-    own = {path.stem for path in FOLDER.glob("*.py")}
-    for name in own:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in own:
-        sys.modules.pop(name, None)
+def load() -> Iterator[Any]:
+    """Imports one of the scripts."""
+    with scripts("amdp") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("name", ["table3", "table4"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from experiments import scripts
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "pipemorph"
 FIGURES = (
@@ -22,10 +23,10 @@ OTHERS = ("memory", "reaction", "uneven")
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports one of the scripts, whose folder is on the path as it is when they run."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
+def load() -> Iterator[Any]:
+    """Imports one of the scripts."""
+    with scripts("pipemorph") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("name", [*FIGURES, *OTHERS])
