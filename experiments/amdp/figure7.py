@@ -37,14 +37,14 @@ ADAM, SGD, NADAM = 2e-3, 0.05, 1e-3
 
 Stroke = Literal["solid", "dashed", "dotted"]
 
-SYNC, AMDP = "synchronous", "amdp"
+SYNC, AMDP, WITHOUT = "synchronous", "amdp", "amdp, mismatch 0"
 WHOLE = TASK.batch
 """Samples of a microbatch that is a whole batch."""
 
 METHODS = (
     Method(SYNC, "1f1b", peak=ADAM),
     Method(AMDP, "amdp", peak=ADAM),
-    Method("amdp, mismatch 0", "amdp", peak=ADAM, options={"max_mismatch": 0}),
+    Method(WITHOUT, "amdp", peak=ADAM, options={"max_mismatch": 0}),
     Method("pipedream-2bw", "pipedream-2bw", peak=ADAM),
     Method("xpipe", "xpipe", peak=ADAM),
     Method("pipedream", "pipedream", window=1, samples=WHOLE, peak=ADAM),
@@ -86,7 +86,7 @@ WITHIN = 0.01
 SHOWN: Mapping[str, tuple[Hue, Stroke]] = {
     SYNC: ("grey", "solid"),
     AMDP: ("navy", "solid"),
-    "amdp, mismatch 0": ("blue", "dashed"),
+    WITHOUT: ("blue", "dashed"),
     "pipedream-2bw": ("green", "solid"),
     "xpipe": ("amber", "solid"),
     "pipedream": ("brick", "solid"),
@@ -141,22 +141,17 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     head = ["method", "optimizer", "updates", "mismatch", "loss", "over sync", "over its like", "s a batch"]
     yield from table([*head, *(f"s to {target:.3f}" for target in targets)], body)
     if AMDP in found:
-        yield from _claims(sync, found[AMDP], targets)
+        yield f"amdp's final loss: {_over(found[AMDP], sync)} (asked: within {WITHIN:.0%}; paper: +0.7%)"
+    for name in (AMDP, WITHOUT):
+        for target in targets if name in found else ():
+            slow, fast = (reached(row, target) for row in (sync, found[name]))
+            if slow is not None and fast is not None:
+                ratio = slow * sync["batch_seconds"] / (fast * found[name]["batch_seconds"])
+                yield f"to {target:.3f} {name} is {ratio - 1:.1%} faster than the best synchronous one (paper: 23%)"
 
 
 def _over(row: Row, other: Row) -> str:
     return "-" if row["final"] is None else f"{row['final'] / other['final'] - 1:+.2%}"
-
-
-def _claims(sync: Row, amdp: Row, targets: Sequence[float]) -> Iterator[str]:
-    over = amdp["final"] / sync["final"] - 1
-    yield f"amdp's final loss: {over:+.2%} of the synchronous one's (asked: within {WITHIN:.0%}; paper: +0.7%)"
-    for target in targets:
-        slow, fast = (reached(row, target) for row in (sync, amdp))
-        if slow is None or fast is None:
-            continue
-        ratio = slow * sync["batch_seconds"] / (fast * amdp["batch_seconds"])
-        yield f"to a loss of {target:.3f} amdp is {ratio - 1:.1%} faster than the best synchronous one (paper: 23%)"
 
 
 def by_update(rows: Sequence[Row]) -> Figure:
@@ -198,7 +193,7 @@ def _chart(rows: Sequence[Row], title: str, note: str, x: Axis) -> Figure:
 def _losses(rows: Sequence[Row]) -> Axis:
     """From just below the best loss to where all have learnt something."""
     best = min(row["final"] for row in rows if row["final"] is not None)
-    return Axis("validation loss, nats a byte", low=round(best - 0.05, 1), high=round(best + 1.0, 1))
+    return Axis("validation loss, nats a byte", low=round(best - 0.05, 1), high=round(best + 1.2, 1))
 
 
 def main() -> None:
