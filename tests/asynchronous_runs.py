@@ -42,8 +42,8 @@ class Run:
 
 RUNS = {
     "amdp": Run("amdp", {"window": 4}),
-    "amdp without ZeRO, clipped": Run("amdp", {"window": 8}, zero=False, clip_norm=0.05),
-    "amdp without mismatch": Run("amdp", {"window": 8, "max_mismatch": 0}),
+    "amdp without ZeRO, clipped": Run("amdp", {"window": 4}, zero=False, clip_norm=0.05),
+    "amdp without mismatch": Run("amdp", {"window": 4, "max_mismatch": 0}),
     "pipedream": Run("pipedream", {"window": 1}),
     "pipedream-2bw": Run("pipedream-2bw", {"window": 4}),
     "xpipe": Run("xpipe", {"window": 4}),
