@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.junctions import end_of, starts_of
 from penstock.runtime.tree import flatten, unflatten
+from penstock.schedule import Schedule
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
@@ -150,6 +152,25 @@ def _size(value: Any) -> int:
     """Samples in a microbatch: the extent of its first tensor."""
     leaves, _ = flatten(value)
     return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
+
+
+def cut_for(
+    schedule: Schedule,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    windows: Sequence[range],
+    num: int | None = None,
+) -> Microbatches:
+    """A batch, cut for the stages that it goes into and for the one with the loss; see `cut_batch`.
+
+    Args:
+        num: microbatches; the schedule's where not given.
+    """
+    graph, num = schedule.graph, num or schedule.num_microbatches
+    starts = {stage: graph.microbatches_of(stage, num) for stage in starts_of(graph)}
+    count = graph.microbatches_of(end_of(graph), num)
+    return cut_batch(inputs, targets, count, loss_fn, windows, starts, graph.num_microbatches)
 
 
 def cut_batch(

@@ -21,9 +21,9 @@ from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.held_model import HeldModel
-from penstock.runtime.junctions import end_of, is_plain, starts_of
+from penstock.runtime.junctions import is_plain
 from penstock.runtime.measured import idle_share, measured_timeline
-from penstock.runtime.microbatches import Microbatches, cut_batch, num_entries
+from penstock.runtime.microbatches import Microbatches, cut_for, num_entries
 from penstock.runtime.outcome import Outcome
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
@@ -32,6 +32,7 @@ from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
 from penstock.runtime.setup import (
+    check_once,
     dispatch_of,
     optimizer_of,
     peers_of,
@@ -54,7 +55,7 @@ from penstock.runtime.tree import on_host
 from penstock.runtime.updating import Updating
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Worker
-from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule import Schedule
 from penstock.schedule.messages import remove_communication
 from penstock.simulate import Timeline
 
@@ -159,7 +160,7 @@ class Pipeline:
             "zero": zero,
         }
         require_same(self._peers.gather(facts), "every rank must make the same ps.Pipeline(...)")
-        self._check(schedule)
+        check_once(schedule, self._peers)
         self._costs = known = steering.costs if steering is not None else None
         start = start_of(schedule, dispatch_of(dispatch, schedule, known), known, steering)
         functions = functions_of(schedule, ops)
@@ -194,15 +195,6 @@ class Pipeline:
             self._helm = steer(steering, self._peers, start, known, self._choice, self._ready)
 
     # Setting up.
-
-    def _check(self, schedule: Schedule) -> None:
-        """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
-        try:
-            check(schedule)
-        except ScheduleError:
-            if 0 in self._peers.here:
-                raise
-            raise SystemExit(1) from None
 
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
@@ -319,10 +311,10 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
-        windows = self._windows()
+        windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = self._cut(inputs, targets, self._loss_fn, windows)
+        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows)
         if self._updating is not None:
             self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
         else:
@@ -356,25 +348,6 @@ class Pipeline:
             self.num_updates += len(windows) - (not update)
             return result
         return replace(result, grad_norm=self.update()) if update else result
-
-    def _cut(
-        self,
-        inputs: Any,
-        targets: Any,
-        loss_fn: Callable[..., Tensor] | None,
-        windows: Sequence[range],
-        num: int | None = None,
-    ) -> Microbatches:
-        """The batch, cut for the stages that it goes into and for the one with the loss."""
-        graph, num = self.schedule.graph, num or self.schedule.num_microbatches
-        starts = {stage: graph.microbatches_of(stage, num) for stage in starts_of(graph)}
-        count = graph.microbatches_of(end_of(graph), num)
-        return cut_batch(inputs, targets, count, loss_fn, windows, starts, graph.num_microbatches)
-
-    def _windows(self) -> list[range]:
-        """The microbatches of each update that is an op."""
-        windows = self.schedule.windows
-        return [] if windows is None else [windows.microbatches(update) for update in range(windows.num_updates)]
 
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
@@ -439,7 +412,8 @@ class Pipeline:
         num = self.schedule.num_microbatches
         if is_plain(self.schedule):
             num = min(num, num_entries(inputs))
-        batch = self._cut(inputs, targets, self._loss_fn if purpose is Purpose.EVALUATE else None, (), num)
+        loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
+        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num)
         with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch

@@ -19,7 +19,7 @@ from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
 from penstock.runtime.steering import Steering
 from penstock.runtime.tied import Tie
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, ScheduleError, check
 from penstock.simulate import simulate
 from penstock.simulate.simulate import as_dispatch
 
@@ -61,6 +61,16 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
     costs = costs or Costs.uniform(schedule.num_stages)
     frozen, dynamic = (simulate(schedule, costs, dispatch=each).makespan for each in Dispatch)
     return Dispatch.DYNAMIC if dynamic <= frozen * (1 + 1e-9) else Dispatch.FROZEN
+
+
+def check_once(schedule: Schedule, peers: Peers) -> None:
+    """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
+    try:
+        check(schedule)
+    except ScheduleError:
+        if 0 in peers.here:
+            raise
+        raise SystemExit(1) from None
 
 
 def require_runnable(schedule: Schedule) -> None:

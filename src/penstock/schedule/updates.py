@@ -89,6 +89,11 @@ class Windows:
         """The microbatches that an update gathers, over all pipelines."""
         return range(update * self.window, min((update + 1) * self.window, self.num_microbatches))
 
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The microbatches of each update."""
+        return tuple(self.microbatches(update) for update in range(self.num_updates))
+
     def number(self, update: int, pipeline: int) -> int:
         """The number of the U with which a pipeline's copy takes an update over."""
         return update * self.num_pipelines + pipeline
