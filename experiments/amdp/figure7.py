@@ -45,6 +45,7 @@ METHODS = (
     Method(SYNC, "1f1b", peak=ADAM),
     Method(AMDP, "amdp", peak=ADAM),
     Method(WITHOUT, "amdp", peak=ADAM, options={"max_mismatch": 0}),
+    Method("amdp, predicting", "amdp", peak=ADAM, rule="xpipe"),
     Method("pipedream-2bw", "pipedream-2bw", peak=ADAM),
     Method("xpipe", "xpipe", peak=ADAM),
     Method("pipedream", "pipedream", window=1, samples=WHOLE, peak=ADAM),

@@ -167,6 +167,7 @@ class Passes:
             self._schedule(),
             loss_fn=CrossEntropy(),
             optimizer=optimizer,
+            zero=method.rule is None,  # predictions are made on every copy
         )
 
     def _schedule(self) -> ps.Schedule:
@@ -175,7 +176,8 @@ class Passes:
         if method.is_synchronous:
             return ps.build(method.schedule, NUM_STAGES, self._window)
         if method.rule is not None:
-            return ps.with_updates(ps.build(method.schedule, NUM_STAGES, num), self._window, rule=method.rule)
+            found = ps.build(method.schedule, NUM_STAGES, num, window=self._window)
+            return replace(found, updates=ps.Updates(self._window, rule=method.rule))
         return ps.build(method.schedule, NUM_STAGES, num, window=self._window, **method.options)
 
     def train(self, batches: range) -> list[float]:

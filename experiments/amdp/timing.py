@@ -44,6 +44,8 @@ def ktokens(method: Method, setup: Setup = PAPER, synchronous: Sequence[str] = S
         return max(_timed(trial_of(name, setup)) for name in synchronous)
     if method.schedule == "amdp" and method.options.get("max_mismatch") == 0:
         return max(map(_timed, _without_mismatch(setup)))
+    if method.schedule == "amdp" and method.rule is not None:  # what predictions themselves take is left out
+        return _timed(trial_of("amdp", setup, zero=False))
     if method.schedule in ("amdp", "xpipe", "pipedream-2bw"):
         return _timed(trial_of(method.schedule, setup))
     # One order with three rules: what PipeDream takes with the window.
