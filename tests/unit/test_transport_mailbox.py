@@ -90,7 +90,7 @@ def test_a_delegated_link_has_no_bound_and_others_keep_theirs() -> None:
     runs = run_threads(schedule, uniform(schedule), both, 1, delegated=[(), [(1, 0)], [(0, 1), (1, 2)], ()])
     assert blocked_starts(runs[0], 1) > 0
     assert blocked_starts(runs[1], 1, lambda a, b: {a, b} == {1, 2}) > 0
-    with pytest.raises(AssertionError, match="(0>1|1>0): more than 1 under way"):
+    with pytest.raises(AssertionError, match=r"(0>1|1>0): more than 1 under way"):
         blocked_starts(runs[1], 1)
     with pytest.raises(AssertionError, match="more than 1 under way"):
         blocked_starts(runs[2], 1, lambda a, b: {a, b} == {1, 2})
