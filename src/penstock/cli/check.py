@@ -23,7 +23,6 @@ from penstock.cli.options import (
     Stages,
     Warmup,
     Window,
-    counts,
 )
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
@@ -51,15 +50,7 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
-    wanted = source.Counts(
-        ranks,
-        microbatches,
-        stages,
-        None if warmup is None else counts("--warmup", warmup),
-        memory_limit,
-        window,
-        max_mismatch,
-    )
+    wanted = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
     proved: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for name in schedules:

@@ -21,7 +21,6 @@ from penstock.cli.options import (
     Stages,
     Warmup,
     Window,
-    counts,
 )
 from penstock.cli.output import in_colour, print_json
 
@@ -40,18 +39,8 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch."""
-    plan = source.read_or_build(
-        schedule,
-        source.Counts(
-            ranks,
-            microbatches,
-            stages,
-            None if warmup is None else counts("--warmup", warmup),
-            memory_limit,
-            window,
-            max_mismatch,
-        ),
-    )
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
+    plan = source.read_or_build(schedule, given_counts)
     if out is not None:
         from penstock.cli.picture import save
 

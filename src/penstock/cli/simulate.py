@@ -25,7 +25,6 @@ from penstock.cli.options import (
     Stages,
     Warmup,
     Window,
-    counts,
     numbers,
 )
 from penstock.cli.output import in_colour, print_json, table
@@ -74,18 +73,8 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
-    plan = source.read_or_build(
-        schedule,
-        source.Counts(
-            ranks,
-            microbatches,
-            stages,
-            None if warmup is None else counts("--warmup", warmup),
-            memory_limit,
-            window,
-            max_mismatch,
-        ),
-    )
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
+    plan = source.read_or_build(schedule, given_counts)
     ps.check(plan, memory_limit=memory_limit)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input)
     chosen = given.read(plan.num_stages)

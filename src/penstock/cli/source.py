@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.failure import Misuse
+from penstock.cli.options import counts
 from penstock.formats import load
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, check
@@ -26,6 +27,20 @@ class Counts:
     memory_limit: float | None = None
     window: int | None = None
     max_mismatch: int | None = None
+
+
+def counts_of(
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    warmup: str | None,
+    memory_limit: float | None,
+    window: int | None,
+    max_mismatch: int | None,
+) -> Counts:
+    """The counts as options give them. Raises Misuse for a warm-up that is no list of whole numbers."""
+    warmups = None if warmup is None else counts("--warmup", warmup)
+    return Counts(ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch)
 
 
 def is_file(source: str) -> bool:

@@ -194,8 +194,6 @@ class Pipeline:
         if steering is not None:
             self._helm = steer(steering, self._peers, start, known, self._choice, self._ready)
 
-    # Setting up.
-
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
         require_switchable(configuration.schedule, self.schedule)
@@ -220,9 +218,7 @@ class Pipeline:
     def _make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
         """The optimizer over what is stepped here: of several copies of a stage the owner's, or every one."""
         if self._updating is not None:
-            optimizer = optimizer_of(given, self._updating.masters(), self._updating.stand_ins())
-            self._updating.rule.require(optimizer)
-            return optimizer
+            return self._updating.make_optimizer(given)
         if self._zero:
             return optimizer_of(given, self._model.owned())
         return optimizer_of(given, self.parameters(), self._model.copies.stand_ins())

@@ -7,7 +7,7 @@ A step that fails may have made some of its updates. Then nothing but `load` mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from penstock.runtime.copies import Copies, Copy
 from penstock.runtime.devices.updating import UpdatingDevice
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.setup import optimizer_of
 from penstock.runtime.weights import CopyWeights, rule_of
 from penstock.runtime.worker import Device
 from penstock.schedule import Schedule
@@ -64,6 +65,12 @@ class Updating:
                 master = self.weights[key].masters.get(name)
                 found.setdefault(id(parameter), []).extend([] if master is None else [master])
         return found
+
+    def make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
+        """The optimizer over the masters here. Raises RuntimeFailure where the rule has no formula for it."""
+        optimizer = optimizer_of(given, self.masters(), self.stand_ins())
+        self.rule.require(optimizer)
+        return optimizer
 
     def begin(
         self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool
