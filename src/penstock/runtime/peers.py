@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.transports.failure import explain
+from penstock.runtime.weak_group import WeakGroup
 
 
 class Peers(Protocol):
@@ -64,10 +65,14 @@ class GroupPeers:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.group = group
+        self._group = WeakGroup(group)
         self.num_ranks = dist.get_world_size(group)
         self.here: tuple[int, ...] = (dist.get_rank(group),)
         self._timeout = timeout
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
 
     def sum(self, values: Tensor) -> Tensor:
         self._wait(lambda: self.group.allreduce([values]), None, "a sum over all ranks")

@@ -27,6 +27,7 @@ from penstock.runtime.transports.conditioned import ConditionedTransport
 from penstock.runtime.transports.failure import explain
 from penstock.runtime.transports.group import THREADS_WAIT, GroupTransport
 from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.weak_group import WeakGroup
 from penstock.runtime.wiring import wire
 from penstock.schedule import Schedule, needed_channel_depth
 
@@ -76,7 +77,7 @@ def _keeps_order(schedule: Schedule) -> bool:
 class Link:
     """The sending end of the channel to one rank: what is under way, and a thread that waits for what arrived."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, peer: int, timeout: float, inbox: Inbox) -> None:
+    def __init__(self, group: WeakGroup, rank: int, peer: int, timeout: float, inbox: Inbox) -> None:
         self._group, self._rank, self._peer = group, rank, peer
         self._timeout, self._inbox = timeout, inbox
         self._changed = threading.Condition()
@@ -117,7 +118,7 @@ class Link:
                     self._runs = False
                     return
             try:
-                self._group.recv([buffer], self._peer, ACKNOWLEDGEMENT).wait(limit)
+                self._group().recv([buffer], self._peer, ACKNOWLEDGEMENT).wait(limit)
             except RuntimeError as error:
                 self._inbox.fail(explain(error, self._rank, self._peer, "a message to arrive", limit.total_seconds()))
                 with self._changed:
@@ -161,7 +162,7 @@ class DirectTransport(GroupTransport):
             use_local_synchronization=len(members) < dist.get_world_size(),
         )
         assert isinstance(made, dist.ProcessGroup)  # every rank of the group is in it
-        self._acknowledgements = made
+        self._acknowledgements = WeakGroup(made)
         self._is_closed = False
         self._links: dict[int, Link] = {}
         self._acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
@@ -195,8 +196,8 @@ class DirectTransport(GroupTransport):
 
     def close(self) -> None:
         """Ends the acknowledgements' group, once."""
-        if not self._is_closed and dist.is_initialized():
-            dist.destroy_process_group(self._acknowledgements)
+        if not self._is_closed and self._acknowledgements.is_alive:
+            dist.destroy_process_group(self._acknowledgements())
         self._is_closed = True
         super().close()
 
@@ -208,7 +209,7 @@ class DirectTransport(GroupTransport):
 
     def _acknowledge(self, peer: int, token: torch.Tensor) -> Any:
         try:
-            return self._acknowledgements.send([token], peer, ACKNOWLEDGEMENT)
+            return self._acknowledgements().send([token], peer, ACKNOWLEDGEMENT)
         except RuntimeError as error:
             raise explain(error, self._rank, peer, "an acknowledgement to leave", self._timeout) from None
 

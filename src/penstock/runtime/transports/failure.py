@@ -9,6 +9,8 @@ _TIMEOUT_WORDS = ("timed out", "timeout")
 
 def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: float) -> RuntimeFailure:
     """The error of a failed wait that says who waited for what from whom; `peer` is None for all the others."""
+    if isinstance(error, RuntimeFailure):
+        return error
     source = "the other ranks" if peer is None else f"rank {peer}"
     if any(word in str(error).lower() for word in _TIMEOUT_WORDS):
         return DeadlineExceeded(

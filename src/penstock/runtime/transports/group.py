@@ -40,6 +40,7 @@ from penstock.runtime.transports.channel import (
 from penstock.runtime.transports.crossing import SHORTEST_WAIT, Crossing, CrossingLog
 from penstock.runtime.transports.failure import explain
 from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.weak_group import WeakGroup
 from penstock.runtime.wire_format import (
     HEADER_BYTES,
     Packet,
@@ -73,7 +74,7 @@ class GroupTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
-        self._group, self._tags, self._timeout = group, tags, timeout
+        self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
         self._limit = self._arrival_limit = timedelta(seconds=timeout)
         self.rank = self._rank = dist.get_rank(group)
         self._threaded = False
@@ -211,7 +212,7 @@ class GroupTransport:
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         try:
-            return self._group.send([buffer], target, tag + self._tag_shift)
+            return self._group().send([buffer], target, tag + self._tag_shift)
         except RuntimeError as error:
             raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
 
@@ -338,7 +339,7 @@ class GroupTransport:
 
     def _irecv(self, buffer: Tensor, source: int, tag: int) -> Any:
         try:
-            return self._group.recv([buffer], source, tag + self._tag_shift)
+            return self._group().recv([buffer], source, tag + self._tag_shift)
         except RuntimeError as error:
             raise explain(error, self._rank, source, "a message", self._timeout) from None
 

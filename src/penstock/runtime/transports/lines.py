@@ -19,6 +19,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transports.channel import ChannelKey, Incoming, Outgoing, Posted, Tags
 from penstock.runtime.transports.failure import explain
 from penstock.runtime.transports.group import GroupTransport
+from penstock.runtime.weak_group import WeakGroup
 from penstock.runtime.wire_format import DevicePacket, Packet, Spec
 from penstock.runtime.wiring import Wiring
 
@@ -78,14 +79,14 @@ class LineTransport(GroupTransport):
     ) -> None:
         super().__init__(group, tags, timeout)
         self._device = device
-        self._lines: dict[tuple[ChannelKey, bool], dist.ProcessGroup] = {}
+        self._lines: dict[tuple[ChannelKey, bool], WeakGroup] = {}
         """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
         members = dist.get_process_group_ranks(group)
         for line in lines:
             ends = sorted((members[line.source], members[line.target]))
             made = dist.new_group(ends, timeout=self._limit, backend=backend)
             if self._rank in (line.source, line.target) and made is not None:
-                self._lines[line.key, self._rank == line.source] = made
+                self._lines[line.key, self._rank == line.source] = WeakGroup(made)
                 # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
@@ -96,7 +97,9 @@ class LineTransport(GroupTransport):
         if not packet.spec.leaves:
             return super()._send_packet(channel, packet, tag)
         try:
-            return dist.isend(packet.buffer, group=self._lines[channel.key, True], group_dst=self._end(channel.peer))
+            return dist.isend(
+                packet.buffer, group=self._lines[channel.key, True](), group_dst=self._end(channel.peer)
+            )
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
 
@@ -104,7 +107,9 @@ class LineTransport(GroupTransport):
         if not packet.spec.leaves:
             return super()._receive_packet(channel, packet, tag)
         try:
-            return dist.irecv(packet.buffer, group=self._lines[channel.key, False], group_src=self._end(channel.peer))
+            return dist.irecv(
+                packet.buffer, group=self._lines[channel.key, False](), group_src=self._end(channel.peer)
+            )
         except RuntimeError as error:
             raise explain(error, self._rank, channel.peer, "a message", self._timeout) from None
 
