@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, costs_preset
+from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, Mesh, Ring, costs_preset
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.passes import repeat_windows
@@ -48,7 +48,16 @@ from penstock.schedule import (
     parse,
     with_updates,
 )
-from penstock.simulate import Blocking, Decoupled, Footprint, Timeline, footprint, simulate
+from penstock.simulate import (
+    Blocking,
+    Decoupled,
+    Footprint,
+    MeshTimeline,
+    Timeline,
+    footprint,
+    simulate,
+    simulate_mesh,
+)
 
 if TYPE_CHECKING:
     from penstock.runtime import DelegateOptions, EmulatedPipeline, OpCall, Pipeline, Steering, StepResult, emulate
@@ -69,6 +78,8 @@ __all__ = [
     "LinkCondition",
     "LinkConditions",
     "Links",
+    "Mesh",
+    "MeshTimeline",
     "Needs",
     "NewOp",
     "Op",
@@ -78,6 +89,7 @@ __all__ = [
     "Plan",
     "Program",
     "Registered",
+    "Ring",
     "Rules",
     "Schedule",
     "ScheduleError",
@@ -107,6 +119,7 @@ __all__ = [
     "repeat_windows",
     "save",
     "simulate",
+    "simulate_mesh",
     "with_updates",
 ]
 

@@ -24,6 +24,7 @@ from penstock.control.events import (
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
 from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.replay import replay
+from penstock.control.rerank import Moving, Reranking, rerank
 
 __all__ = [
     "Action",
@@ -47,11 +48,13 @@ __all__ = [
     "LinkEstimate",
     "LinkUp",
     "Measured",
+    "Moving",
     "Offered",
     "OpTimes",
     "Prices",
     "Rehearsal",
     "Rehearsed",
+    "Reranking",
     "Scored",
     "Sensitivity",
     "Switched",
@@ -64,6 +67,7 @@ __all__ = [
     "predict",
     "rehearse",
     "replay",
+    "rerank",
     "run_once",
     "score",
 ]

@@ -122,12 +122,19 @@ def _rank(scored: Scored) -> tuple[float, int, bool]:
 def _one(
     costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
 ) -> tuple[float, tuple[float, ...]]:
-    """One simulation: time and peaks. The conditions are those of the links' own paths; delegates add their time."""
+    """One simulation: time and peaks."""
+    ran = run_on(costs, depth, delegate_ms, configuration, conditions)
+    return ran.makespan, ran.peaks
+
+
+def run_on(
+    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
+) -> Ran:
+    """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time."""
     if delegate_ms and configuration.delegated:
         conditions = _through_delegates(conditions, configuration, delegate_ms)
     links = _as_links(conditions)
-    ran = trial(costs, depth, configuration, conditions if links is None else links)
-    return ran.makespan, ran.peaks
+    return trial(costs, depth, configuration, conditions if links is None else links)
 
 
 def trial(costs: Costs, depth: int, configuration: Configuration, links: Links | LinkConditions) -> Ran:
@@ -160,6 +167,8 @@ def _later(latency: OverTime, added: float) -> OverTime:
 
 def _as_links(conditions: LinkConditions) -> Links | None:
     """Plain delays, which are simulated faster, where nothing else is there."""
+    if conditions.base or conditions.default is not None:
+        return None
     delays = {}
     for link, condition in conditions.conditions.items():
         if not isinstance(condition.latency, Constant) or condition != LinkCondition(condition.latency):

@@ -3,6 +3,11 @@
 from penstock.cost.conditions import LinkCondition, LinkConditions
 from penstock.cost.costs import FREED_BY_INPUT, CostError, Costs
 from penstock.cost.links import Links
+from penstock.cost.mesh import Mesh
 from penstock.cost.presets import costs_preset
+from penstock.cost.ring import Ring
 
-__all__ = ["FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "LinkConditions", "Links", "costs_preset"]
+__all__ = [
+    "FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "LinkConditions", "Links", "Mesh", "Ring",
+    "costs_preset",
+]  # fmt: skip

@@ -137,6 +137,12 @@ class LinkCondition:
         if lowest <= 0:
             raise CostError("a bandwidth that may be 0 lets no message pass; give one above 0 (uniform, not normal)")
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is the same at any time, and nothing is drawn by lots."""
+        rate = NOTHING if self.bandwidth is None else self.bandwidth
+        return self.loss is None and all(isinstance(each, Constant) for each in (self.latency, self.occupancy, rate))
+
     def delay_of(self, num_bytes: float, now: float, queue: Queue, name: str = "", direction: str = "") -> Passage:
         """When a message handed over at `now` arrives. Pure: the same arguments give the same answer.
 

@@ -1,0 +1,158 @@
+"""How nodes lie on the coordinates of a mesh, and so which link serves which group.
+
+    Mesh(pp=4, dp=2)            rank 0   rank 1   rank 2   rank 3
+                  replica 0        0 ------ 2 ------ 4 ------ 6        ---  a link of a pipeline
+                                   :        :        :        :         :   a link of a ring: data parallelism
+                  replica 1        1 ------ 3 ------ 5 ------ 7
+
+All other links, 0-3 for one, serve nothing. A node is what keeps together wherever it lies: the `tp` processes of one
+coordinate, on one machine, so that tensor parallelism never leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.cost.conditions import LinkCondition, LinkConditions
+from penstock.cost.costs import CostError
+
+Node = int
+Pair = tuple[Node, Node]
+
+
+class Group(StrEnum):
+    """What a link between two nodes is for."""
+
+    PP = "pp"
+    DP = "dp"
+    UNUSED = "unused"
+
+
+class Use(NamedTuple):
+    """What a link serves.
+
+    Attributes:
+        group: pipeline, ring or nothing.
+        replica: of a pipeline's link; None for others.
+        ranks: the two ranks that a pipeline's link joins, the lower first; of a ring the rank, once.
+    """
+
+    group: Group
+    replica: int | None = None
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.group is Group.PP:
+            return f"PP link {self.ranks[0]}:{self.ranks[1]} of replica {self.replica}"
+        return f"DP ring of rank {self.ranks[0]}" if self.group is Group.DP else "unused"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """pp * dp coordinates and the node on each.
+
+    Attributes:
+        pp: ranks of a pipeline. dp: replicas. tp: processes a node.
+        nodes: of rank p in replica d at `p * dp + d`; in order where not given.
+
+    Raises:
+        CostError: sizes below 1, or nodes that are not each of 0 to pp * dp - 1 once.
+    """
+
+    pp: int
+    dp: int = 1
+    tp: int = 1
+    nodes: tuple[Node, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp"):
+            if getattr(self, name) < 1:
+                raise CostError(f"a mesh with {name} = {getattr(self, name)}: give at least 1")
+        nodes = tuple(self.nodes) or tuple(range(self.num_nodes))
+        if sorted(nodes) != list(range(self.num_nodes)):
+            raise CostError(f"nodes {nodes}: give each of 0 to {self.num_nodes - 1} once, for {self.pp} x {self.dp}")
+        object.__setattr__(self, "nodes", nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.pp * self.dp
+
+    @cached_property
+    def _place(self) -> tuple[int, ...]:
+        found = [0] * self.num_nodes
+        for place, node in enumerate(self.nodes):
+            found[node] = place
+        return tuple(found)
+
+    def coordinate(self, node: Node) -> tuple[int, int]:
+        """The rank and the replica that a node runs."""
+        return divmod(self._place[node], self.dp)
+
+    def pipeline(self, replica: int) -> tuple[Node, ...]:
+        """The nodes of a replica, by rank."""
+        return self.nodes[replica :: self.dp]
+
+    def ring(self, rank: int) -> tuple[Node, ...]:
+        """The nodes that hold a rank's stages, in the order in which their ring goes round."""
+        return self.nodes[rank * self.dp : (rank + 1) * self.dp]
+
+    def processes(self) -> list[list[list[int]]]:
+        """Process numbers by rank, replica and tensor-parallel place: what `torch`'s DeviceMesh takes."""
+        return [[[node * self.tp + t for t in range(self.tp)] for node in self.ring(rank)] for rank in range(self.pp)]
+
+    def use(self, a: Node, b: Node, joined: Sequence[tuple[int, int]] | None = None) -> Use:
+        """What the link between two nodes serves.
+
+        Args:
+            joined: the pairs of ranks that exchange messages; neighbours where not given.
+        """
+        (p, d), (q, e) = sorted((self.coordinate(a), self.coordinate(b)))
+        if p == q:
+            next_to = (e - d) % self.dp in (1, self.dp - 1)
+            return Use(Group.DP, None, (p,)) if next_to else Use(Group.UNUSED)
+        pairs = (
+            {(p, p + 1) for p in range(self.pp - 1)} if joined is None else {*joined, *((y, x) for x, y in joined)}
+        )
+        return Use(Group.PP, d, (p, q)) if d == e and (p, q) in pairs else Use(Group.UNUSED)
+
+    def swapped(self, a: Node, b: Node) -> Mesh:
+        """The same with two nodes in each other's place."""
+        other = {a: b, b: a}
+        return replace(self, nodes=tuple(other.get(node, node) for node in self.nodes))
+
+    def moved(self, then: Mesh) -> tuple[Node, ...]:
+        """The nodes that lie elsewhere in `then`."""
+        return tuple(node for node in range(self.num_nodes) if self.coordinate(node) != then.coordinate(node))
+
+    def fetching(self, then: Mesh) -> tuple[tuple[Node, int], ...]:
+        """The nodes that run another rank in `then`, with it: they need its state. Replicas hold the same state."""
+        places = ((node, self.coordinate(node)[0], then.coordinate(node)[0]) for node in self.moved(then))
+        return tuple((node, rank) for node, before, rank in places if before != rank)
+
+    def links_of(self, conditions: LinkConditions, replica: int) -> LinkConditions:
+        """The conditions of a replica's links by its ranks, from those between nodes."""
+        rank_of = {node: rank for rank, node in enumerate(self.pipeline(replica))}
+        inside = {
+            (rank_of[a], rank_of[b]): each
+            for (a, b), each in conditions.conditions.items()
+            if {a, b} <= rank_of.keys()
+        }
+        return replace(conditions, conditions=inside)
+
+    def ring_links(self, conditions: LinkConditions, rank: int) -> tuple[LinkCondition | None, ...]:
+        """The condition of each link of a rank's ring, from each node to the next."""
+        return tuple(conditions.named(a, b)[1] for a, b in _round(self.ring(rank)))
+
+    def __str__(self) -> str:
+        rows = (" ".join(map(str, self.pipeline(replica))) for replica in range(self.dp))
+        return " | ".join(rows)
+
+
+def _round(ring: Sequence[Node]) -> Iterator[Pair]:
+    """The links of a ring."""
+    if len(ring) > 1:
+        yield from zip(ring, (*ring[1:], ring[0]), strict=True)

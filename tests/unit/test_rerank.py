@@ -1,0 +1,143 @@
+"""Where nodes best lie: never worse than staying, and as good as trying everything."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.control import Configuration, ControlError, Job
+from penstock.control.configuration import peaks
+from penstock.control.mesh_times import MeshTimes
+from penstock.control.rerank import Moving, placements, rerank
+from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost.mesh import Group, Mesh
+from penstock.cost.over_time import Constant
+from penstock.cost.ring import Ring
+from penstock.simulate.mesh import simulate_mesh
+
+pytestmark = pytest.mark.unit
+
+RING = Ring(2e6, num_chunks=2)
+
+
+def job_of(num_ranks: int, dispatch: str = "frozen", num_microbatches: int = 6) -> Job:
+    rows = [[10.0 + stage for stage in range(num_ranks)] for _ in range(3)]
+    costs = ps.Costs(*rows, weight_bytes=[9e6 + 1e6 * stage for stage in range(num_ranks)])
+    schedule = ps.build("zb", num_ranks, num_microbatches)
+    return Job(costs, Configuration(schedule, dispatch, (), tuple(peaks(schedule, costs))), depth=2)
+
+
+def late(delays: dict[tuple[int, int], float]) -> LinkConditions:
+    return LinkConditions({pair: LinkCondition(Constant(ms)) for pair, ms in delays.items()}, base=0.1)
+
+
+def drawn_links(num_nodes: int) -> st.SearchStrategy[LinkConditions]:
+    node = st.integers(0, num_nodes - 1)
+    pair = st.tuples(node, node).filter(lambda each: each[0] != each[1])
+    return st.dictionaries(pair, st.sampled_from([5.0, 20.0, 60.0]), max_size=6).map(late)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    data=st.data(), sizes=st.sampled_from([(2, 2), (3, 2), (2, 3)]), dispatch=st.sampled_from(["frozen", "dynamic"])
+)
+def test_what_is_predicted_is_what_the_simulator_says(data, sizes, dispatch):
+    mesh = Mesh(*sizes)
+    links = data.draw(drawn_links(mesh.num_nodes))
+    then = Mesh(*sizes, nodes=tuple(data.draw(st.permutations(range(mesh.num_nodes)))))
+    job = job_of(mesh.pp, dispatch)
+    simulated = simulate_mesh(
+        job.start.schedule,
+        job.costs,
+        then,
+        links=links,
+        ring=RING,
+        dispatch=dispatch,
+        transport=ps.Blocking(2),
+        max_held=job.start.caps if dispatch == "dynamic" else None,
+    )
+    assert MeshTimes(job, mesh, links, RING).iteration(then) == pytest.approx(simulated.iteration)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), sizes=st.sampled_from([(2, 2), (4, 1), (1, 4), (5, 1), (2, 3)]))
+def test_nothing_is_better_than_what_is_found(data, sizes):
+    mesh, job = Mesh(*sizes), job_of(sizes[0])
+    links = data.draw(drawn_links(mesh.num_nodes))
+    found = rerank(job, mesh, links, ring=RING, absorb=False)
+    times = MeshTimes(job, mesh, links, RING)
+    every = [Mesh(*sizes, nodes=nodes) for nodes in permutations(range(mesh.num_nodes))]
+    least = min(map(times.iteration, every))
+    assert found.ms_then == pytest.approx(least)
+    assert found.exhaustive
+    equal = [each for each in every if times.iteration(each) <= least * (1 + 1e-9)]
+    assert len(found.moved) == min(len(mesh.moved(each)) for each in equal)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), sizes=st.sampled_from([(3, 2), (2, 3), (4, 2)]), absorb=st.booleans())
+def test_it_is_never_slower_than_staying(data, sizes, absorb):
+    mesh, job = Mesh(*sizes), job_of(sizes[0], num_microbatches=4)
+    links = data.draw(drawn_links(mesh.num_nodes))
+    most = data.draw(st.sampled_from([0, 400]))
+    found = rerank(job, mesh, links, ring=RING, absorb=absorb, exhaustive_up_to=most)
+    assert found.ms_then <= found.ms_now * (1 + 1e-9)
+    assert MeshTimes(job, mesh, links, RING).iteration(found.mesh, found.configuration) == found.ms_then
+    if not links.conditions:
+        assert found.mesh == mesh
+        assert found.configuration == job.start
+
+
+def test_swaps_find_where_one_late_link_does_no_harm():
+    mesh, job = Mesh(4, 4), job_of(4)
+    found = rerank(job, mesh, late({(4, 5): 60.0}), ring=RING, exhaustive_up_to=0)
+    assert not found.exhaustive
+    assert found.mesh.use(4, 5).group is Group.UNUSED
+    assert len(found.moved) == 2
+    assert found.fetching == (), "within one rank it is enough to go round another way"
+
+
+def test_a_late_ring_is_moved_under_a_pipeline_and_absorbed_there():
+    mesh, job = Mesh(4, 2), job_of(4, num_microbatches=12)
+    links = late({(6, 7): 30.0})
+
+    def in_use(then: Mesh) -> bool:
+        return then.use(6, 7).group is not Group.UNUSED
+
+    found = rerank(job, mesh, links, ring=RING, allowed=in_use)
+    assert mesh.use(6, 7).group is Group.DP
+    assert found.mesh.use(6, 7).group is Group.PP
+    assert found.ms_now > found.ms_moved > found.ms_then
+    assert found.configuration != job.start
+    free = rerank(job, mesh, links, ring=RING)
+    assert free.mesh.use(6, 7).group is Group.UNUSED
+    assert free.ms_then == MeshTimes(job, mesh, late({}), RING).iteration(mesh)
+    assert len(free.moved) == 2
+
+
+def test_a_move_must_pay_for_the_state_it_moves():
+    mesh, job, links = Mesh(3, 2), job_of(3), late({(0, 1): 30.0})
+    dear = Moving((1e9,) * 3, bandwidth=1e9, num_iterations=1)
+    stays = rerank(job, mesh, links, ring=RING, moving=dear, absorb=False)
+    assert stays.mesh == mesh
+    assert stays.moving_ms == 0.0
+    goes = rerank(job, mesh, links, ring=RING, moving=Moving((1e9,) * 3, 1e9, num_iterations=1000), absorb=False)
+    assert goes.mesh.use(0, 1).group is Group.UNUSED
+    assert goes.moving_ms == 1000.0, "each of two ranks' state to one node, over links of their own"
+    with pytest.raises(ControlError, match="one a rank is needed: 3"):
+        rerank(job, mesh, links, ring=RING, moving=Moving((1e9,), 1e9, 1), absorb=False)
+    with pytest.raises(ControlError, match="a bandwidth and iterations above 0"):
+        Moving((1.0,), 0.0, 1)
+
+
+def test_placements_are_all_there_are_up_to_nodes_alike():
+    mesh = Mesh(3, 2)
+    found = list(placements(mesh, (0, 1)))
+    assert len(found) == len({(each.coordinate(0), each.coordinate(1)) for each in found}) == 30
+    assert {each.nodes for each in placements(mesh, range(6))} == set(permutations(range(6)))
+    for each in found:
+        assert len(mesh.moved(each)) <= 4, "each marked node displaces one other at most"
