@@ -42,6 +42,8 @@ def arrivals(text: str, sent: list[float], num_bytes: float = 0.0) -> list[float
         ("0:1=occupancy:uniform:1ms,2ms@1s#9", "0:1=occupancy:uniform:1ms,2ms@1000ms#9"),
         ("0:1=latency:steps:0/13,100/40", "0:1=latency:steps:0ms/13ms,100ms/40ms"),
         ("0:1=0", "0:1=latency:0ms"),
+        ("0:1=occupancy:5ms+half-duplex", "0:1=occupancy:5ms+half-duplex"),
+        ("0:1=20+half-duplex", "0:1=latency:20ms+half-duplex"),
     ],
 )
 def test_reads_and_shows(text: str, shown: str) -> None:
@@ -309,3 +311,24 @@ def test_a_network_has_a_latency_of_its_own() -> None:
 def test_rates_are_read_in_bytes_and_bits() -> None:
     assert read_over_time("1KB/s", RATE) == Constant(1000.0)
     assert read_over_time("8Kbit/s", RATE) == Constant(1000.0)
+
+
+def test_both_directions_of_a_half_duplex_link_wait_for_each_other() -> None:
+    found = {}
+    for text in ("occupancy:5ms", "occupancy:5ms+half-duplex"):
+        lines = Lines(LinkConditions.parse(f"0:1={text}"))
+        found[text] = [lines.arrival(*way, 0.0, 10.0) for way in ((0, 1), (1, 0), (0, 1), (0, 2))]
+    assert found["occupancy:5ms"] == [15.0, 15.0, 20.0, 10.0]
+    assert found["occupancy:5ms+half-duplex"] == [15.0, 20.0, 25.0, 10.0]
+    busy = [LinkConditions.parse("0:1=" + text.replace("5ms", "25ms")) for text in found]
+    simulated = [ps.simulate(ZB, TENS, links=links).makespan for links in busy]
+    assert simulated[1] > simulated[0]
+
+
+def test_a_half_duplex_link_needs_one_process() -> None:
+    from penstock.runtime.errors import RuntimeFailure
+    from penstock.runtime.transports.conditioned import Conditions
+
+    Conditions(LinkConditions.parse("0:1=occupancy:5ms")).require_own_queues()
+    with pytest.raises(RuntimeFailure, match="link 0:1 is half-duplex"):
+        Conditions(LinkConditions.parse("0:1=occupancy:5ms+half-duplex")).require_own_queues()

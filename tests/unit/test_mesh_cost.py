@@ -67,6 +67,8 @@ def test_what_a_ring_takes_is_known_where_links_are_simple():
     assert Ring(1e6).all_reduce_ms(8e6, [late, late]) == pytest.approx(80)
     rising = LinkCondition(Trace((0.0, 100.0), (10.0, 30.0)))
     assert Ring(1e6).all_reduce_ms(8e6, [rising] * 2, at=100.0) == pytest.approx(240)
+    busy = LinkCondition(bandwidth=Constant(1e9), half_duplex=True)
+    assert Ring().all_reduce_ms(8e6, [busy] * 2) == pytest.approx(16), "both directions in one queue"
     with pytest.raises(ps.CostError, match="can carry nothing"):
         Ring(0.0)
 

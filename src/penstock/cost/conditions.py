@@ -4,6 +4,7 @@
     0:1=occupancy:5ms                the link is busy 5 ms with each message; those behind it wait
     0:1=bandwidth:1GB/s              busy for size / bandwidth
     0:1=loss:1%                      packets get lost and are sent again
+    0:1=occupancy:5ms+half-duplex    both directions wait for each other, as where one queue holds sends and receives
     0:1=latency:30ms+loss:1%         several at once
     0:1=20                           latency:20ms
 
@@ -44,6 +45,7 @@ from penstock.cost.over_time import (
 PACKET_BYTES = 1448
 """What one TCP segment carries over Ethernet."""
 NOTHING = Constant(0.0)
+HALF_DUPLEX = "half-duplex"
 SHORTEST_RETRY = 10.0
 """Milliseconds that a sender waits at least before it sends lost packets again."""
 
@@ -118,6 +120,7 @@ class LinkCondition:
         occupancy: ms that the link is busy with each message, besides size / bandwidth.
         bandwidth: bytes a second; None where size does not matter.
         loss: see `Loss`; None for none.
+        half_duplex: whether both directions share one queue; each has its own otherwise.
 
     Raises:
         CostError: a bandwidth that is, or may become, 0.
@@ -127,6 +130,7 @@ class LinkCondition:
     occupancy: OverTime = NOTHING
     bandwidth: OverTime | None = None
     loss: Loss | None = None
+    half_duplex: bool = False
 
     def __post_init__(self) -> None:
         rate = self.bandwidth
@@ -171,13 +175,18 @@ class LinkCondition:
                 parts.append(f"{name}:{value.show(units)}")
         if self.loss is not None:
             parts.append(f"loss:{self.loss.show()}")
+        if self.half_duplex:
+            parts.append(HALF_DUPLEX)
         return "+".join(parts) or "latency:0ms"
 
     @classmethod
     def parse(cls, text: str) -> LinkCondition:
         """Reads what stands right of the `=`. Raises CostError."""
         found: dict[str, OverTime | Loss] = {}
-        for part in text.split("+"):
+        parts = text.split("+")
+        if half_duplex := HALF_DUPLEX in parts[1:]:
+            parts.remove(HALF_DUPLEX)
+        for part in parts:
             word, colon, rest = part.partition(":")
             if not colon:
                 word, rest = "latency", part
@@ -186,7 +195,7 @@ class LinkCondition:
             if word in found:
                 raise CostError(f"{word} is given twice")
             found[word] = _read_loss(rest) if word == "loss" else read_over_time(rest, _WORDS[word])
-        return cls(**found)  # type: ignore[arg-type]
+        return cls(**found, half_duplex=half_duplex)  # type: ignore[arg-type]
 
 
 def _values(value: Constant | Trace | None) -> Sequence[float]:
@@ -320,7 +329,10 @@ class Lines:
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
         """Takes up a message; returns when it arrives."""
-        queue = self._queues.get((source, target), Queue())
+        condition = self.conditions.named(source, target)[1]
+        both = condition is not None and condition.half_duplex
+        way = (min(source, target), max(source, target)) if both else (source, target)
+        queue = self._queues.get(way, Queue())
         passage = self.conditions.delay_of(source, target, num_bytes, now, queue)
-        self._queues[source, target] = passage.queue
+        self._queues[way] = passage.queue
         return passage.arrived

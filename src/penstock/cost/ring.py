@@ -81,6 +81,8 @@ def _all_reduce_ms(
         for member, link in enumerate(links)
     ]
     queues = [Queue(begin, begin)] * num
+    # Between two members both directions are one link.
+    shared = num == 2 and any(link is not None and link.half_duplex for link in links)
     came: list[list[float]] = [[] for _ in links]  # of each link, when its chunks arrived
     handed = [begin] * num
     for message in range(2 * (num - 1) * count):
@@ -91,7 +93,8 @@ def _all_reduce_ms(
             if under_way and message >= under_way:
                 at = max(at, came[member][message - under_way])
             handed[member] = at
-            passage = conditions[member].delay_of(member, (member + 1) % num, size, at, queues[member])
-            queues[member] = passage.queue
+            way = 0 if shared else member
+            passage = conditions[member].delay_of(member, (member + 1) % num, size, at, queues[way])
+            queues[way] = passage.queue
             came[member].append(passage.arrived)
     return max(arrivals[-1] for arrivals in came) - begin

@@ -145,8 +145,10 @@ class TransportChoice:
 
         Raises:
             RuntimeFailure: "nccl" without a GPU or with dynamic dispatch; a schedule that needs more than `depth`;
-                an interface that is not there.
+                an interface that is not there; a half-duplex link.
         """
+        if conditions is not None:
+            conditions.require_own_queues()
         if self.name == "nccl":
             self.require_dispatch(dispatch)
             return _nccl(peers.group, tags, timeout, wiring, device, conditions)

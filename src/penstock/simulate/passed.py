@@ -78,13 +78,17 @@ def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, li
 
 
 def _is_plain(links: LinkConditions, used: Sequence[int], num_ranks: int) -> bool:
-    """Whether nothing is drawn by lots, and only latencies change over time."""
+    """Whether nothing is drawn by lots, only latencies change over time, and no two directions share a queue."""
     for link in used:
         condition = links.named(*divmod(link, num_ranks))[1]
         if condition is None:
             continue
         fixed = [each for each in (condition.occupancy, condition.bandwidth) if each is not None]
-        if condition.loss is not None or not all(isinstance(each, Constant) for each in fixed):
+        if (
+            condition.loss is not None
+            or condition.half_duplex
+            or not all(isinstance(each, Constant) for each in fixed)
+        ):
             return False
         if not isinstance(condition.latency, Constant | Trace):
             return False

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.cost.conditions import Lines, LinkConditions
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.local import nothing_comes
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import Outgoing
@@ -45,6 +46,15 @@ class Conditions:
         self._lines = Lines(conditions)
         self._stretch = stretch * 1e6
         self.origin = time.perf_counter_ns() if origin is None else origin
+
+    def require_own_queues(self) -> None:
+        """Raises RuntimeFailure where both directions of a link share a queue."""
+        shared = [f"{a}:{b}" for (a, b), each in self._lines.conditions.conditions.items() if each.half_duplex]
+        if shared:
+            raise RuntimeFailure(
+                f"link {shared[0]} is half-duplex: both directions share a queue, which the processes at its ends "
+                "cannot; emulate it with threads or leave half-duplex out"
+            )
 
     def hold(self, source: int, target: int) -> bool:
         """Whether there is a condition from one rank to another at all."""
