@@ -83,7 +83,7 @@ def test_logits_have_the_right_shape_and_see_no_later_token() -> None:
 def test_attention_is_what_its_formula_says() -> None:
     attention = build_layers(CONFIG, [1])[0].attention
     x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
-    query, key, value = (part.unflatten(-1, (3, 4)) for part in attention.qkv(x).chunk(3, dim=-1))  # B, T, H, 4
+    query, key, value = attention.qkv(x).unflatten(-1, (3, 3, 4)).unbind(-2)  # each B, T, H, 4
     scores = torch.einsum("bthd,bshd->bhts", query, key) / 2.0
     scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
     expected = attention.out(torch.einsum("bhts,bshd->bthd", scores, value).flatten(2))

@@ -24,6 +24,7 @@ from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
+from penstock.models.parallel import ParallelError, parallelize
 from penstock.models.sample import sample
 from penstock.models.stage import bert_stage, gpt_stage
 
@@ -37,6 +38,7 @@ __all__ = [
     "ContrastiveLoss",
     "CrossEntropy",
     "GPTConfig",
+    "ParallelError",
     "TowerConfig",
     "bert_costs",
     "bert_layers",
@@ -50,6 +52,7 @@ __all__ = [
     "gpt_costs",
     "gpt_stage",
     "measure_costs",
+    "parallelize",
     "presets",
     "retrieval_accuracy",
     "sample",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import Block, dropout_layer
+from penstock.models.loss import token_losses
 from penstock.models.seeded import built, generator_of, require_sizes
 
 __all__ = ["BERTConfig", "BERTLoss", "bert_costs", "bert_layers", "bert_presets", "bert_tied_parameters"]
@@ -157,9 +158,7 @@ class BERTLoss:
             got = ", ".join(sorted(targets)) or "nothing"
             raise ValueError(f"the model has an output {missing[0]!r}, and the targets are {got}; give one for each")
         labels = targets["tokens"]  # B, T
-        each = functional.cross_entropy(
-            output["tokens"].float().mT, labels, reduction="none"
-        )  # B, T; 0 where ignored
+        each = token_losses(output["tokens"], labels)  # B, T; 0 where ignored
         # A sample with no masked token adds nothing, where a mean over none would be 0/0.
         loss = (each.sum(-1) / (labels != -100).sum(-1).clamp(min=1)).mean()
         if "next" in output:

@@ -16,6 +16,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.dropout = dropout
         self.causal = causal
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
@@ -23,12 +24,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`mask` is True where a token may be seen, bool, and goes with [B, H, T, T]."""
-        batch, num_tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, -1)  # B, T, 3, H, D/H
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each B, H, T, D/H
+        # Head by head, so that consecutive rows of the weight are whole heads; a shard of it has some of the H.
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # B, T, H, 3, D/H
+        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each B, H, T, D/H
         dropout = self.dropout if self.training else 0.0
         y = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=self.causal)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, num_tokens, width))  # B, T, D
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B, T, D
         return out
 
 

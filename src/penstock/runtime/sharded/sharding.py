@@ -1,0 +1,109 @@
+"""Shards modules in place over one mesh: which of their weights go where, and where a region begins."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from penstock.runtime.rng import mix, restored, seed_generators
+from penstock.runtime.sharded.between import entered
+from penstock.runtime.sharded.modules import (
+    ColumnLinear,
+    OnShard,
+    RowLinear,
+    VocabularyEmbedding,
+    VocabularyLinear,
+)
+from penstock.runtime.sharded.part import shard_of
+
+__all__ = ["Sharding"]
+
+
+class Sharding:
+    """Shards the modules of one stage. A parameter that several of them share stays one.
+
+    Args:
+        mesh: of one dimension; its ranks hold the same stage in full.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._made: dict[int, tuple[Parameter, Parameter]] = {}
+
+    def columns(self, linear: nn.Linear) -> None:
+        """In a region: this rank keeps some of the output features."""
+        self.parameter(linear, "weight", 0)
+        self.parameter(linear, "bias", 0)
+        self.become(linear, ColumnLinear)
+
+    def rows(self, linear: nn.Linear) -> None:
+        """At the end of a region: this rank keeps the weights of some of the input features."""
+        self.parameter(linear, "weight", 1)
+        self.become(linear, RowLinear)
+
+    def head(self, linear: nn.Linear) -> None:
+        """This rank keeps some of the vocabulary; the logits become a DTensor."""
+        self.parameter(linear, "weight", 0)
+        self.parameter(linear, "bias", 0)
+        self.become(linear, VocabularyLinear)
+
+    def embedding(self, embedding: nn.Embedding) -> None:
+        """This rank keeps the rows of some of the vocabulary."""
+        self.parameter(embedding, "weight", 0)
+        self.become(embedding, VocabularyEmbedding)
+
+    def region(self, module: nn.Module, last: nn.Module | None = None) -> None:
+        """What goes into `module`, by its first argument or as `hidden_states`, enters a region.
+
+        Where `last` is given, the module that ends the region, random numbers between are drawn by each rank for
+        itself: its heads drop out other numbers than those of other ranks. Before and after all draw alike.
+        """
+        apart = _Apart(self.mesh)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            if last is not None and module.training:
+                apart.begin(x.device)
+            x = entered(x, self.mesh)
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if last is not None:
+            last.register_forward_pre_hook(lambda *_: apart.end())
+
+    def parameter(self, module: nn.Module, name: str, dim: int) -> None:
+        """Replaces a parameter, if the module has it, by this rank's shard of it."""
+        whole = module._parameters.get(name)
+        if whole is None:
+            return
+        if id(whole) not in self._made:
+            # The whole one is kept until the stage is done, so that its id stays its own.
+            self._made[id(whole)] = whole, shard_of(whole, self.mesh, dim)
+        module._parameters[name] = self._made[id(whole)][1]
+
+    def become(self, module: nn.Module, kind: type[OnShard]) -> None:
+        """Turns a module, in place, into another with the same parameters."""
+        module.__class__ = kind
+        module.__dict__["mesh"] = self.mesh
+
+
+class _Apart:
+    """Random numbers that each rank draws for itself, in a region."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._stack = ExitStack()
+
+    def begin(self, device: torch.device) -> None:
+        self._stack.close()  # where the last time ended in an error
+        drawn = int(torch.randint(1 << 62, ()))  # from the generator that all ranks have alike
+        self._stack.enter_context(restored(device))
+        seed_generators(mix(drawn, self._mesh.get_local_rank()), device)
+
+    def end(self) -> None:
+        self._stack.close()
