@@ -33,12 +33,11 @@ from penstock.cli import main
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
-from penstock.models import presets
 from penstock.train import command as train_command
 from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.folder import RunFolder
-from penstock.train.model import model_config, stage_builders
 from penstock.train.order import Order
+from penstock.train.tasks.open import open_task
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -119,9 +118,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def only_check(order: Order, port: int | None) -> int:
         settings, folder = order.settings, RunFolder(Path(order.folder))
-        schedule = settings.build_schedule()
-        assert settings.preset in presets
-        stage_builders(model_config(settings, 256), schedule.num_stages, settings.seed, settings.recompute)
+        open_task(settings, settings.build_schedule())
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         folder.settings.write_text(settings.to_json(), encoding="utf-8")
         if settings.adapt:

@@ -93,10 +93,10 @@ class Ranks:
             }
         from penstock.models import gpt_costs
         from penstock.runtime import partition
-        from penstock.train.model import model_config
         from penstock.train.settings import Settings
+        from penstock.train.tasks.gpt import gpt_config
 
-        config = model_config(Settings.from_mapping(task["settings"]), task["vocab_size"])
+        config = gpt_config(Settings.from_mapping(task["settings"]), task["vocab_size"])
         own = partition(gpt_costs(config), num_ranks)[rank]
         size = task["microbatch_size"]
         times = {f"{layer} {kind}": 1.0 + 0.2 * size * (layer + 1) for layer in own for kind in (*KINDS, "update")}

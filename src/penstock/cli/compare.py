@@ -121,8 +121,10 @@ def _given(costs: str) -> Source:
 
 def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> Source:
     """What the model's layers take here, one rank at a time."""
+    from penstock.models import gpt_costs
     from penstock.train.compare.run import Source
-    from penstock.train.model import model_config, stage_layers
+    from penstock.train.tasks.gpt import gpt_config
+    from penstock.train.tasks.layers import stage_layers
     from penstock.tune.compared import costs_of
     from penstock.tune.session import Measuring, measure
 
@@ -131,11 +133,11 @@ def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, q
         settings, Measuring(database, seconds, fresh), 1, [size], settings.recompute, None if quiet else _say
     )
     (profile,) = meter.profiles.values()
-    config = model_config(settings, 256)
+    config = gpt_config(settings, 256)
     return Source(
         f"what the layers of {settings.preset} take here (microbatches of {size})",
         True,
-        lambda schedule: costs_of(schedule, stage_layers(config, schedule.num_stages), profile),
+        lambda schedule: costs_of(schedule, stage_layers(gpt_costs(config), schedule), profile),
     )
 
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 from penstock.cli.app import app
 from penstock.train.command import train
 
-app.command(short_help="Train a GPT over pipeline ranks on this machine.")(train)
+app.command(short_help="Train a GPT, BERT, CLIP or Hugging Face decoder.")(train)

@@ -21,12 +21,14 @@ from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place
 from penstock.train.going_on import GoingOn, check_resume
 from penstock.train.handover import hand_over, take_over
-from penstock.train.inputs import Inputs, check_tokens, gather_inputs
+from penstock.train.inputs import Inputs, gather_inputs
+from penstock.train.mesh_sizes import mesh_words
 from penstock.train.order import Order
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settle import settle_memory
 from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
+from penstock.train.tasks.text import check_tokens
 
 
 def carry_out(order: Order, port: int | None) -> int:
@@ -49,7 +51,7 @@ def carry_out(order: Order, port: int | None) -> int:
             report = _run(order, inputs, first=True).report
             code, said = 0, ""
         else:
-            code, said = launch_order(order, inputs.corpus, port)
+            code, said = launch_order(order, inputs.data.corpus, port)
             report = Report.read(folder.report)
         if report is None:
             raise RunFailed(said + _way_on(folder, said), code or 1)
@@ -95,7 +97,8 @@ def _check(order: Order) -> Inputs:
     if order.export is not None:
         check_place(Path(order.export), "--export")
     inputs = gather_inputs(order.settings)
-    check_tokens(inputs.corpus)
+    if inputs.data.corpus is not None:
+        check_tokens(inputs.data.corpus)
     check_store(order.settings.store)
     return inputs
 
@@ -121,23 +124,23 @@ def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
     return run
 
 
-def launch_order(order: Order, corpus: Corpus, port: int | None) -> tuple[int, str]:
-    """One process a rank; the exit code, and what the launcher said of a failure."""
+def launch_order(order: Order, corpus: Corpus | None, port: int | None) -> tuple[int, str]:
+    """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, corpus)
         env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
-        return start_ranks(["--order", handover], order.settings.ranks, port, env)
+        return start_ranks(["--order", handover], order.settings.num_processes, port, env)
 
 
 def _announcement(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> str:
     settings, schedule = inputs.settings, inputs.schedule
     where = "in one process" if settings.in_process else "one process each"
-    samples = settings.batch / settings.microbatches
+    samples = settings.batch / (settings.dp * settings.microbatches)
     lines = [
-        f"data    {inputs.corpus.description}",
-        f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches "
-        f"of {samples:g} samples, {settings.dispatch}",
+        f"data    {inputs.data.description}",
+        f"plan    {schedule.name} over {mesh_words(settings)} ({where}), {settings.microbatches} microbatches "
+        f"of {samples:g} samples{' each' if settings.dp > 1 else ''}, {settings.dispatch}",
         *_of_updates(inputs),
         f"folder  {order.folder}",
     ]

@@ -32,12 +32,24 @@ def _option(text: str, field: str | None = None, **rest: Any) -> Any:
 def train(
     schedule: Annotated[str | None, _option("Library schedule or schedule file.", "schedule")] = None,
     ranks: Annotated[int | None, _option("Pipeline ranks, one process each.", "ranks")] = None,
+    pp: Annotated[int | None, _option("The same as --ranks.")] = None,
+    dp: Annotated[int | None, _option("Replicas of the pipeline, each with its part of the batch.", "dp")] = None,
+    tp: Annotated[int | None, _option("Processes that share each layer.", "tp")] = None,
+    sharding: Annotated[str | None, _option("Of the replicas' state: none, zero1 or fsdp.", "sharding")] = None,
     microbatches: Annotated[int | None, _option("Microbatches a step.", "microbatches")] = None,
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
     cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
     dispatch: Annotated[str | None, _option("frozen, dynamic or auto. [frozen; emulated: auto]")] = None,
+    model: Annotated[
+        str | None,
+        _option("gpt, bert, clip, or a Hugging Face folder or config.json.", "model", metavar="NAME|PATH"),
+    ] = None,
     preset: Annotated[str | None, _option("Sizes of the model.", "preset")] = None,
+    tower: Annotated[
+        list[str] | None,
+        _option("clip, repeatable: text=ranks:2+microbatches:8+schedule:1f1b.", metavar="NAME=KEY:VALUE"),
+    ] = None,
     depth: Annotated[int | None, _option("Blocks, instead of the preset's.")] = None,
     width: Annotated[int | None, _option("Width, instead of the preset's.")] = None,
     heads: Annotated[int | None, _option("Heads, instead of the preset's.")] = None,
@@ -108,7 +120,7 @@ def train(
         bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Train a GPT over pipeline ranks on this machine, on real text; or run a plan on emulated devices."""
+    """Train a GPT, BERT, CLIP or Hugging Face decoder over a mesh of processes; or run a plan on emulated devices."""
     given = {name: value for name, value in locals().items() if value is not None}
     for name in ("out", "resume", "export", "port", "as_json"):
         given.pop(name, None)

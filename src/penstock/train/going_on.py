@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.runtime.checkpoint import CheckpointError, Reader, latest
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
-from penstock.train.model import model_config
+from penstock.train.kinds import is_path
 from penstock.train.settings import Settings, SettingsError, read_settings
+from penstock.train.tasks.open import open_task
 from penstock.train.training import position
 
 
@@ -59,9 +61,9 @@ def check_resume(inputs: Inputs, folder: RunFolder) -> GoingOn:
         raise SettingsError(f"{folder.path} is at step {steps} already; give --steps {steps} or more")
     _check_window(now, steps, gathered, saved, folder)
     digest = meta.get("data")
-    if digest != inputs.corpus.digest:
+    if digest != inputs.data.digest:
         raise SettingsError(
-            f"{folder.path} was trained on other data than {inputs.corpus.description}; "
+            f"{folder.path} was trained on other data than {inputs.data.description}; "
             "give the --data and --tokenizer it was started with, unchanged"
         )
     amid = f", {gathered} of {now.window} microbatches of a window gathered" if gathered else ""
@@ -84,13 +86,26 @@ def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, fol
 
 
 def _check_same(inputs: Inputs, saved: Settings, folder: RunFolder) -> None:
-    """Raises SettingsError for sizes other than those of the run. Dropout may change."""
-    before = dataclasses.asdict(model_config(saved, inputs.config.vocab_size))
-    after = dataclasses.asdict(inputs.config)
-    differ = [name for name in before if before[name] != after[name] and name != "dropout"]
+    """Raises SettingsError for a model, or sizes, other than those of the run. Dropout may change."""
+    now = inputs.settings
+    if now.model != saved.model and not (is_path(now.model) and is_path(saved.model)):
+        raise SettingsError(
+            f"{folder.path} trains the model {saved.model}, not {now.model}; leave --model out, or start a new run"
+        )
+    before, after = _sizes_of(saved, now), inputs.task.sizes
+    differ = [name for name in (before or after) if before.get(name) != after.get(name)] if before else []
     if differ:
-        was = ", ".join(f"{name} {before[name]}" for name in differ)
-        given = ", ".join(f"{name} {after[name]}" for name in differ)
+        was = ", ".join(f"{name} {before.get(name)}" for name in differ)
+        given = ", ".join(f"{name} {after.get(name)}" for name in differ)
         raise SettingsError(
             f"{folder.path} trains a model of {was}, not {given}; leave the model's sizes out, or start a new run"
         )
+
+
+def _sizes_of(saved: Settings, now: Settings) -> Mapping[str, Any]:
+    """The sizes that a run began with, cut as it goes on; none where its config is not there any more."""
+    if is_path(saved.model) and not Path(saved.model).exists():
+        return {}
+    names = ("model", "preset", "depth", "width", "heads", "context", "tied")
+    settings = dataclasses.replace(now, cut=None, **{name: getattr(saved, name) for name in names})
+    return open_task(settings, settings.build_schedule()).sizes

@@ -1,7 +1,7 @@
 """What the parent of a run hands to its ranks: a folder with the order and the tokens, read and checked once.
 
 order.json      the settings and what to do with them
-corpus.json     what the corpus is; not there for a .bin/.idx pair, which every rank maps by itself
+corpus.json     what the corpus is; not there for a .bin/.idx pair, which every rank maps by itself, and for no text
 train.npy  validation.npy
 """
 
@@ -21,10 +21,10 @@ from penstock.train.settings import Settings
 ROWS = ("train", "validation")
 
 
-def hand_over(folder: Path, order: Order, corpus: Corpus) -> None:
+def hand_over(folder: Path, order: Order, corpus: Corpus | None) -> None:
     """Writes what `take_over` reads."""
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
-    if any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
+    if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
         return
     plain = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(corpus) if f.name not in ROWS}
     (folder / "corpus.json").write_text(json.dumps(plain), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run starts from: schedule, text, model and optimizer, all read and checked before anything starts."""
+"""What a run starts from: schedule, model, data and optimizer, all read and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ import difflib
 import functools
 import json
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 
-from penstock.data import (
-    Batches,
-    ByteTokenizer,
-    Corpus,
-    Tokenizer,
-    entropies,
-    load_tokenizer,
-    open_corpus,
-    validation_batches,
-)
-from penstock.models import CrossEntropy, GPTConfig, tied_parameters
+from penstock.data import Corpus
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.steering import Steering
 from penstock.runtime.weights.rules import rule_of
 from penstock.schedule import Schedule
-from penstock.train.model import model_config, stage_builders
+from penstock.train.mesh import mesh_of
 from penstock.train.settings import Settings, SettingsError
-from penstock.train.shared_loss import SharedLoss, WeighedLoss
-
-ENTROPY_TOKENS = 1 << 26
-"""Tokens of either side from which the report's entropies are counted."""
+from penstock.train.shared_loss import SharedLoss
+from penstock.train.tasks.open import open_task
+from penstock.train.tasks.task import Data, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,28 +29,26 @@ class Inputs:
 
     settings: Settings
     schedule: Schedule
-    tokenizer: Tokenizer
-    corpus: Corpus
-    config: GPTConfig
+    task: Task
+    data: Data
+
+    @property
+    def config(self) -> Any:
+        """The sizes of the model."""
+        return self.task.config
 
 
 def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     """Reads and checks everything a run needs before anything starts; `corpus`, if given, is not read again.
 
     Raises:
-        SettingsError, ScheduleError, PartitionError, DataError: in one or two lines.
+        SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
     schedule = settings.build_schedule()
-    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
     device_of(settings)
     _check_rule(settings, schedule, optimizer_class(settings))
-    _check_tied(model_config(settings, tokenizer.vocab_size), schedule)
-    corpus = corpus or open_corpus(settings.data, tokenizer)
-    config = model_config(settings, corpus.vocab_size)
-    stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut)
-    Batches(corpus.train, settings.batch, config.context, settings.seed, corpus.vocab_size)[0]
-    validation_batches(corpus.validation, settings.batch, config.context, 1, corpus.vocab_size)
-    return Inputs(settings, schedule, tokenizer, corpus, config)
+    task = open_task(settings, schedule)
+    return Inputs(settings, schedule, task, task.read(corpus))
 
 
 def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., torch.optim.Optimizer]) -> None:
@@ -76,24 +63,8 @@ def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., tor
         raise SettingsError(f"{schedule.name} with --optimizer {settings.optimizer}: {error}") from None
 
 
-def _check_tied(config: GPTConfig, schedule: Schedule) -> None:
-    """Raises SettingsError for a weight of two stages that are updated at different times."""
-    if config.tied and schedule.updates is not None and schedule.num_stages > 1:
-        raise SettingsError(
-            f"embedding and head share one weight, and {schedule.name} updates their stages at different times; give "
-            "--no-tied, or a schedule that updates all stages together"
-        )
-
-
-def check_tokens(corpus: Corpus) -> None:
-    """Raises DataError where the data has a token outside the vocabulary, in what the entropies will count."""
-    for tokens in (corpus.train, corpus.validation):
-        if np.iinfo(tokens.dtype).max >= corpus.vocab_size:
-            entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
-
-
 def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer by name with its options. Raises SettingsError where it can't train a GPT with them."""
+    """The optimizer by name with its options. Raises SettingsError where it can't train with them."""
     found = getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
         names = [name for name, value in vars(torch.optim).items() if isinstance(value, type)]
@@ -126,17 +97,18 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
 
 def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline:
     """The pipeline of a run, over torch.distributed where it is set up."""
-    settings, schedule, config = inputs.settings, inputs.schedule, inputs.config
+    settings, task = inputs.settings, inputs.task
     return Pipeline(
-        stage_builders(config, schedule.num_stages, settings.seed, settings.recompute, settings.cut),
-        schedule,
-        loss_fn=loss_of(settings),
+        task.stages(),
+        inputs.schedule,
+        loss_fn=loss_of(inputs),
         optimizer=optimizer_class(settings),
+        mesh=mesh_of(settings),
         dispatch=settings.dispatch,
         device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
         clip_norm=settings.clip or None,
-        tied=tied_parameters(config),
+        tied=task.tied,
         seed=settings.seed,
         timeout=settings.timeout,
         transport=settings.transport,
@@ -148,10 +120,11 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
     )
 
 
-def loss_of(settings: Settings) -> WeighedLoss:
+def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     """The loss of a pass: its part of the window where several fill one."""
-    num_passes = settings.passes.passes_a_window
-    return CrossEntropy() if num_passes == 1 else SharedLoss(CrossEntropy(), num_passes)
+    num_passes = inputs.settings.passes.passes_a_window
+    loss = inputs.task.loss
+    return loss if num_passes == 1 else SharedLoss(loss, num_passes)
 
 
 def device_of(settings: Settings) -> torch.device:

@@ -17,6 +17,8 @@ from penstock.train.checks import SettingsError, is_schedule_file
 from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
+from penstock.train.kinds import GPT, check_model, is_path, usual_of
+from penstock.train.mesh_sizes import share_out
 from penstock.train.order import Order
 from penstock.train.settings import Settings, read_settings
 
@@ -30,13 +32,32 @@ def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("warmup", "cut"):
         if name in given:
             given[name] = _counts(name, given[name])
-    if links := given.pop("link", None):
-        given["link"] = shlex.join(links)
+    for name, field in (("link", "link"), ("tower", "towers")):
+        if each := given.pop(name, None):
+            given[field] = shlex.join(each)
+    if (pp := given.pop("pp", None)) is not None:
+        if given.get("ranks", pp) != pp:
+            raise SettingsError(f"--pp {pp} and --ranks {given['ranks']} are the same thing; give one of them")
+        given["ranks"] = pp
     if "schedule" in given:
         given |= _schedule_file(given)
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "").isdigit():
-        given.setdefault("ranks", int(os.environ["WORLD_SIZE"]))
     return given
+
+
+def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks of a pipeline where a launcher has started the processes, which are the whole mesh.
+
+    Args:
+        given: the options. settings: those and what else is known.
+
+    Raises:
+        SettingsError: sizes that do not multiply to the number of processes.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if "RANK" not in os.environ or not world.isdigit() or settings.get("in_process"):
+        return {}
+    sizes = [settings.get(name) or 1 for name in ("dp", "tp")]
+    return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], int(world))}
 
 
 def emulated_order_of(
@@ -48,6 +69,7 @@ def emulated_order_of(
     if extra := sorted(set(of_training) - known):
         name = extra[0].replace("_", "-")
         raise SettingsError(f"--{name} is for training; emulated devices learn nothing, so leave it out")
+    given = {**given, **_ranks_here(given, given)}
     settings = EmulatedSettings.from_mapping(_completed(EmulatedSettings, given, learning=False))
     if not is_preset(settings.costs) and os.path.exists(settings.costs):
         settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
@@ -76,12 +98,16 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
             raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
     if "optimizer_options" in given:
         given["optimizer_options"] = _object(given["optimizer_options"])
-    for name in ("data", "tokenizer"):  # a run may be resumed from another folder
+    if "model" in given:
+        check_model(given["model"], None)
+    paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
+    for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])
     if resume is None:
+        given |= _ranks_here(given, given)
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
-        folder = _new_folder(out, f"{settings.preset}-{Path(settings.schedule).stem}-{settings.ranks}")
+        folder = _new_folder(out, _name_of(settings))
     else:
         if out is not None and os.path.abspath(out) != os.path.abspath(resume):
             raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
@@ -90,7 +116,8 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         if before.get("device") == "emulated":
             raise SettingsError(f"{folder.path}: emulated devices learned nothing to go on from; start a new run")
         saved = Settings.from_mapping(before, f"{folder.settings}: ")
-        settings = Settings.from_mapping(completed({**dataclasses.asdict(saved), **_cleared(given), **given}))
+        known = {**dataclasses.asdict(saved), **_cleared(given), **given}
+        settings = Settings.from_mapping(completed(known | _ranks_here(given, known)))
     settings = dataclasses.replace(settings, threads=settings.num_threads)
     return Order(settings, str(folder.path), resume is not None, export, as_json)
 
@@ -100,7 +127,20 @@ def _completed(
 ) -> dict[str, Any]:
     """The options given with what is usual for their schedule."""
     own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
-    return completed({**own, **given}, learning)
+    usual = usual_of(given.get("model", GPT)) if learning else {}
+    counts = {**own, **{name: usual[name] for name in own if name in usual}}
+    found = completed({**counts, **given}, learning)
+    return {**usual, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _name_of(settings: Settings) -> str:
+    """A run's folder, where none is given."""
+    model = settings.preset if settings.model == GPT else f"{settings.model}-{settings.preset}"
+    if is_path(settings.model):
+        path = Path(settings.model)
+        model = path.parent.name if path.name == "config.json" else path.stem
+    mesh = "" if settings.num_processes == settings.ranks else f"x{settings.dp}x{settings.tp}"
+    return f"{model}-{Path(settings.schedule).stem}-{settings.ranks}{mesh}"
 
 
 def _schedule_file(given: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +170,11 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
         cleared |= {"window": None, "max_mismatch": None, "drain_every": None, "zero": "on"}
     if given.get("schedule") in ASYNCHRONOUS:
         cleared |= {"dispatch": "frozen", "adapt": False}
-    return cleared | (
-        {"stages": None, "warmup": None, "cut": None} if "schedule" in given or "ranks" in given else {}
-    )
+    if given.get("dp") == 1:
+        cleared |= {"sharding": "none"}
+    if "schedule" in given or "ranks" in given:
+        cleared |= {"stages": None, "warmup": None, "cut": None, "towers": None}
+    return cleared
 
 
 def _counts(name: str, text: str) -> tuple[int, ...]:

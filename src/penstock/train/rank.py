@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.control import Configuration
-from penstock.data import Batches, entropies, validation_batches
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.models import sample
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.measured import measured_costs
 from penstock.runtime.saving import export_model
@@ -27,9 +24,10 @@ from penstock.runtime.transport_choice import TransportChoice
 from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import newest_checkpoint
-from penstock.train.inputs import ENTROPY_TOKENS, Inputs, build_pipeline
+from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
 from penstock.train.progress import ProgressView
+from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
@@ -37,13 +35,8 @@ from penstock.train.stop import StopRequest
 from penstock.train.training import Training
 from penstock.train.updating import UpdateReport, notices_of, update_report
 
-VALIDATION_BATCHES = 4
 PROFILED_PASSES = 5
 """Passes near the end whose timelines give the run's own profile."""
-
-
-FLOAT = 4
-"""Bytes of a number that passes between stages: sums along the model are kept in float32."""
 
 
 class Profiled(NamedTuple):
@@ -54,9 +47,9 @@ class Profiled(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Text that the model wrote, most bytes of each rank, what of them the weights take, and the model's size."""
+    """How good the model is, most bytes of each rank, what of them the weights take, and the model's size."""
 
-    text: str
+    quality: Quality
     peak_memory: list[int]
     state: list[dict[str, int]]
     num_parameters: int
@@ -75,18 +68,13 @@ class RankRun:
         notices: Sequence[str] = (),
     ) -> None:
         self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
-        settings, corpus, config = inputs.settings, inputs.corpus, inputs.config
+        settings = inputs.settings
         self.pipe = build_pipeline(inputs, self._steering(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
-        vocab_size = corpus.vocab_size
-        self.batches = Batches(corpus.train, settings.batch, config.context, settings.seed, vocab_size)
-        self.validation = validation_batches(
-            corpus.validation, settings.batch, config.context, VALIDATION_BATCHES, vocab_size
-        )
         self.training = Training(
-            self.pipe, settings.passes, self.batches, settings.learning_rate, settings.is_asynchronous
+            self.pipe, settings.passes, inputs.data.batches, settings.learning_rate, settings.is_asynchronous
         )
         self.stop = StopRequest()
         self.interrupted = False
@@ -116,7 +104,7 @@ class RankRun:
         loss: float | None = None
         validation: float | None = None
         seconds = 0.0
-        tokens = settings.batch * self.inputs.config.context
+        tokens = settings.batch * self.inputs.task.num_tokens
         metrics: Metrics | None = None
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
@@ -132,7 +120,7 @@ class RankRun:
                 loss = done.losses[-1]
                 asked, bubble = self._agree()
                 speed = tokens * len(done.losses) / done.seconds
-                values = {"tokens_per_second": speed, "bubble": bubble}
+                values = {"tokens_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
                 if settings.adapt and self.first:
@@ -160,7 +148,7 @@ class RankRun:
         untrained = validation is None
         if validation is None:
             validation = self.evaluate()
-        ending = self._ending()
+        ending = self._ending(validation)
         if untrained:  # the report needs a timeline all the same
             profile.append(self._profile_one())
         updating = update_report(settings, self.pipe, updates)
@@ -175,14 +163,14 @@ class RankRun:
         return stop > 0, idle / count
 
     def evaluate(self) -> float:
-        """The mean loss of the validation batches (nats a token)."""
-        losses = [self.training.evaluate(batch) for batch in self.validation]
+        """The mean loss of the validation batches."""
+        losses = [self.training.evaluate(batch) for batch in self.inputs.data.validation]
         return sum(losses) / len(losses)
 
     def save(self) -> None:
         self.pipe.save(
             self.folder.checkpoints,
-            meta={"data": self.inputs.corpus.digest, **self.training.meta},
+            meta={"data": self.inputs.data.digest, **self.training.meta},
             keep=self.inputs.settings.keep,
             number=self.training.steps,
         )
@@ -193,37 +181,26 @@ class RankRun:
         save_schedule(self.inputs.schedule, self.folder.file("schedule.txt"))
         save_picture(self.inputs.schedule, self.folder.file("schedule.svg"))
 
-    def _sample(self) -> str:
-        """Text that the model writes; every rank draws the same."""
-        settings, tokenizer = self.inputs.settings, self.inputs.tokenizer
-        if settings.sample == 0:
-            return ""
-        end = tokenizer.end_of_document
-        drawn = sample(
-            lambda tokens: torch.cat(self.pipe.predict(tokens)),
-            torch.tensor([[end or 0]]),
-            settings.sample,
-            self.inputs.config.context,
-            temperature=0.8,
-            top_k=40,
-            seed=settings.seed,
-        )
-        written = drawn[0, 1:].tolist()
-        if end in written:
-            written = written[: written.index(end)]
-        return tokenizer.decode(written)
-
     def _profile_one(self) -> Profiled:
         running = self.pipe.configuration
         self.training.probe()
         return Profiled(self.pipe.timeline(), running)
 
-    def _ending(self) -> Ending:
+    def _mesh_values(self) -> dict[str, float]:
+        """What each line of the metrics says of a mesh, as a resumed run may have another."""
+        settings = self.inputs.settings
+        if settings.dp == settings.tp == 1:
+            return {}
+        return {"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp}
+
+    def _ending(self, loss: float) -> Ending:
         """What all ranks together know at the end."""
-        text = self._sample()
+        quality = self.inputs.task.judge(self.pipe, self.inputs.data, loss)
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
-        sizes = [sum(p.numel() for _, p in self.pipe.named_parameters())]
-        return Ending(text, memory, self.pipe.state_bytes(), int(sum(self.pipe.agree(sizes))))
+        sizes: dict[str, int] = {}
+        for part in self.pipe.gather({name: p.numel() for name, p in self.pipe.named_parameters()}):
+            sizes |= part  # replicas and shards tell of the same parameters
+        return Ending(quality, memory, self.pipe.state_bytes(), sum(sizes.values()))
 
     def _report(
         self,
@@ -241,10 +218,7 @@ class RankRun:
         timing, pictures = self._timing(profile)
         save_picture(pictures, folder.file("timeline.html"))
         save_picture(pictures, folder.file("timeline.json"))
-        folder.file("sample.txt").write_text(ending.text + "\n", encoding="utf-8")
-        bars = entropies(
-            inputs.corpus.train, inputs.corpus.validation, inputs.corpus.vocab_size, max_tokens=ENTROPY_TOKENS
-        )
+        folder.file("sample.txt").write_text(ending.quality.text + "\n", encoding="utf-8")
         report = Report(
             schedule=inputs.schedule.name,
             dispatch=self._dispatch,
@@ -254,9 +228,7 @@ class RankRun:
             interrupted=self.interrupted,
             train_loss=loss,
             loss=validation,
-            unigram=bars.unigram,
-            bigram=bars.bigram,
-            beats_bigram=bars.beaten_by(validation),
+            quality=ending.quality,
             tokens_per_second=tokens_per_second,
             seconds=seconds,
             timing=timing,
@@ -280,6 +252,9 @@ class RankRun:
             steered=read_steered(folder.path) if settings.adapt else None,
             updating=updating,
             state=ending.state,
+            model=settings.model,
+            mesh={"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp},
+            sharding=settings.sharding,
         )
         write_whole(folder.report, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         return report
@@ -288,10 +263,9 @@ class RankRun:
         """The middle step beside its simulation, with op times of the last steps that ran the same."""
         middle = sorted(profile, key=lambda each: each.timeline.makespan)[len(profile) // 2]
         alike = [each.timeline for each in profile if each.configuration == middle.configuration]
-        config, settings = self.inputs.config, self.inputs.settings
+        settings = self.inputs.settings
         costs = measured_costs(alike)
-        size = float(FLOAT * config.width * config.context * math.ceil(settings.batch / settings.microbatches))
-        costs = replace(costs, message_bytes=[size] * (costs.num_stages - 1) + [0.0])
+        costs = replace(costs, message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
         choice = TransportChoice(settings.transport, settings.link_depth)
         timing, simulated = timing_report(
             middle.timeline, costs, settings.link_conditions(), choice.simulated(middle.configuration.delegated)
@@ -318,9 +292,11 @@ def _injected(settings: Settings) -> list[str]:
 def _crowded(settings: Settings) -> list[str]:
     """Why a measured step may be longer than a simulated one, which gives each rank a device of its own."""
     if settings.in_process:
-        return [f"{settings.ranks} ranks took turns in one process; they are simulated side by side"]
-    if settings.device == "cpu" and settings.ranks > num_cores():
-        return [f"{settings.ranks} ranks shared {num_cores()} cores; they are simulated with one each"]
+        replicas = "" if settings.dp == 1 else f", with the microbatches of {settings.dp} replicas one after another"
+        return [f"{settings.ranks} ranks took turns in one process{replicas}; they are simulated side by side"]
+    if settings.device == "cpu" and settings.num_processes > num_cores():
+        what = f"{settings.ranks} ranks" if settings.dp == settings.tp == 1 else f"{settings.num_processes} processes"
+        return [f"{what} shared {num_cores()} cores; they are simulated with one each"]
     return []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.cost import Costs, LinkConditions
 from penstock.simulate import Blocking, Decoupled, Timeline, simulate
+from penstock.train.quality import Quality
 from penstock.train.steered import Steered
 from penstock.train.updating import UpdateReport, state_rows
 
@@ -32,10 +33,11 @@ class Report:
     """What a run came to.
 
     Attributes:
-        train_loss, tokens_per_second: None where no step was left to train.
-        loss, unigram, bigram: nats a token on the validation text: the model's, and those of counting.
-        beats_bigram: whether the model is better than counting pairs.
-        peak_memory: most bytes of each rank's process (or device), by rank.
+        model: its kind, or path. mesh: processes along "pp" (ranks), "dp" (replicas) and "tp" (shards of a layer).
+        sharding: of the replicas' state.
+        train_loss, tokens_per_second: of the whole mesh; None where no step was left to train.
+        loss: on the validation data. quality: what to hold it against; its numbers lie beside the loss in JSON.
+        peak_memory: most bytes of each process (or device), by rank.
         steered: links, decisions and what they saved; None for a run that did not adapt.
         updating: of a run whose updates were among its ops; None for others.
         state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
@@ -49,9 +51,7 @@ class Report:
     interrupted: bool
     train_loss: float | None
     loss: float
-    unigram: float
-    bigram: float
-    beats_bigram: bool
+    quality: Quality
     tokens_per_second: float | None
     seconds: float
     timing: TimingReport
@@ -61,9 +61,14 @@ class Report:
     steered: Steered | None = None
     updating: UpdateReport | None = None
     state: list[dict[str, int]] = field(default_factory=list)
+    model: str = "gpt"
+    mesh: dict[str, int] = field(default_factory=dict)
+    sharding: str = "none"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+        values = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+        values.pop("quality")
+        return values | self.quality.to_json()
 
     @classmethod
     def read(cls, path: Path) -> Report | None:
@@ -76,11 +81,11 @@ class Report:
         value |= {"steered": None if steered is None else Steered.from_json(steered)}
         updating = value.get("updating")
         value |= {"updating": None if updating is None else UpdateReport(**updating)}
+        value |= {"quality": Quality.take(value)}
         return cls(**{**value, "timing": TimingReport(**value["timing"])})
 
     def to_text(self) -> str:
         timing = self.timing
-        bar = "below" if self.beats_bigram else "not below"
         ended = "interrupted after " if self.interrupted else ""
         one = "one step" if self.updating is None else "one pass"
         speed = "no step was left to train"
@@ -88,9 +93,9 @@ class Report:
             speed = f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:.0f} s of steps"
         rows = [
             ("run", f"{ended}{self.steps} steps of {self.schedule}, {self.dispatch}, on {self.num_ranks} ranks"),
+            *self._mesh_rows(),
             ("model", f"{self.num_parameters:,} parameters"),
-            ("loss", f"{self.loss:.3f} nats a token on the validation text"),
-            ("", f"{bar} {self.bigram:.3f}, what counting pairs of tokens gives (single ones {self.unigram:.3f})"),
+            *self.quality.rows(self.loss),
             ("speed", speed),
             (one, f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),
             (
@@ -109,6 +114,14 @@ class Report:
             rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+    def _mesh_rows(self) -> list[tuple[str, str]]:
+        """Nothing for one pipeline of whole layers."""
+        dp, tp = self.mesh.get("dp", 1), self.mesh.get("tp", 1)
+        if dp == tp == 1:
+            return []
+        words = f"{self.num_ranks} ranks x {dp} replicas x {tp} shards of each layer (pp x dp x tp)"
+        return [("mesh", words + ("" if self.sharding == "none" else f", {self.sharding}"))]
 
 
 def timing_report(

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs
+from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
     check_choices,
     check_numbers,
+    read_schedule,
 )
+from penstock.train.kinds import CLIP, check_model
 from penstock.train.learning_rate import learning_rate
+from penstock.train.mesh_sizes import check_mesh
 from penstock.train.run_settings import RunSettings
 from penstock.train.travel import host_memory_of
 
@@ -28,9 +32,13 @@ class Settings(RunSettings):
     Attributes:
         schedule: a library schedule's name, or a schedule file.
         ranks, microbatches, stages, warmup: what the schedule is built for.
+        dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
+        sharding: of the replicas' state: "none", "zero1" (each has some parameters' optimizer state) or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
-        preset: sizes of the model (see `penstock.models.presets`); depth, width, heads, context, dropout and
-            tied change single ones of them.
+        model: "gpt", "bert", "clip", or the path of a Hugging Face folder or config.json.
+        preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
+            single ones of them.
+        towers: of a model of several what is asked for single ones, see `TowerOptions`; None for nothing.
         data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
         batch: samples a step. lr is the peak of a warm-up and cosine decay, or constant.
@@ -55,12 +63,17 @@ class Settings(RunSettings):
 
     schedule: str = "1f1b"
     ranks: int = 4
+    dp: int = 1
+    tp: int = 1
+    sharding: str = "none"
     microbatches: int = 8
     stages: int | None = None
     warmup: tuple[int, ...] | None = None
     cut: tuple[int, ...] | None = None
     dispatch: str = "frozen"
+    model: str = "gpt"
     preset: str = "tiny"
+    towers: str | None = None
     depth: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -102,7 +115,7 @@ class Settings(RunSettings):
     zero: str = "on"
 
     def __post_init__(self) -> None:
-        counts = ["ranks", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
+        counts = ["ranks", "dp", "tp", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
         counts += ["window", "drain_every"]
         amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip", "max_mismatch")
         least = dict.fromkeys(counts, 1) | dict.fromkeys(amounts, 0)
@@ -116,18 +129,44 @@ class Settings(RunSettings):
                 "device": ("cpu", "cuda"),
                 "transport": ("host", "direct", "delegate", "nccl"),
                 "zero": ("on", "off"),
+                "sharding": ("none", "zero1", "fsdp"),
             },
         )
+        check_model(self.model, self.towers)
         self.check_updates()
         self.link_conditions()
         _ = self.travel, self.host_units
+        check_mesh(self)
         if self.in_process and self.transport != "host":
             raise SettingsError(f"in one process nothing is sent; leave out --transport {self.transport}")
-        if self.batch < self.microbatches:
+        if self.batch < self.dp * self.microbatches:
+            whole = self.dp * self.microbatches
+            replicas = "" if self.dp == 1 else f" in each of {self.dp} replicas"
             raise SettingsError(
-                f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches; "
-                f"give a batch of at least {self.microbatches}, or fewer microbatches"
+                f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches{replicas}; "
+                f"give a batch of at least {whole}, or fewer microbatches"
             )
+
+    @property
+    def num_processes(self) -> int:
+        """Of the whole mesh."""
+        return self.ranks * self.dp * self.tp
+
+    @property
+    def replicas_here(self) -> int:
+        """Replicas whose microbatches one pipeline runs: in one process all, else its own."""
+        return self.dp if self.in_process else 1
+
+    def build_schedule(self) -> Schedule:
+        if self.model == CLIP:
+            from penstock.train.tasks.clip import clip_config  # here, as it loads torch
+            from penstock.train.tasks.clip_schedule import clip_schedule
+
+            return clip_schedule(clip_config(self), self)
+        if self.replicas_here == 1:
+            return super().build_schedule()
+        count = self.microbatches * self.replicas_here
+        return read_schedule(self.schedule, self.ranks, count, self.stages, self.warmup)
 
     @property
     def num_threads(self) -> int:
@@ -136,7 +175,7 @@ class Settings(RunSettings):
             return self.threads
         if os.environ.get("OMP_NUM_THREADS", "").isdigit():
             return max(1, int(os.environ["OMP_NUM_THREADS"]))
-        return max(1, num_cores() // self.ranks)
+        return max(1, num_cores() // self.num_processes)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step (from 0)."""

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
-
-
-class WeighedLoss(Protocol):
-    """A mean loss that says over how much it is one."""
-
-    def __call__(self, output: Tensor, targets: Tensor, /) -> Tensor: ...
-
-    def weight(self, targets: Tensor) -> int: ...
 
 
 class SharedLoss:
     """`loss / passes`, and weighed the same."""
 
-    def __init__(self, loss: WeighedLoss, passes: int) -> None:
+    def __init__(self, loss: Callable[..., Tensor], passes: int) -> None:
         self._loss, self._passes = loss, passes
+        if hasattr(loss, "weight"):
+            self.weight = loss.weight
 
-    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, output: Any, targets: Any) -> Tensor:
         return self._loss(output, targets) / self._passes
-
-    def weight(self, targets: Tensor) -> int:
-        return self._loss.weight(targets)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.data import to_tensors
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.microbatches import split
 from penstock.schedule import count_mismatch
 from penstock.train.passes import Passes
+from penstock.train.tasks.task import Batches, Example
 
 
 class PassDone(NamedTuple):
@@ -44,7 +44,7 @@ class Training:
         self,
         pipe: Pipeline,
         passes: Passes,
-        batches: Sequence[Any] | Any,
+        batches: Batches,
         rate: Callable[[int], float],
         is_asynchronous: bool,
     ) -> None:
@@ -82,14 +82,14 @@ class Training:
         """A pass for its times alone. The model is not to be used after it."""
         first = self.steps
         if self._proved is None:
-            self.pipe.step(*to_tensors(self._batches[first]), update=False)
+            self.pipe.step(*self._batches[first], update=False)
             self.pipe.zero_grad()
         else:
             self._asynchronous(range(first, first + self.passes.steps))
 
     def _synchronous(self, step: int) -> tuple[list[float], float | None]:
         self._set_rate(self.rate(step))
-        result = self.pipe.step(*to_tensors(self._batches[step]))
+        result = self.pipe.step(*self._batches[step])
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return [float(result.loss)], norm
 
@@ -103,9 +103,11 @@ class Training:
         shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
         return [float(_total(part)) for part in shares.split(passes.microbatches)], None
 
-    def evaluate(self, batch: Any) -> float:
+    def evaluate(self, batch: Example) -> float:
         """The loss of a batch, cut as one of a step."""
-        inputs, targets = (split(part, self.passes.microbatches, "samples") for part in to_tensors(batch))
+        inputs, targets = batch
+        if self._proved is not None:  # a pass would cut it into all its microbatches
+            inputs, targets = (split(part, self.passes.microbatches, "samples") for part in batch)
         # Where several passes fill a window, a loss is a part of one.
         return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
 
@@ -114,7 +116,7 @@ class Training:
         inputs: list[Any] = []
         targets: list[Any] = []
         for step in steps:
-            for cut, batch in zip((inputs, targets), to_tensors(self._batches[step]), strict=True):
+            for cut, batch in zip((inputs, targets), self._batches[step], strict=True):
                 cut += split(batch, self.passes.microbatches, "samples")
         return inputs, targets
 

@@ -29,8 +29,8 @@ from penstock.runtime.rng import mix
 from penstock.runtime.split import Tape, prepare, unprepare
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.model import recomputed
 from penstock.train.settings import Settings
+from penstock.train.tasks.layers import recomputed
 
 NUM_MICROBATCHES = 4
 """Of a measured step: the first fills gradients, the others add to them."""
@@ -153,7 +153,7 @@ class Chain:
         everywhere = here * config.num_layers // len(self._stages)
         names = {str(number): torch.float32 for number in range(everywhere)}
         start = time.perf_counter()
-        global_norm(names, {}, LocalPeers(1))
+        global_norm(names, {}, {}, LocalPeers(1))
         return (time.perf_counter() - start) * 1e3
 
     def step(self, split: bool, times: Times | None) -> None:
@@ -209,7 +209,7 @@ class Chain:
             parameters = list(named.values())
             with self._timed(times, index, "update"):
                 if self._clip:
-                    norm = global_norm({name: p.dtype for name, p in named.items()}, named, LocalPeers(1))
+                    norm = global_norm({name: p.dtype for name, p in named.items()}, named, named, LocalPeers(1))
                     scale_gradients(parameters, self._clip, norm)
                 self._optimizers[index].step()
                 for parameter in parameters:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.launch import init_process, watch
-from penstock.train.model import model_config
 from penstock.train.settings import Settings
 from penstock.train.settle import settle_memory
+from penstock.train.tasks.gpt import gpt_config
 from penstock.tune import layers, transfer, trial
 from penstock.tune.device import Clock
 
@@ -45,7 +45,7 @@ def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
     if task["do"] == "transfer":
         return transfer.measure_transfer(rank, num_ranks, task["steps"], _meet)
     settings = Settings.from_mapping(task["settings"])
-    config = model_config(settings, task["vocab_size"])
+    config = gpt_config(settings, task["vocab_size"])
     if task["do"] == "layers":
         return layers.measure_layers(
             layers.Share(

@@ -10,8 +10,8 @@ from pathlib import Path
 from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.models import GPTConfig
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.model import model_config
 from penstock.train.settings import Settings
+from penstock.train.tasks.gpt import gpt_config
 from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.database import Database
 from penstock.tune.device import num_devices
@@ -156,7 +156,7 @@ def config_of(settings: Settings) -> GPTConfig:
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
     device_of(settings)
     optimizer_class(settings)
-    return model_config(settings, tokenizer.vocab_size)
+    return gpt_config(settings, tokenizer.vocab_size)
 
 
 def _tune_here(

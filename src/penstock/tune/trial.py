@@ -14,8 +14,8 @@ from penstock.runtime import Pipeline
 from penstock.runtime.measured import measured_costs
 from penstock.simulate import Timeline
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.model import recomputed
 from penstock.train.settings import Settings
+from penstock.train.tasks.layers import recomputed
 from penstock.tune.device import Clock
 
 WARM_UPS = 3

@@ -75,7 +75,7 @@ def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
     """The inputs of each; the text is read once."""
     found: list[Inputs] = []
     for settings in contenders:
-        found.append(gather_inputs(settings, found[0].corpus if found else None))
+        found.append(gather_inputs(settings, found[0].data.corpus if found else None))
     return found
 
 
@@ -110,10 +110,10 @@ def _folder(out: Path | None) -> Iterator[Path]:
 def _context(settings: Settings, inputs: Sequence[Inputs]) -> int:
     """Tokens of a sample."""
     if inputs:
-        return inputs[0].config.context
-    from penstock.train.model import model_config
+        return inputs[0].task.num_tokens
+    from penstock.train.tasks.gpt import gpt_config
 
-    return model_config(settings, 256).context
+    return gpt_config(settings, 256).context
 
 
 def _notices(contenders: Sequence[Settings], trains: bool) -> list[str]:

@@ -58,7 +58,7 @@ def trained(inputs: Inputs, folder: Path) -> Trained:
         report = run.report
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        code, said = launch_order(order, inputs.corpus, None)
+        code, said = launch_order(order, inputs.data.corpus, None)
         report = Report.read(place.report)
         if report is None:
             raise RunFailed(f"{inputs.settings.schedule}: {said}", code or 1)

@@ -1,0 +1,79 @@
+"""How many processes a run has along each direction of its mesh, checked and in words. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.train.checks import SettingsError, is_schedule_file
+
+if TYPE_CHECKING:
+    from penstock.train.settings import Settings
+
+
+def check_mesh(settings: Settings) -> None:
+    """Raises SettingsError for options that do not go together with replicas, or with layers that are shared out."""
+    if settings.sharding != "none" and settings.dp == 1:
+        raise SettingsError(
+            f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
+            "it out"
+        )
+    if settings.dp == settings.tp == 1:
+        return
+    option = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
+    if settings.is_asynchronous:
+        raise SettingsError(
+            f"{settings.schedule} has its updates among the other ops, each on its stage alone, and runs in one "
+            f"replica of whole layers; leave out {option}, or give a schedule without such updates"
+        )
+    if settings.adapt:
+        raise SettingsError(f"--adapt plans for one pipeline of whole layers; leave out {option}, or --adapt")
+    if settings.tp > 1 and settings.dispatch == "dynamic":
+        raise SettingsError(
+            f"processes that share a layer must run its ops in the same order, so dispatch is frozen with {option}; "
+            "leave out --dispatch"
+        )
+    if settings.in_process:
+        _check_in_process(settings)
+
+
+def _check_in_process(settings: Settings) -> None:
+    if settings.tp > 1:
+        raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
+    if settings.sharding != "none":
+        raise SettingsError(
+            f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"
+        )
+    if is_schedule_file(settings.schedule):
+        raise SettingsError(
+            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and "
+            f"{settings.schedule} is for those of one; leave out --in-process"
+        )
+
+
+def mesh_words(settings: Settings) -> str:
+    """`4 ranks`, or `2 ranks x 2 replicas x 2 shards`."""
+    parts = [f"{settings.ranks} ranks"]
+    if settings.dp > 1:
+        parts.append(f"{settings.dp} replicas")
+    if settings.tp > 1:
+        parts.append(f"{settings.tp} shards")
+    return " x ".join(parts)
+
+
+def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
+    """The ranks of a pipeline where a launcher has started `world` processes; `ranks` if they are given.
+
+    Raises:
+        SettingsError: sizes that do not multiply to it.
+    """
+    if ranks is None and world % (dp * tp) == 0 and world:
+        return world // (dp * tp)
+    if ranks is not None and ranks * dp * tp == world:
+        return ranks
+    sizes = [("pp", ranks), ("dp", dp), ("tp", tp)]
+    told = " x ".join(f"{name} {size}" for name, size in sizes if size is not None)
+    product = (ranks or 1) * dp * tp
+    made = f"is {product}" if ranks is not None else f"is {product}, and pp a whole number of times that"
+    raise SettingsError(
+        f"{told} {made}; {world} processes were started: start {product}, or give sizes whose product is {world}"
+    )

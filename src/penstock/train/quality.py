@@ -1,0 +1,47 @@
+"""How good a model has become, in numbers and in words: beside what knows the data's frequencies alone, or chance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is said of a model at the end. None where it does not apply to its kind.
+
+    Attributes:
+        unit: what the loss is counted in, and on what. beside: sentences that set it in proportion.
+        unigram, bigram: nats a token, of counting single tokens and pairs.
+        beats_bigram: whether the model is better than counting pairs.
+        accuracy: share of the guesses that are right. chance: that of guessing without looking.
+        text: written by the model.
+    """
+
+    unit: str
+    beside: tuple[str, ...] = ()
+    unigram: float | None = None
+    bigram: float | None = None
+    beats_bigram: bool | None = None
+    accuracy: float | None = None
+    chance: float | None = None
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the text, which has a file of its own."""
+        values = dataclasses.asdict(self)
+        values.pop("text")
+        return values
+
+    @classmethod
+    def take(cls, values: dict[str, Any]) -> Quality:
+        """Takes what `to_json` made out of a larger object."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name in values]
+        found: Mapping[str, Any] = {name: values.pop(name) for name in names}
+        return cls(**{**found, "beside": tuple(found["beside"])})
+
+    def rows(self, loss: float) -> list[tuple[str, str]]:
+        """Lines for people."""
+        return [("loss", f"{loss:.3f} {self.unit}"), *(("", line) for line in self.beside)]

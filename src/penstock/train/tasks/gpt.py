@@ -1,0 +1,68 @@
+"""A GPT on text: what `penstock train` trains unless told otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from penstock.data import Corpus
+from penstock.models import CrossEntropy, GPTConfig, gpt_costs, gpt_stage, presets, tied_parameters
+from penstock.runtime import Pipeline
+from penstock.schedule import Schedule
+from penstock.train.quality import Quality
+from penstock.train.settings import Settings
+from penstock.train.tasks.chain import chain_bytes, require_untied
+from penstock.train.tasks.layers import recomputed, stage_layers
+from penstock.train.tasks.sizes import changed, preset_of, require_shards, require_words
+from penstock.train.tasks.task import Data
+from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+
+
+class GPTTask:
+    """See `Task`.
+
+    Raises:
+        SettingsError, PartitionError, DataError: sizes that do not go together, or with the schedule.
+    """
+
+    def __init__(self, settings: Settings, schedule: Schedule) -> None:
+        self._settings, self._tokenizer = settings, tokenizer_of(settings)
+        self.config = config = gpt_config(settings, self._tokenizer.vocab_size)
+        self.sizes = gpt_sizes(config)
+        self.num_tokens = config.context
+        self.loss = CrossEntropy()
+        self.tied = tied_parameters(config)
+        self._parts = stage_layers(gpt_costs(config), schedule, settings.cut)
+        require_shards(f"a GPT of width {config.width}", settings.tp, config.num_heads, config.vocab_size)
+        for _, ranks in schedule.placement.shared:
+            require_words("a GPT", config.vocab_size, len(ranks) * settings.tp)
+        require_untied(self.tied, schedule)
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        return [self._builder(part) for part in self._parts]
+
+    def _builder(self, part: Sequence[int]) -> Callable[[], nn.Module]:
+        wrap = recomputed if self._settings.recompute else None
+        return lambda: gpt_stage(self.config, list(part), self._settings.seed, wrap=wrap)
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+
+    def read(self, corpus: Corpus | None) -> Data:
+        return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
+
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        return judge_decoder(self._settings, self._tokenizer, self.config.context, pipe, data, loss)
+
+
+def gpt_config(settings: Settings, vocab_size: int) -> GPTConfig:
+    """The preset with what the settings change in it. Raises SettingsError."""
+    config: GPTConfig = changed(preset_of(settings, presets), settings, vocab_size=vocab_size)
+    return config
+
+
+def gpt_sizes(config: GPTConfig) -> dict[str, object]:
+    """What a resumed run must share: all but dropout."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}

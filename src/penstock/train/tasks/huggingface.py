@@ -1,0 +1,141 @@
+"""A decoder of Hugging Face's on text: from a folder with its weights, or from a config with fresh ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from penstock.data import Corpus
+from penstock.models import CrossEntropy
+from penstock.runtime import Pipeline
+from penstock.schedule import Schedule
+from penstock.train.checks import SettingsError
+from penstock.train.quality import Quality
+from penstock.train.settings import Settings
+from penstock.train.tasks.chain import chain_bytes, require_untied
+from penstock.train.tasks.layers import recomputed, stage_layers
+from penstock.train.tasks.sizes import refuse, require_shards, require_words
+from penstock.train.tasks.task import Data
+from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+
+USUAL_CONTEXT = 128
+"""Tokens a sample, where nothing is said and the model takes as many."""
+
+
+class DecoderTask:
+    """See `Task`.
+
+    Raises:
+        SettingsError: no such folder, transformers is missing, sizes that do not go together.
+        DecoderError: an architecture that can't be cut; says what was looked for.
+        PartitionError, DataError: more stages than layers; a tokenizer that can't be read.
+    """
+
+    def __init__(self, settings: Settings, schedule: Schedule) -> None:
+        refuse(
+            settings, ("depth", "width", "heads", "dropout", "tied"), "a model of Hugging Face's has it in its config"
+        )
+        self._settings, self._tokenizer = settings, tokenizer_of(settings)
+        folder, has_weights = find(settings.model)
+        self._decoder = decoder = decoder_of(folder, has_weights, settings)
+        self.config = config = decoder.config.get_text_config(decoder=True)
+        self.sizes = sizes_in(folder)
+        most = int(getattr(config, "max_position_embeddings", None) or USUAL_CONTEXT)
+        self.num_tokens = settings.context or min(USUAL_CONTEXT, most)
+        if self.num_tokens > most:
+            raise SettingsError(
+                f"--context {self.num_tokens}: {settings.model} takes {most} tokens at most; give that"
+            )
+        if self._tokenizer.vocab_size > config.vocab_size:
+            raise SettingsError(
+                f"the tokenizer {self._tokenizer.name} has {self._tokenizer.vocab_size} tokens, and {settings.model} "
+                f"a vocabulary of {config.vocab_size}; give the --tokenizer the model was made for"
+            )
+        self.sizes["context"] = self.num_tokens
+        self.loss = CrossEntropy()
+        self.tied = decoder.tied
+        self._parts = stage_layers(decoder.costs(), schedule, settings.cut)
+        what = f"{settings.model} ({config.model_type})"
+        require_shards(what, settings.tp, config.num_attention_heads, config.vocab_size)
+        require_shards(f"{what} of grouped keys", settings.tp, _key_heads(config))
+        for _, ranks in schedule.placement.shared:
+            require_words(what, config.vocab_size, len(ranks) * settings.tp)
+        require_untied(self.tied, schedule)
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
+
+    def _built(self, part: range) -> nn.Module:
+        stage = self._decoder.stage(part)
+        if self._settings.recompute:
+            block = re.compile(rf"{re.escape(self._decoder.anatomy.blocks)}\.\d+")
+            for name, module in list(stage.named_modules()):
+                if block.fullmatch(name):
+                    recomputed(module)
+        return stage
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        return chain_bytes(self._settings, schedule.num_stages, self.num_tokens * self.config.hidden_size)
+
+    def read(self, corpus: Corpus | None) -> Data:
+        return next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
+
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
+
+
+def find(model: str) -> tuple[Path, bool]:
+    """The folder that a path means, and whether its weights lie there. Raises SettingsError."""
+    path = Path(model)
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise SettingsError(
+            f"--model {model}: there is no config.json; give gpt, bert, clip, a folder that save_pretrained left, or "
+            "the config.json of a Hugging Face model (nothing is downloaded)"
+        )
+    return folder, path.name != "config.json" and any(folder.glob("*.safetensors"))
+
+
+def sizes_in(folder: Path) -> dict[str, Any]:
+    """What the config says, but for what says nothing of the model's shape. Raises SettingsError."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} can't be read: {error}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path} is no JSON object; give the config.json of a Hugging Face model")
+    return {name: value for name, value in values.items() if not (name.startswith("_") or "drop" in name)}
+
+
+def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Any:
+    """The decoder, with nothing built. Raises SettingsError, DecoderError."""
+    sizes_in(folder)
+    try:
+        from transformers import AutoConfig
+
+        from penstock.models.huggingface import Decoder
+    except ImportError:
+        raise SettingsError(
+            f"--model {settings.model} needs transformers; install it with: python -m pip install 'penstock[hf]'"
+        ) from None
+    if has_weights:
+        return Decoder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(
+            f"{folder / 'config.json'}: transformers knows no such model ({reason}); give one whose model_type it "
+            "has, or write one module a stage and give ps.Pipeline the list of them"
+        ) from None
+    return Decoder(config, seed=settings.seed)
+
+
+def _key_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

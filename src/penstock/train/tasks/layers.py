@@ -1,0 +1,92 @@
+"""Layers into stages: by cost, by a given cut, alone where several ranks share the stage; and recomputed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.runtime import PartitionError, partition
+from penstock.schedule import Schedule, StageGraph
+from penstock.train.checks import SettingsError
+
+
+def recomputed(layer: nn.Module) -> nn.Module:
+    """Makes a layer keep only its input and run again in the backward (activation checkpointing)."""
+    plain = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs) if layer.training else plain(*args, **kwargs)
+
+    layer.forward = forward
+    return layer
+
+
+def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage of a chain.
+
+    Without a cut they are of about equal cost, embedding and head included; but a stage that several ranks share
+    holds the embedding or the head alone, which is what they can share out.
+
+    Args:
+        cut: how many layers each stage holds.
+
+    Raises:
+        PartitionError: more stages than layers. SettingsError: a cut that does not fit, stages that are no chain.
+    """
+    num = schedule.num_stages
+    require_chain(schedule)
+    if cut is not None:
+        return _parts(len(costs), num, cut)
+    shared = {stage for stage, _ in schedule.placement.shared}
+    if not shared:
+        return partition(costs, num)
+    if shared != {0, num - 1}:
+        raise SettingsError(
+            f"{schedule.name} shares stages {_listed(shared)}; ranks share the first stage, the embedding, and the "
+            "last one, the head"
+        )
+    if num > len(costs):
+        raise PartitionError(f"{num} stages asked of a model of {len(costs)} layers; use a deeper model")
+    inner = partition(costs[1:-1], num - 2)
+    return [range(1), *(range(part.start + 1, part.stop + 1) for part in inner), range(len(costs) - 1, len(costs))]
+
+
+def require_chain(schedule: Schedule) -> None:
+    """Raises SettingsError unless every stage feeds the next one alone, microbatch by microbatch."""
+    graph = schedule.graph
+    require_one_end(graph, schedule.name)
+    if graph.edges != StageGraph.chain(graph.num_stages).edges or set(graph.num_microbatches) - {
+        schedule.num_microbatches
+    }:
+        raise SettingsError(
+            f"the stages of {schedule.name} branch, and this model is a chain of layers; give a schedule whose "
+            "stages are one, or --model clip"
+        )
+
+
+def require_one_end(graph: StageGraph, name: str) -> None:
+    """Raises SettingsError for a branch that does not lead to the loss."""
+    ends = [stage for stage, targets in enumerate(graph.targets) if not targets]
+    if len(ends) > 1:
+        raise SettingsError(
+            f"{name}: stages {_listed(ends)} feed no other stage, and the loss is one stage's; lead every branch to "
+            "the stage with the loss"
+        )
+
+
+def _parts(num_layers: int, num_stages: int, cut: Sequence[int]) -> list[range]:
+    if len(cut) != num_stages or min(cut) < 1 or sum(cut) != num_layers:
+        raise SettingsError(
+            f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
+            f"{num_stages} stages at least one of the {num_layers} layers (embedding and head are two)"
+        )
+    ends = list(accumulate(cut))
+    return [range(end - count, end) for end, count in zip(ends, cut)]
+
+
+def _listed(values: set[int] | list[int]) -> str:
+    return ", ".join(map(str, sorted(values)))

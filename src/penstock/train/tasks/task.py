@@ -1,0 +1,83 @@
+"""What a run trains, as the rest of the run sees it: a model cut for its schedule, its data, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from penstock.data import Corpus
+from penstock.runtime import Pipeline
+from penstock.schedule import Schedule
+from penstock.train.quality import Quality
+
+BYTES = 4
+"""Of a number that passes between stages: sums along the model are kept in float32."""
+
+
+class Example(NamedTuple):
+    """A batch as `ps.Pipeline.step` takes it."""
+
+    inputs: Any
+    targets: Any
+
+
+class Batches(Protocol):
+    """The batch of each step, from 0 on; the same on every rank."""
+
+    def __getitem__(self, step: int, /) -> Example: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a task learns from.
+
+    Attributes:
+        description: in words. digest: short, and another one where the data is other.
+        batches: of the steps. validation: what is never trained on; at least one batch.
+        corpus: the text behind it, which a parent reads once for all its ranks; None where there is none.
+    """
+
+    description: str
+    digest: str
+    batches: Batches
+    validation: Sequence[Example]
+    corpus: Corpus | None = None
+
+
+class Task(Protocol):
+    """A model of some kind, cut into the stages of a schedule; checked when it is made, with nothing built yet.
+
+    Attributes:
+        config: its sizes. sizes: those of them that a resumed run must share, by name.
+        num_tokens: of a sample: what its speed is counted in. loss: of a microbatch.
+        tied: groups of names of parameters that are one.
+    """
+
+    config: Any
+    num_tokens: int
+
+    @property
+    def sizes(self) -> Mapping[str, Any]: ...
+    @property
+    def loss(self) -> Callable[..., Tensor]: ...
+    @property
+    def tied(self) -> Sequence[Sequence[str]]: ...
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        """For each stage the function that builds it, so that a rank holds just its own layers."""
+        ...
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        """By stage, what one of its microbatches sends on."""
+        ...
+
+    def read(self, corpus: Corpus | None) -> Data:
+        """The data; `corpus`, if given, is not read again. Raises DataError."""
+        ...
+
+    def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
+        """How good the model is, whose loss on the validation data is known. Every rank must call it."""
+        ...

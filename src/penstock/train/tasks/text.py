@@ -1,0 +1,99 @@
+"""What tasks on text have in common: the tokenizer, the corpus; for decoders the next token and what they write."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.data import (
+    Batches,
+    ByteTokenizer,
+    Corpus,
+    Tokenizer,
+    entropies,
+    load_tokenizer,
+    open_corpus,
+    to_tensors,
+    validation_batches,
+)
+from penstock.models import sample
+from penstock.runtime import Pipeline
+from penstock.train.quality import Quality
+from penstock.train.settings import Settings
+from penstock.train.tasks.task import Data, Example
+
+ENTROPY_TOKENS = 1 << 26
+"""Tokens of either side from which the report's entropies are counted."""
+VALIDATION_BATCHES = 4
+
+
+def tokenizer_of(settings: Settings) -> Tokenizer:
+    """The tokenizer by its file, or bytes. Raises DataError."""
+    return load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
+
+
+def check_tokens(corpus: Corpus) -> None:
+    """Raises DataError where the data has a token outside the vocabulary, in what the entropies will count."""
+    for tokens in (corpus.train, corpus.validation):
+        if np.iinfo(tokens.dtype).max >= corpus.vocab_size:
+            entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
+
+
+class NextTokens:
+    """Batches for a decoder, as tensors: the targets are the inputs one token on."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> Example:
+        return Example(*to_tensors(self._batches[step]))
+
+
+def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> Data:
+    """Text for a decoder of some context. Raises DataError."""
+    corpus = corpus or open_corpus(settings.data, tokenizer)
+    batches = Batches(corpus.train, settings.batch, context, settings.seed, corpus.vocab_size)
+    _ = batches[0]
+    fixed = validation_batches(corpus.validation, settings.batch, context, VALIDATION_BATCHES, corpus.vocab_size)
+    validation = [Example(*to_tensors(batch)) for batch in fixed]
+    return Data(corpus.description, corpus.digest, NextTokens(batches), validation, corpus)
+
+
+def judge_decoder(
+    settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: Data, loss: float
+) -> Quality:
+    """A decoder beside what counting tokens and pairs of them gives, and what it writes. Every rank must call it."""
+    text = write(settings, tokenizer, context, pipe)
+    assert data.corpus is not None
+    corpus = data.corpus
+    bars = entropies(corpus.train, corpus.validation, corpus.vocab_size, max_tokens=ENTROPY_TOKENS)
+    beats = bars.beaten_by(loss)
+    bar = "below" if beats else "not below"
+    return Quality(
+        unit="nats a token on the validation text",
+        beside=(f"{bar} {bars.bigram:.3f}, what counting pairs of tokens gives (single ones {bars.unigram:.3f})",),
+        unigram=bars.unigram,
+        bigram=bars.bigram,
+        beats_bigram=beats,
+        text=text,
+    )
+
+
+def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline) -> str:
+    """Text that the model writes; every rank draws the same."""
+    if settings.sample == 0:
+        return ""
+    end = tokenizer.end_of_document
+    drawn = sample(
+        lambda tokens: torch.cat(pipe.predict(tokens)),
+        torch.tensor([[end or 0]]),
+        settings.sample,
+        context,
+        temperature=0.8,
+        top_k=40,
+        seed=settings.seed,
+    )
+    written = drawn[0, 1:].tolist()
+    if end in written:
+        written = written[: written.index(end)]
+    return tokenizer.decode(written)
