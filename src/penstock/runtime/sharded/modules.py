@@ -65,10 +65,14 @@ class VocabularyLinear(ColumnLinear):
 class VocabularyEmbedding(OnShard, nn.Embedding):
     """Rows of some of the tokens; the others' are zeros here, and the sum over ranks has all."""
 
+    @property
+    def padding_here(self) -> int | None:
+        """Which of this rank's rows, if any, is that of the token that stands for nothing."""
+        own, padding = span(self.num_embeddings, self.mesh), self.padding_idx
+        return None if padding is None or padding not in own else padding - own.start
+
     def on_shard(self, x: Tensor) -> Tensor:
-        padding = None if self.padding_idx is None else self.padding_idx - span(self.num_embeddings, self.mesh)[0]
-        rows = local(self.weight)
-        return F.embedding(x, rows, padding if padding is not None and 0 <= padding < len(rows) else None)
+        return F.embedding(x, local(self.weight), self.padding_here)
 
     def forward(self, tokens: Tensor) -> Tensor:
         own = span(self.num_embeddings, self.mesh)

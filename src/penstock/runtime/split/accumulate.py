@@ -9,11 +9,12 @@ from operator import add
 import torch
 from torch import Tensor
 
+from penstock.runtime.sharded import local, put_on
 from penstock.runtime.split.workspace import Workspace
 
 
 class Accumulator:
-    """Sums what one microbatch gives a parameter, and adds that sum to `.grad` once.
+    """Sums what one microbatch gives a parameter, and adds that sum to `.grad` once; of a DTensor, this rank's part.
 
     `uses` counts the gradients that will come for each parameter, by id; they come last use first. Autograd,
     too, adds the uses of a parameter to each other first, in the order of I and in the dtype they come in, and
@@ -40,10 +41,10 @@ class Accumulator:
             grad = reduce(add, reversed(parts))
         if grad.dtype != p.dtype:
             grad = grad.to(p.dtype)
-        total = p.grad
-        if total is not None:
-            total.add_(grad)
-        elif grad.stride() == p.stride():
-            p.grad = grad
+        part = local(p)
+        if p.grad is not None:
+            local(p.grad).add_(grad)
+        elif grad.stride() == part.stride():
+            p.grad = put_on(grad, p)
         else:
-            p.grad = torch.empty_like(p).copy_(grad)
+            p.grad = put_on(torch.empty_like(part).copy_(grad), p)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.runtime.sharded import local, put_on
+
 if TYPE_CHECKING:
     from penstock.runtime.split.slot import Slot
     from penstock.runtime.split.tape import Tape
@@ -28,6 +30,7 @@ class Deferred(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.slot, ctx.owners = slot, (tape, weight, bias)
         rule = slot.rule
+        weight, bias = local(weight), None if bias is None else local(bias)
         if rule.autocasts and torch.is_autocast_enabled(x.device.type):
             weight = tape.autocast(weight)
             bias = None if bias is None else tape.autocast(bias)
@@ -52,4 +55,5 @@ class Deferred(torch.autograd.Function):
             tape.hold(slot.rule, parameter, bias, g, x, weight, needs)
             return gx, None, None, None, None
         gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
+        gw, gb = None if gw is None else put_on(gw, parameter), None if gb is None else put_on(gb, bias)
         return gx, gw, gb, None, None

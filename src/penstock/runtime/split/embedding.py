@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.runtime.sharded import VocabularyEmbedding
 from penstock.runtime.split.rule import Rule
 from penstock.runtime.split.workspace import Workspace
 
@@ -21,7 +22,8 @@ class EmbeddingRule(Rule):
     autocasts = False
 
     def __init__(self, module: nn.Embedding) -> None:
-        self._padding = -1 if module.padding_idx is None else module.padding_idx
+        padding = module.padding_here if isinstance(module, VocabularyEmbedding) else module.padding_idx
+        self._padding = -1 if padding is None else padding
         self._by_frequency = module.scale_grad_by_freq
 
     @staticmethod

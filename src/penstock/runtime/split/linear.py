@@ -15,14 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.runtime.sharded import OnShard
 from penstock.runtime.split.rule import Rule
 from penstock.runtime.split.workspace import Workspace
 
 
 class LinearRule(Rule):
-    """Splits the backward of a linear layer of any input rank."""
+    """Splits the backward of a linear layer of any input rank; with or without its bias."""
+
+    def __init__(self, biased: bool = True) -> None:
+        self.biased = biased
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(module, OnShard):
+            return super().plain(module, x)
         own = module._parameters  # straight from the dict, which pays for the patch
         try:
             weight, bias = own["weight"], own["bias"]

@@ -12,6 +12,7 @@ from types import MethodType
 
 from torch import Tensor, nn
 
+from penstock.runtime.sharded import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
 from penstock.runtime.split.conv import ConvRule
 from penstock.runtime.split.embedding import EmbeddingRule
 from penstock.runtime.split.linear import LinearRule
@@ -44,9 +45,9 @@ def prepare(stage: nn.Module) -> Report:
     deferred: list[str] = []
     for path, module, rule in found:
         module.__dict__.setdefault(_SLOT, Slot(rule, shared))
-        module.__dict__["forward"] = MethodType(forward, module)
+        module.__dict__[_patched(module)] = MethodType(forward, module)
         prefix = f"{path}." if path else ""
-        deferred.extend(prefix + name for name, _ in module.named_parameters())
+        deferred.extend(prefix + name for name, _ in module.named_parameters() if rule.biased or name != "bias")
     waiting = {id(parameters[name]) for name in deferred}
     known = {id(p) for p in shared.others}
     shared.others += [p for p in stage.parameters() if id(p) not in waiting | known]
@@ -70,11 +71,11 @@ def unprepare(stage: nn.Module) -> None:
     """Restore every module of `stage` that `prepare` patched."""
     for module in stage.modules():
         if _SLOT in module.__dict__ and _is_ours(module):
-            del module.__dict__[_SLOT], module.__dict__["forward"]
+            del module.__dict__[_SLOT], module.__dict__[_patched(module)]
 
 
 def forward(self: nn.Module, input: Tensor) -> Tensor:
-    """A prepared module's forward; named so that a pickled module finds its plain one."""
+    """A prepared module's forward, or `on_shard`; named so that a pickled module finds its plain one."""
     slot: Slot = self.__dict__[_SLOT]
     tape = slot.stage.recomputing or recording.get()
     if tape is not None:
@@ -83,21 +84,29 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 def _rule(module: nn.Module) -> Rule | None:
-    own = module.__dict__.get("forward")
-    if own is not None and getattr(own, "__func__", None) not in (forward, type(module).forward):
+    method = _patched(module)
+    own = module.__dict__.get(method)
+    if own is not None and getattr(own, "__func__", None) not in (forward, getattr(type(module), method)):
         return None  # somebody else has patched this instance
     kind = type(module)
-    if kind is nn.Linear:
+    if kind in (nn.Linear, ColumnLinear, VocabularyLinear):
         return LinearRule()
+    if kind is RowLinear:
+        return LinearRule(biased=False)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return ConvRule(module) if ConvRule.knows(module) else None
-    if isinstance(module, nn.Embedding) and kind is nn.Embedding:
+    if isinstance(module, nn.Embedding) and kind in (nn.Embedding, VocabularyEmbedding):
         return EmbeddingRule(module) if EmbeddingRule.knows(module) else None
     return None
 
 
+def _patched(module: nn.Module) -> str:
+    """The method that is replaced: all of a module, or what it does between two words to other ranks."""
+    return "on_shard" if isinstance(module, OnShard) else "forward"
+
+
 def _is_ours(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+    return getattr(module.__dict__.get(_patched(module)), "__func__", None) is forward
 
 
 def _eager(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

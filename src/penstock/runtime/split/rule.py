@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from penstock.runtime.sharded import OnShard
 from penstock.runtime.split.workspace import Workspace
 
 
@@ -13,7 +14,8 @@ class Rule(ABC):
     """The arithmetic of one module, cut where its backward can be split.
 
     Each method runs the very kernels, on operands laid out the very way, that autograd's own node would, so
-    that every gradient is bitwise the plain one. `weight` and `bias` arrive in the compute dtype of autocast.
+    that every gradient is bitwise the plain one. `weight` and `bias` arrive in the compute dtype of autocast, and of
+    a DTensor as this rank's shard.
     """
 
     biased = True
@@ -24,7 +26,9 @@ class Rule(ABC):
     """The module changes its input before the op itself."""
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The module's forward as it was before it was prepared."""
+        """What the module does by itself, as it was before it was prepared."""
+        if isinstance(module, OnShard):
+            return type(module).on_shard(module, x)
         y: Tensor = type(module).forward(module, x)
         return y
 

@@ -8,11 +8,13 @@ decision goes only from "computed in I" to "waits for W", not back: else a later
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from penstock.runtime.sharded import OnShard, local
 from penstock.runtime.split.defer import Deferred
 from penstock.runtime.split.rule import Rule
 
@@ -59,8 +61,8 @@ class Slot:
         weight = own.get("weight")
         bias = own.get("bias", _ABSENT) if rule.biased else None
         if (
-            type(weight) is nn.Parameter
-            and (bias is None or type(bias) is nn.Parameter)
+            _is_known(weight, module)
+            and (bias is None or _is_known(bias, module))
             and (type(x) is Tensor or type(x) is nn.Parameter)
             and weight.requires_grad
             and torch.is_grad_enabled()
@@ -87,8 +89,13 @@ class Slot:
     def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if self.at_once or hooked(weight) or (bias is not None and hooked(bias)):
             return False
-        self.worth = self.worth or self.rule.work(x, weight) >= MERGE_WORK
+        self.worth = self.worth or self.rule.work(x, local(weight).detach()) >= MERGE_WORK
         return self.worth
+
+
+def _is_known(p: object, module: nn.Module) -> TypeGuard[nn.Parameter]:
+    """True for a plain parameter, and for a DTensor in a module that computes with this rank's part of it."""
+    return type(p) is nn.Parameter or (type(p) is DTensor and isinstance(module, OnShard))
 
 
 def hooked(p: Tensor) -> bool:

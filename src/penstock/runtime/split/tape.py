@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.runtime.sharded import local
 from penstock.runtime.split.accumulate import Accumulator
 from penstock.runtime.split.error import SplitError
 from penstock.runtime.split.rule import Rule
@@ -171,7 +172,7 @@ class Tape:
                 grad = p.grad
                 if grad is None or grad.layout is not torch.strided:
                     continue
-                if grad.untyped_storage().data_ptr() in held:
+                if local(grad).untyped_storage().data_ptr() in held:
                     p.grad = grad.clone()
 
     # -- W ---------------------------------------------------------------------------------------------------
