@@ -45,6 +45,11 @@ class Ring:
         if self.num_chunks < 1:
             raise CostError(f"a window of {self.num_chunks} chunks can carry nothing: give at least 1")
 
+    @property
+    def under_way(self) -> int:
+        """Chunks that a link holds at most; 0 for any number."""
+        return self.num_chunks if self.window < math.inf else 0
+
     def chunks(self, num_bytes: float, num_members: int) -> tuple[int, float]:
         """How many chunks each member's part is sent in, and how many bytes each has."""
         part = num_bytes / num_members
@@ -75,7 +80,7 @@ def _all_reduce_ms(
     """Every chunk over every link, by the same `LinkCondition` that other messages pass."""
     num = len(links)
     count, size = ring.chunks(num_bytes, num)
-    under_way = ring.num_chunks if ring.window < math.inf else 0
+    under_way = ring.under_way
     conditions = [
         LinkConditions({(member, (member + 1) % num): link} if link is not None else {}, base=base)
         for member, link in enumerate(links)

@@ -44,6 +44,7 @@ class Conditions:
 
     def __init__(self, conditions: LinkConditions, stretch: float = 1.0, origin: int | None = None) -> None:
         self._lines = Lines(conditions)
+        self._takes_up = threading.Lock()  # half-duplex queues have senders in two threads
         self._stretch = stretch * 1e6
         self.origin = time.perf_counter_ns() if origin is None else origin
 
@@ -64,7 +65,9 @@ class Conditions:
         """When a message sent at `sent`, or now, is to arrive, in nanoseconds of the monotonic clock. Takes it up."""
         sent = time.perf_counter_ns() if sent is None else sent
         now = (sent - self.origin) / self._stretch
-        return max(sent, self.origin + int(self._lines.arrival(source, target, num_bytes, now) * self._stretch))
+        with self._takes_up:
+            arrived = self._lines.arrival(source, target, num_bytes, now)
+        return max(sent, self.origin + int(arrived * self._stretch))
 
 
 def size_of(payload: Payload) -> int:
