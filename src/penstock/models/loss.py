@@ -9,12 +9,14 @@ They are never brought together: what goes between ranks are three numbers a tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from penstock.runtime.sharded import largest, span, summed
+from penstock.runtime.shards import is_sharded, local
 
 __all__ = ["CrossEntropy", "token_losses"]
 
@@ -24,7 +26,7 @@ def token_losses(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> T
 
     Logits sharded over V give the same on every rank, with the gradient of its own part on each.
     """
-    if isinstance(logits, DTensor):
+    if is_sharded(logits):
         return _apart(logits, targets, ignore_index)
     each = functional.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction="none"
@@ -32,16 +34,16 @@ def token_losses(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> T
     return each.view(targets.shape)
 
 
-def _apart(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
+def _apart(logits: Any, targets: Tensor, ignore_index: int) -> Tensor:
     """loss = log(sum over V of exp(z)) - z[target], where z = logits - their largest.
 
     Each sum's gradient is the same on all ranks, so that of a rank's own logits is softmax - 1[target] as ever.
     """
-    if logits.placements != (Shard(logits.dim() - 1),):
+    if not logits.placements[0].is_shard(logits.dim() - 1):
         raise ValueError(f"logits laid out as {logits.placements}; a loss takes plain ones, or sharded by vocabulary")
     mesh, vocabulary = logits.device_mesh, logits.shape[-1]
     own = span(vocabulary, mesh)
-    z = logits.to_local().float()  # ..., V/n
+    z = local(logits).float()  # ..., V/n
     lowest = z.new_full((*z.shape[:-1], 1), -torch.inf)
     z = z - largest(torch.cat([lowest, z.detach()], -1).amax(-1), mesh).unsqueeze(-1)
     counts = targets != ignore_index
@@ -61,7 +63,7 @@ class CrossEntropy:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Logits[B, T, V] and targets[B, T] to a scalar; 0, with gradients of 0, if every target is masked."""
-        if isinstance(logits, DTensor):
+        if is_sharded(logits):
             total = token_losses(logits, targets, self.ignore_index).sum()
         else:
             total = functional.cross_entropy(

@@ -11,7 +11,7 @@ tensors, equal on all ranks. (This cut is that of Shoeybi et al. 2019, arXiv 190
 
 from penstock.runtime.sharded.between import entered, largest, summed
 from penstock.runtime.sharded.modules import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
-from penstock.runtime.sharded.part import local, put_on, shard_of, span
+from penstock.runtime.sharded.part import shard_of, span
 from penstock.runtime.sharded.sharding import Sharding
 
 __all__ = [
@@ -23,8 +23,6 @@ __all__ = [
     "VocabularyLinear",
     "entered",
     "largest",
-    "local",
-    "put_on",
     "shard_of",
     "span",
     "summed",

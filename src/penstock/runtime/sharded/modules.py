@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from penstock.runtime.sharded.between import entered, summed
-from penstock.runtime.sharded.part import local, span
+from penstock.runtime.sharded.part import span
+from penstock.runtime.shards import local
 
 __all__ = ["ColumnLinear", "OnShard", "RowLinear", "VocabularyEmbedding", "VocabularyLinear"]
 
@@ -55,6 +55,8 @@ class VocabularyLinear(ColumnLinear):
     """A head: logits of some of the vocabulary, as a DTensor of them all, which `CrossEntropy` takes as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard  # there since a shard was made
+
         logits = self.on_shard(entered(x, self.mesh))
         shape = torch.Size((*x.shape[:-1], self.out_features))
         stride = torch.empty(shape, device="meta").stride()

@@ -9,7 +9,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from penstock.runtime.sharded import local, put_on
+from penstock.runtime.shards import as_shard, local
 from penstock.runtime.split.workspace import Workspace
 
 
@@ -45,6 +45,6 @@ class Accumulator:
         if p.grad is not None:
             local(p.grad).add_(grad)
         elif grad.stride() == part.stride():
-            p.grad = put_on(grad, p)
+            p.grad = as_shard(grad, p)
         else:
-            p.grad = put_on(torch.empty_like(part).copy_(grad), p)
+            p.grad = as_shard(torch.empty_like(part).copy_(grad), p)

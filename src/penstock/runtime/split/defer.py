@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.sharded import local, put_on
+from penstock.runtime.shards import as_shard, local
 
 if TYPE_CHECKING:
     from penstock.runtime.split.slot import Slot
@@ -55,5 +55,5 @@ class Deferred(torch.autograd.Function):
             tape.hold(slot.rule, parameter, bias, g, x, weight, needs)
             return gx, None, None, None, None
         gw, gb = slot.rule.weight_grads(g, x, weight, bias, needs)
-        gw, gb = None if gw is None else put_on(gw, parameter), None if gb is None else put_on(gb, bias)
+        gw, gb = None if gw is None else as_shard(gw, parameter), None if gb is None else as_shard(gb, bias)
         return gx, gw, gb, None, None

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from penstock.runtime.sharded import OnShard, local
+from penstock.runtime.sharded import OnShard
+from penstock.runtime.shards import is_sharded, local
 from penstock.runtime.split.defer import Deferred
 from penstock.runtime.split.rule import Rule
 
@@ -95,7 +95,7 @@ class Slot:
 
 def _is_known(p: object, module: nn.Module) -> TypeGuard[nn.Parameter]:
     """True for a plain parameter, and for a DTensor in a module that computes with this rank's part of it."""
-    return type(p) is nn.Parameter or (type(p) is DTensor and isinstance(module, OnShard))
+    return type(p) is nn.Parameter or (isinstance(module, OnShard) and is_sharded(p))
 
 
 def hooked(p: Tensor) -> bool:

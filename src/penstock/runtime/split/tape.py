@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.sharded import local
+from penstock.runtime.shards import local
 from penstock.runtime.split.accumulate import Accumulator
 from penstock.runtime.split.error import SplitError
 from penstock.runtime.split.rule import Rule

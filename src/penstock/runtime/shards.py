@@ -1,0 +1,49 @@
+"""Tensors that are shards of larger ones (DTensor): the part here, the whole, and a shard cut from a whole.
+
+Nothing here imports torch.distributed.tensor: where nothing else has, there are no such tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """What lies in this process; it shares its memory."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def whole(tensor: Any) -> Tensor:
+    """The whole tensor. Every process that has a shard of it must call this, in the same order."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
+def shard_like(full: Tensor, like: Any) -> Tensor:
+    """Of a whole tensor the shard that `like` would have here; nothing is sent."""
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(like.to_local().device)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def as_shard(part: Tensor, like: Any) -> Tensor:
+    """A local part as a shard, where `like` is one."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
