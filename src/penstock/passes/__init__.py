@@ -1,14 +1,16 @@
-"""Schedule -> Schedule: separate and merge gradients, recompute, retime, messages as ops."""
+"""Schedule -> Schedule: separate and merge gradients, recompute, retime, messages and reductions as ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
 from penstock.passes.recompute import recompute
+from penstock.passes.reduce import add_reductions
 from penstock.passes.repeated import repeat_windows
 from penstock.passes.retime import retime
 from penstock.passes.separate import separate_gradients
 
 __all__ = [
     "add_communication",
+    "add_reductions",
     "merge_gradients",
     "recompute",
     "remove_communication",

@@ -6,33 +6,35 @@ Norms are taken parameter by parameter, brought together in the model's order an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.peers import Peers
+from penstock.runtime.shards import local, whole
 
 _ABSENT = -1.0
 
 
-def global_norm(dtypes: Mapping[str, torch.dtype], owned: Mapping[str, Parameter], peers: Peers) -> Tensor:
+def global_norm(
+    dtypes: Mapping[str, torch.dtype], held: Mapping[str, Parameter], owned: Collection[str], peers: Peers
+) -> Tensor:
     """The norm of all gradients of the model.
 
     Args:
         dtypes: of every parameter of the model, by name, in its order, each once.
+        held: those in this process. Of one that several processes hold a shard of, they work the norm out together.
         owned: those that this process answers for, each by one process.
     """
     norms = torch.zeros(len(dtypes), dtype=torch.float64)
     for place, name in enumerate(dtypes):
-        if name in owned:
-            gradient = owned[name].grad
-            if gradient is None:
-                norms[place] = _ABSENT
-            else:
-                norm = torch.linalg.vector_norm(gradient.detach())
-                norms[place] = norm.double()
+        if name in held:
+            gradient = held[name].grad
+            norm = None if gradient is None else whole(torch.linalg.vector_norm(gradient.detach()))
+            if name in owned:
+                norms[place] = _ABSENT if norm is None else norm.double()
     norms = peers.sum(norms)
     present = [norm.to(dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm >= 0]
     return torch.linalg.vector_norm(torch.stack(present)) if present else torch.tensor(0.0)
@@ -43,4 +45,4 @@ def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tens
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     gradients = {id(p.grad): p.grad for p in parameters if p.grad is not None}
     for gradient in gradients.values():
-        gradient.mul_(factor.to(gradient.device))
+        local(gradient).mul_(factor.to(gradient.device))

@@ -35,8 +35,8 @@ def build_copies(
     first: dict[int, Stage] = {}
     for pipeline, hosts in enumerate(placement.pipelines):
         seen: dict[int, object] = {}  # of one pipeline, so that parameters which its stages share stay shared
-        for stage, rank in enumerate(hosts):
-            if rank not in ranks:
+        for stage in range(len(hosts)):
+            if not set(placement.hosts(pipeline, stage)) & set(ranks):
                 continue
             source = sources[stage]
             if stage not in first:
@@ -70,7 +70,7 @@ class Copies:
 
     def __init__(self, here: Mapping[Copy, Stage], placement: Placement, peers: Peers) -> None:
         self.here = dict(here)
-        self._pipelines, self._peers = placement.pipelines, peers
+        self._pipelines, self._placement, self._peers = placement.pipelines, placement, peers
 
     @property
     def owners(self) -> dict[int, Stage]:
@@ -82,8 +82,14 @@ class Copies:
         return {stage: self.here[k, stage] for k, stage in sorted(self.here) if k == pipeline}
 
     def of_rank(self, rank: int) -> list[Copy]:
-        """The copies that a rank hosts."""
-        return [(k, stage) for k, ranks in enumerate(self._pipelines) for stage, r in enumerate(ranks) if r == rank]
+        """The copies that a rank runs: of those that it shares with ranks of this process, the first rank's."""
+        found: list[Copy] = []
+        for k in range(len(self._pipelines)):
+            for stage in range(self._placement.num_stages):
+                hosts = self._placement.hosts(k, stage)
+                if hosts[0] == rank or (rank in hosts and hosts[0] not in self._peers.here):
+                    found.append((k, stage))
+        return found
 
     def parameters(self) -> list[Parameter]:
         """Those in this process, each once."""

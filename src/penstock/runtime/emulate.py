@@ -20,6 +20,7 @@ from penstock.dispatch import Dispatch
 from penstock.runtime.emulated_pipeline import EmulatedPipeline
 from penstock.runtime.steering import Steering
 from penstock.schedule import Schedule
+from penstock.schedule.text import ranks_together
 from penstock.simulate import Timeline
 
 
@@ -147,11 +148,12 @@ def _own_latency(timelines: Sequence[Timeline], conditions: LinkConditions) -> f
     """The median time from an op's end to the start of the op that stood waiting for its message."""
     found = []
     for timeline in timelines:
-        ended = {timed.op: (timed.rank, timed.end) for timed in timeline.ops}
+        sent = {(m.source, m.target, m.target_rank): (m.source_rank, m.sent) for m in timeline.messages}
+        together = ranks_together(timeline.schedule)
         for timed in timeline.ops:
-            if timed.waited_for is None:
+            if timed.waited_for is None or timed.op in together:  # that may have waited for its other ranks
                 continue
-            source, end = ended[timed.waited_for]
+            source, end = sent.get((timed.waited_for, timed.op, timed.rank), (timed.rank, 0.0))
             if source != timed.rank and conditions.named(source, timed.rank)[1] is None:
                 found.append(max(0.0, timed.start - end))
     return statistics.median(found) if found else 0.0

@@ -181,6 +181,7 @@ class Processes:
 
     def __init__(self, run: Emulated, plan: EmulatedPlan, peers: GroupPeers) -> None:
         require_runnable(plan.schedule)
+        Conditions(run.conditions).require_own_queues()
         self._run = run
         self.peers: Peers = peers
         self._rank = peers.here[0]
@@ -218,7 +219,7 @@ class Processes:
     def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
         transport, rank = self._transport, self._rank
         worker, device = plan.worker(rank, transport, self._run.costs, stretch)
-        edges = ((edge, plan.wiring.rank_of(edge.producer)) for edge in plan.wiring.expected(rank))
+        edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
         expected = expected_by_channel(edges, self._tags)
         signatures = ["emulated"] * self._indices
         threaded = plan.dispatch is Dispatch.DYNAMIC

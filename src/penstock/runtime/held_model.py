@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.copies import Copies, build_copies
+from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
 from penstock.runtime.parameters import tied_gradients as catching
-from penstock.runtime.peers import Peers
 from penstock.runtime.setup import device_of
+from penstock.runtime.sharing import Parallelize, cut_stages, require_tied_alike, share_stages
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.tied import Tie
 from penstock.schedule import Placement
@@ -25,8 +26,13 @@ class HeldModel:
     device: where they lie.
     ties: parameters that several stages share. tied: of each pipeline, what catches their gradients.
     parameters: of all copies, each once.
-    own: name -> parameter, for those that this process answers for.
+    named: name -> parameter, for those here; a tied one is its lowest stage's.
+    own: those of them that this process answers for, among the ranks of its pipeline.
     dtypes: name -> type of every parameter of the model, in its order.
+
+    Args:
+        mesh: where this process lies.
+        parallelize: makes a stage this process's shard of it, where the mesh has shards or stages are shared.
 
     Raises:
         RuntimeFailure: a name in `tied` that is in no stage.
@@ -36,20 +42,26 @@ class HeldModel:
         self,
         sources: Sequence[Stage | StageSource],
         placement: Placement,
-        peers: Peers,
+        mesh: Mesh,
         device: torch.device | str | None,
         tied: Sequence[Sequence[str]],
+        parallelize: Parallelize | None = None,
     ) -> None:
-        self._placement, self._peers = placement, peers
+        self.placement, self._peers = placement, mesh.pipeline
+        peers = mesh.pipeline
         self.copies = copies = Copies(build_copies(sources, placement, peers.here), placement, peers)
         self.stages: dict[int, Stage] = copies.owners
+        share_stages(self.stages, placement, peers, parallelize)
+        cut_stages(copies.here.values(), mesh, parallelize)
         self.device = device_of(copies.here.values(), device)
         for stage in copies.here.values():
             stage.to(self.device)
         self.ties: list[Tie] = ties_of(sources, self.stages, tied, peers)
+        require_tied_alike(self.ties, placement, peers)
         self.tied = [catching(self.ties, copies.of(k)) for k in range(placement.num_pipelines)]
         self.parameters: list[Parameter] = copies.parameters()
-        self.own = owned_parameters(self.stages, self.ties)
+        self.named = owned_parameters(self.stages, self.ties, lambda _: True)
+        self.own = owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
         self.dtypes = all_dtypes(self.stages, self.own, peers)
         self._share_tied_values()
         self.share_values()
@@ -105,5 +117,7 @@ class HeldModel:
 
     def _share(self, tie: Tie, pipeline: int, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
         """What the owner of a tied parameter has, for all ranks that hold it in a pipeline."""
-        ranks = [self._placement.pipelines[pipeline][stage] for stage in tie.stages]
+        ranks = [self.placement.pipelines[pipeline][stage] for stage in tie.stages]
+        if len(self.placement.hosts(pipeline, tie.owner)) > 1:
+            return tensor  # the same ranks share all the stages, and each has what is its own
         return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))

@@ -19,7 +19,7 @@ RankTimes = Sequence[tuple[Op, int, int]]
 def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequence[float], dispatch: str) -> Timeline:
     """Builds the timeline from every rank's recorded times."""
     origin = min((start for row in times for _, start, _ in row), default=0)
-    ended: dict[Op, float] = {op: (end - origin) / 1e6 for row in times for op, _, end in row}
+    ended = {(op, rank): (end - origin) / 1e6 for rank, row in enumerate(times) for op, _, end in row}
     ops: list[TimedOp] = []
     messages: list[Message] = []
     for rank, row in enumerate(times):
@@ -28,9 +28,9 @@ def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequenc
             start, end = (start_ns - origin) / 1e6, (end_ns - origin) / 1e6
             cause, cause_end = None, previous
             for edge in wiring.incoming[op]:
-                if edge.producer not in ended:
+                source_rank = wiring.sender(edge, rank)
+                if (sent := ended.get((edge.producer, source_rank))) is None:
                     continue
-                source_rank, sent = wiring.rank_of(edge.producer), ended[edge.producer]
                 if source_rank != rank:
                     messages.append(Message(edge.producer, op, source_rank, rank, sent, max(sent, start)))
                 if sent > cause_end:

@@ -43,6 +43,7 @@ class Microbatches:
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty, read off a few elements.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
+        replica: whose part of a larger batch this is; it comes after as many of the same size.
     """
 
     inputs: Mapping[int, list[Any]]
@@ -51,6 +52,7 @@ class Microbatches:
     signatures: list[Signature]
     digest: int
     windows: tuple[range, ...]
+    replica: int = 0
 
     def __len__(self) -> int:
         return len(self.scales)
@@ -64,6 +66,21 @@ class Microbatches:
         a stage's are of one shape then.
         """
         return self.signatures[min(microbatch, len(self.signatures) - 1)]
+
+    def of_replica(self, replica: int, num_replicas: int) -> Microbatches:
+        """One replica's part: as many microbatches as the others', with the weights they have in the whole batch."""
+        if num_replicas == 1:
+            return self
+
+        def part(values: list[Any]) -> list[Any]:
+            size = len(values) // num_replicas
+            return values[replica * size : (replica + 1) * size]
+
+        inputs = {stage: part(values) for stage, values in self.inputs.items()}
+        scales = part(self.scales)
+        windows = (range(len(scales)),)
+        targets, signatures = part(self.targets), part(self.signatures)
+        return Microbatches(inputs, targets, scales, signatures, self.digest, windows, replica)
 
 
 def digest_of(*values: Any) -> int:
@@ -161,16 +178,26 @@ def cut_for(
     loss_fn: Callable[..., Tensor] | None,
     windows: Sequence[range],
     num: int | None = None,
+    replica: int = 0,
+    num_replicas: int = 1,
 ) -> Microbatches:
     """A batch, cut for the stages that it goes into and for the one with the loss; see `cut_batch`.
 
     Args:
         num: microbatches; the schedule's where not given.
+        replica, num_replicas: the batch is cut for so many pipelines, and this one's part returned.
     """
     graph, num = schedule.graph, num or schedule.num_microbatches
-    starts = {stage: graph.microbatches_of(stage, num) for stage in starts_of(graph)}
-    count = graph.microbatches_of(end_of(graph), num)
-    return cut_batch(inputs, targets, count, loss_fn, windows, starts, graph.num_microbatches)
+    starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
+    count = graph.microbatches_of(end_of(graph), num) * num_replicas
+    counts = [each * num_replicas for each in graph.num_microbatches]
+    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts)
+    return whole.of_replica(replica, num_replicas)
+
+
+def counts_of(schedule: Schedule) -> list[int]:
+    """The number of microbatches of each stage."""
+    return [schedule.graph.microbatches_of(s, schedule.num_microbatches) for s in range(schedule.num_stages)]
 
 
 def cut_batch(

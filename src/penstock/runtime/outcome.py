@@ -3,7 +3,7 @@
     | losses, a microbatch each | type of the first | digest of the batch, a rank each | offers, a rank each |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
-digest and number without rounding.
+digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Outcome:
     """The end of a step.
 
     Args:
+        peers, replicas: the ranks of this pipeline; the processes with the same stages of its replicas.
         last: the runners of the last stage's copies that are in this process.
     """
 
-    def __init__(self, peers: Peers, last: Sequence[StageRunner]) -> None:
-        self._peers, self._last = peers, last
+    def __init__(self, peers: Peers, replicas: Peers, last: Sequence[StageRunner]) -> None:
+        self._peers, self._replicas, self._last = peers, replicas, last
 
     def share(self, batch: Microbatches, helm: Helm | None) -> tuple[StepResult, Running | None]:
         """The losses; and what to run from the next step on, where that changes.
@@ -62,10 +63,27 @@ class Outcome:
         if helm is not None:
             rows = shared[offers:].view(num_ranks, -1).tolist()
             following = helm.settle([Offer(*map(int, row)) for row in rows])
-        losses = shared[:num_microbatches].to(_LOSS_TYPES[int(shared[num_microbatches])])
+        losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(shared[num_microbatches])])
+        if len(losses) > num_microbatches:
+            total = _sum(losses)
+            return StepResult(total, losses, window_losses=total.reshape(1)), None
         windows = torch.stack([_sum(losses[window.start : window.stop]) for window in batch.windows])
         total = windows[0].clone() if len(windows) == 1 else windows.mean()
         return StepResult(total, losses, window_losses=windows), None if following is None else following.made
+
+    def _of_all(self, losses: Tensor, batch: Microbatches) -> Tensor:
+        """The losses of all replicas' microbatches, in the order of the whole batch."""
+        replicas, size = self._replicas.num_ranks, len(losses)
+        if replicas == 1:
+            return losses
+        mine = self._replicas.here[0]
+        shared = torch.zeros(replicas, size + 1, dtype=torch.float64)
+        shared[mine, :size], shared[mine, size] = losses, batch.digest
+        shared = self._replicas.sum(shared)
+        require_same(
+            [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
+        )
+        return shared[:, :size].reshape(-1)
 
 
 def _sum(losses: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,12 +53,18 @@ def tied_gradients(ties: Sequence[Tie], stages: Mapping[int, Stage]) -> TiedGrad
     return TiedGradients(ties, local)
 
 
-def owned_parameters(stages: Mapping[int, Stage], ties: Sequence[Tie]) -> dict[str, Parameter]:
-    """Name -> parameter, for those this process answers for: a tied one is its lowest stage's."""
+def owned_parameters(
+    stages: Mapping[int, Stage], ties: Sequence[Tie], answers: Callable[[int], bool]
+) -> dict[str, Parameter]:
+    """Name -> parameter, for those this process answers for: a tied one is its lowest stage's.
+
+    Args:
+        answers: whether it does for a stage here.
+    """
     twins = {name for tie in ties for stage, name in tie.names.items() if stage != tie.owner}
     own: dict[str, Parameter] = {}
-    for stage in stages.values():
-        own.update((n, p) for n, p in stage.named_parameters() if n not in twins)
+    for index, stage in stages.items():
+        own.update((n, p) for n, p in stage.named_parameters() if n not in twins and answers(index))
     return own
 
 
@@ -67,5 +73,7 @@ def all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers:
     by_stage: dict[int, dict[str, torch.dtype]] = {}
     mine = {i: {n: p.dtype for n, p in s.named_parameters() if n in own} for i, s in stages.items()}
     for part in peers.gather(mine):
-        by_stage.update(part)
+        for stage, found in part.items():
+            if len(found) >= len(by_stage.get(stage, ())):  # of processes that share a stage one has all its names
+                by_stage[stage] = found
     return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}

@@ -71,6 +71,11 @@ class GroupPeers:
         self._timeout = timeout
 
     @property
+    def timeout(self) -> float:
+        """Seconds that any wait may last."""
+        return self._timeout
+
+    @property
     def group(self) -> dist.ProcessGroup:
         return self._group()
 

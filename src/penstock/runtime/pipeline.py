@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
+from penstock.passes import add_reductions
+from penstock.passes.reduce import REDUCE
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.clip import global_norm, scale_gradients
@@ -23,23 +25,25 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import is_plain
 from penstock.runtime.measured import idle_share, measured_timeline
-from penstock.runtime.microbatches import Microbatches, cut_for, num_entries
+from penstock.runtime.mesh import read_mesh, require_meshable
+from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
 from penstock.runtime.outcome import Outcome
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.ranks_here import RanksHere
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
+from penstock.runtime.replicas import replicas_of
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
 from penstock.runtime.setup import (
     check_once,
     dispatch_of,
     optimizer_of,
-    peers_of,
     require_runnable,
     require_steerable,
     require_untied,
 )
+from penstock.runtime.sharing import Parallelize
 from penstock.runtime.split import unprepare
 from penstock.runtime.splitting import split_stages
 from penstock.runtime.stage import StageSource
@@ -78,7 +82,13 @@ class Pipeline:
             counts.
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
             it; or an optimizer over the model's parameters, of which each process keeps its own.
-        mesh: a process group or one-dimensional device mesh to run over; by default all of torch.distributed.
+        mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a
+            device mesh with dimensions named pp (the pipeline), dp (its replicas, each with its part of the batch) and
+            tp (shards of its stages).
+        sharding: what replicas keep in parts: "none", "zero1" (the optimizer's state) or "fsdp" (that, parameters and
+            gradients, by torch's FSDP2).
+        parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
+            share a stage; `penstock.models.parallelize` for the models here.
         dispatch: "frozen", "dynamic" or "auto" (dynamic where it is no slower by simulation without delays).
         device: where stages run; by default where the model's parameters lie.
         autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
@@ -133,6 +143,8 @@ class Pipeline:
         steering: Steering | None = None,
         delegates: DelegateOptions | None = None,
         zero: bool = True,
+        sharding: str = "none",
+        parallelize: Parallelize | None = None,
     ) -> None:
         schedule = remove_communication(schedule)  # the transport places messages
         self.clip_norm = clip_norm
@@ -140,7 +152,8 @@ class Pipeline:
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
-        self._peers = peers_of(mesh, schedule.num_ranks, timeout)
+        self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout)
+        self._peers = place.pipeline
         require_runnable(schedule)
         require_steerable(schedule, steering)
         if links is not None:
@@ -158,16 +171,22 @@ class Pipeline:
             "transport": choice.shared,
             "steering": steering is not None,
             "zero": zero,
+            "sharding": sharding,
         }
-        require_same(self._peers.gather(facts), "every rank must make the same ps.Pipeline(...)")
-        check_once(schedule, self._peers)
+        require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
+        check_once(schedule, place.everyone)
         self._costs = known = steering.costs if steering is not None else None
-        start = start_of(schedule, dispatch_of(dispatch, schedule, known), known, steering)
-        functions = functions_of(schedule, ops)
+        chosen = dispatch_of(dispatch, schedule, known)
+        require_meshable(place, schedule, chosen, steering is not None, sharding)
+        schedule = self._with_reductions(schedule)
+        start = start_of(schedule, chosen, known, steering)
+        functions = functions_of(schedule, {**ops, **self._reducing(schedule)})
         sources = stages_of(model, schedule.num_stages, costs)
         self._notices: list[str] = []
-        self._model = held = HeldModel(sources, schedule.placement, self._peers, device, tied)
+        self._model = held = HeldModel(sources, schedule.placement, place, device, tied)
         require_untied(schedule, held.ties)
+        self._replicas = replicas_of(held, place, schedule, sharding, timeout)
+        self._replicas.share_all()
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         self._updating = Updating(schedule, held.copies, zero) if schedule.updates is not None else None
@@ -196,6 +215,7 @@ class Pipeline:
 
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
+        configuration = replace(configuration, schedule=self._with_reductions(configuration.schedule))
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
         self._choice.require_schedule(configuration.schedule, configuration.delegated)
@@ -215,13 +235,21 @@ class Pipeline:
             if notice not in self._notices:
                 self._notices.append(notice)
 
+    def _with_reductions(self, schedule: Schedule) -> Schedule:
+        return schedule if self._mesh.num_replicas == 1 else add_reductions(schedule)
+
+    def _reducing(self, schedule: Schedule) -> dict[str, OpFunction]:
+        """What runs the reductions that were added to a schedule."""
+        added = any(registered.kind == REDUCE for registered in schedule.graph.registered)
+        return {REDUCE: lambda call: self._replicas.start(call.stage)} if added else {}
+
     def _make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
         """The optimizer over what is stepped here: of several copies of a stage the owner's, or every one."""
         if self._updating is not None:
             return self._updating.make_optimizer(given)
         if self._zero:
-            return optimizer_of(given, self._model.owned())
-        return optimizer_of(given, self.parameters(), self._model.copies.stand_ins())
+            return optimizer_of(given, self._replicas.owned(self._model.owned()))
+        return optimizer_of(given, self._replicas.owned(self.parameters()), self._model.copies.stand_ins())
 
     @property
     def schedule(self) -> Schedule:
@@ -280,7 +308,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """The parameters in this process under their plain names in the whole model, a tied one once."""
-        yield from self._model.own.items()
+        yield from self._model.named.items()
 
     # Stepping.
 
@@ -310,11 +338,12 @@ class Pipeline:
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows)
+        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._part)
         if self._updating is not None:
             self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
         else:
             self._model.copies.leave_sums_to_owners()
+        self._replicas.begin()
         self._num_steps += 1
         self._model.begin()
         try:
@@ -323,10 +352,14 @@ class Pipeline:
                     self._transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
-                workers = self._run(StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed), now.plan)
+                counts = counts_of(self.schedule)
+                settings = StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts)
+                workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
             if self._updating is None:
                 self._model.gather_gradients()
+            self._replicas.finish()
+            self._replicas.share_buffers()
             self._model.copies.share_buffers()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
@@ -355,10 +388,12 @@ class Pipeline:
             raise RuntimeFailure(f"{self.schedule.name} has updates as ops of its order; step() runs them all")
         norm = None
         if self.clip_norm is not None:
-            norm = global_norm(self._model.dtypes, self._model.own, self._peers)
+            answered = [name for name, p in self._model.own.items() if self._answers_for(p)]
+            norm = global_norm(self._model.dtypes, self._model.named, answered, self._mesh.everyone)
             scale_gradients(self.parameters(), self.clip_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
+            self._replicas.share_parameters()
             if self._zero:
                 self._model.copies.share_parameters()
         self.num_updates += 1
@@ -396,20 +431,21 @@ class Pipeline:
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
-        mine = {m: on_host(value) for runner in self._ranks.last for m, value in runner.results.items()}
+        first = batch.replica * len(batch)
+        mine = {first + m: on_host(value) for runner in self._ranks.ends for m, value in runner.results.items()}
         outputs: dict[int, Any] = {}
-        for part in self._peers.gather(mine):
+        for part in self._mesh.everyone.gather(mine):
             outputs.update(part)
-        return [outputs[m] for m in range(len(batch))]
+        return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
         if self._updating is not None:
             self._updating.require_whole()
         num = self.schedule.num_microbatches
         if is_plain(self.schedule):
-            num = min(num, num_entries(inputs))
+            num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
-        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num)
+        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._part)
         with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         return batch
@@ -421,7 +457,7 @@ class Pipeline:
 
     def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what a helm says."""
-        outcome = Outcome(self._peers, self._ranks.last)
+        outcome = Outcome(self._peers, self._mesh.replicas, self._ranks.last)
         result, following = outcome.share(batch, helm)
         if following is not None:
             self._switch(following)
@@ -444,7 +480,7 @@ class Pipeline:
         if self._updating is not None:
             self._updating.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        return saving.save(directory, self._state(), self._peers, counters, meta or {}, keep, number)
+        return saving.save(directory, self._state(), self._mesh.everyone, counters, meta or {}, keep, number)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.
@@ -452,13 +488,27 @@ class Pipeline:
         Training goes on as if it had never stopped. Returns the `meta` it was saved with. Raises
         CheckpointError where it is damaged or of another model.
         """
-        counters, meta = saving.load(directory, self._state(), self._peers)
+        counters, meta = saving.load(directory, self._state(), self._mesh.everyone)
         self._num_steps, self.num_updates = counters["num_steps"], counters["num_updates"]
         self._seed = counters["seed"]
         return meta
 
     def _state(self) -> saving.State:
-        return saving.State(self._model, self.optimizer, self._updating)
+        def answers(stage: int, tensor: Tensor) -> bool:
+            return self._model.placement.hosts(0, stage)[0] in self._peers.here and self._answers_for(tensor)
+
+        return saving.State(
+            self._model, self.optimizer, self._updating, answers, lambda p: bool(self._replicas.owned([p]))
+        )
+
+    def _answers_for(self, tensor: Tensor) -> bool:
+        """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
+        return self._mesh.shard == 0 and self._replicas.answers_for(tensor)
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        """Which part of a batch this replica has."""
+        return self._mesh.replica, self._mesh.num_replicas
 
     @property
     def num_steps(self) -> int:
@@ -467,7 +517,7 @@ class Pipeline:
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The sum of every process's values, the same everywhere: for decisions all ranks must take alike."""
-        return [float(v) for v in self._peers.sum(torch.tensor(values, dtype=torch.float64))]
+        return [float(v) for v in self._mesh.everyone.sum(torch.tensor(values, dtype=torch.float64))]
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
@@ -475,8 +525,8 @@ class Pipeline:
         return idle_share([worker.recorder.times for worker in workers])
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in the order of ranks; plain data."""
-        return self._peers.gather(value)
+        """Every process's value, in their order; plain data."""
+        return self._mesh.everyone.gather(value)
 
     def timeline(self) -> Timeline:
         """The measured timeline of the last step or evaluation. Every rank must call it."""

@@ -50,11 +50,17 @@ def plan_step(
     wiring = wire(schedule, tied_stages)
     change = memory_changes(wiring.graph, costs or Costs.uniform(schedule.num_stages))
     caps = frozen_peaks(wiring.graph, change) if caps is None else caps
-    expected = expected_by_channel(((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank)), tags)
+    expected = expected_by_channel(((edge, wiring.sender(edge, rank)) for edge in wiring.expected(rank)), tags)
     if training:
         # A tied stage is at most as far ahead of the next one up as that is ahead of its backwards.
         bound = 2 * most_ahead(schedule) + 1
         window = dict.fromkeys(range(1, len(tied_stages) + 1), bound)
+        if schedule.placement.shared:
+            # What comes to a shared stage is answered by none of its ranks but one. A rank that sends so much of it
+            # has met the others since for what it sent before.
+            window[0] = bound
+    elif schedule.has_shared_ops:
+        window = {}  # its ranks meet again and again, so that none is far ahead
     else:
         window = {} if run_untimed(schedule, EVALUATION_WINDOW).blocked else {0: EVALUATION_WINDOW}
     return StepPlan(wiring, change, caps, expected, window)

@@ -17,6 +17,7 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import end_of
+from penstock.runtime.meeting import Meeting
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.registered import OpCall, OpFunction
 from penstock.runtime.running import Running
@@ -38,7 +39,8 @@ class RanksHere:
         choice, conditions: how messages travel, and what is injected into links.
 
     Attributes:
-        runners: of the copies of stages here, by (pipeline, stage). last: those whose output the loss takes.
+        runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
+        last: those of them that tell the losses.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class RanksHere:
             key: StageRunner(stage, key[1], key[1] == end, model.device, loss_fn, autocast, False)
             for key, stage in model.copies.here.items()
         }
-        self.last = [runner for (_, stage), runner in self.runners.items() if stage == end]
+        ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
+        self.ends = list(ends.values())
+        # Of a shared stage one rank's alone: all of them have the same losses.
+        self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
 
     def run(self, settings: StepSettings, running: Running, plan: StepPlan, transport: Any) -> list[Worker]:
         """Runs a step of some kind to its end.
@@ -73,11 +78,13 @@ class RanksHere:
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
         dispatch = running.dispatch if settings.training else Dispatch.FROZEN
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
+        graph = plan.wiring.graph
+        meeting = Meeting(graph) if transport is None and graph.gang_ops else None
         workers = []
         for rank in self._ranks:
-            dispatcher = Dispatcher(plan.wiring.graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            device = self._device(rank, plan, settings.training)
-            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank)))
+            dispatcher = Dispatcher(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
+            device = self._device(rank, plan, settings.training, meeting)
+            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank), meeting))
         try:
             for runner in self.runners.values():
                 runner.begin(settings)
@@ -96,14 +103,14 @@ class RanksHere:
                 runner.end()
         return workers
 
-    def _device(self, rank: int, plan: StepPlan, training: bool) -> Device:
+    def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        device: Device = TorchDevice(runners, model.tied, schedule, model.device)
+        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting)
         if self._updating is not None and training:
             device = self._updating.device(device, rank)
         if schedule.graph.registered or schedule.graph.needs:
-            device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens, model.device)
+            device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens(rank), model.device)
         return device
 
     def _signatures(self, settings: StepSettings) -> list[str]:

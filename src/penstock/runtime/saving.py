@@ -9,7 +9,7 @@ A tied parameter is stored once, under the name it has in its lowest stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint import (
@@ -31,6 +32,7 @@ from penstock.runtime.checkpoint import (
 )
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.peers import Peers
+from penstock.runtime.shards import local, shard_like, whole
 from penstock.runtime.updating import GRADIENTS, Updating
 from penstock.runtime.updating import PREFIX as ASYNCHRONOUS
 from penstock.schedule.updates import OWNER
@@ -44,21 +46,35 @@ class State:
 
     Of several copies of a stage the owner's is saved, and all get what is loaded. So too gradients that wait for an
     update, and what a schedule with updates keeps besides.
+
+    Args:
+        answers: whether this process is the one that writes a tensor, and what the optimizer keeps of it.
+        steps: whether it steps a parameter.
     """
 
-    def __init__(self, model: HeldModel, optimizer: Optimizer | None, updating: Updating | None) -> None:
-        self.optimizer, self._model, self._updating = optimizer, model, updating
+    def __init__(
+        self,
+        model: HeldModel,
+        optimizer: Optimizer | None,
+        updating: Updating | None,
+        answers: Callable[[int, Tensor], bool],
+        steps: Callable[[Parameter], bool],
+    ) -> None:
+        self.optimizer, self._model, self._updating, self._steps = optimizer, model, updating, steps
         stages, ties = model.stages, model.ties
         stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
         self._twins = {name for name, stored in stored_as.items() if name != stored}
         self._tensors: list[tuple[str, Tensor]] = []
+        self._answers: set[str] = set()
         self._names: dict[Tensor, str] = {}
-        for stage in stages.values():
+        for index, stage in stages.items():
             for name, parameter in stage.named_parameters():
                 self._tensors.append((name, parameter))
                 self._names.setdefault(parameter, stored_as.get(name, name))
             kept = stage.state_dict(keep_vars=True)
             self._tensors += [(name, buffer) for name, buffer in stage.named_buffers() if name in kept]
+            both = (*stage.named_parameters(), *stage.named_buffers())
+            self._answers |= {name for name, t in both if name not in self._twins and answers(index, t)}
         for stage in model.copies.here.values():
             for name, parameter in stage.named_parameters():
                 self._names.setdefault(parameter, stored_as.get(name, name))
@@ -68,17 +84,23 @@ class State:
 
     def to_tensors(self) -> tuple[dict[str, Tensor], Any]:
         """What this process writes, and the optimizer's meta."""
-        tensors = {MODEL + name: t.detach() for name, t in self._tensors if name not in self._twins}
+        tensors = self._told({name: t.detach() for name, t in self._tensors if name not in self._twins}, MODEL)
         if self._updating is not None:
             tensors |= self._updating.tensors()
         else:
-            waiting = {name: p.grad for name, p in self._model.own.items() if p.grad is not None}
-            tensors |= {f"{GRADIENTS}{name}": gradient for name, gradient in waiting.items()}
+            waiting = {name: p.grad for name, p in self._model.named.items() if p.grad is not None}
+            tensors |= self._told(waiting, GRADIENTS)
         if self.optimizer is None:
             return tensors, None
         state, meta = optimizer_tensors(self.optimizer, self._names)
-        written = {f"optimizer/{name}/" for name, _ in self._tensors if name not in self._twins}
-        return tensors | {k: t for k, t in state.items() if k[: k.rindex("/") + 1] in written}, meta
+        written = {f"optimizer/{name}/" for name in self._answers}
+        full = {k: whole(t) for k, t in state.items()}
+        return tensors | {k: t for k, t in full.items() if k[: k.rindex("/") + 1] in written}, meta
+
+    def _told(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        """Whole tensors, of those that this process answers for; who holds a shard helps to put them together."""
+        full = {name: whole(t) for name, t in tensors.items()}
+        return {prefix + name: t for name, t in full.items() if name in self._answers}
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Stored name -> shape of the model's tensors in this process."""
@@ -89,7 +111,8 @@ class State:
         loaded = reader.load(sorted(self.expected()))
         with torch.no_grad():
             for name, tensor in self._tensors:
-                tensor.data.copy_(loaded[MODEL + self._stored_as.get(name, name)])
+                value = loaded[MODEL + self._stored_as.get(name, name)]
+                local(tensor.detach()).copy_(local(shard_like(value, tensor)))
         if self.optimizer is not None:
             load_optimizer(self.optimizer, self._names, reader)
         self._model.share_values()
@@ -109,8 +132,8 @@ class State:
                 stored = self._stored_as.get(name, name)
                 found = [n for n in reader.names() if n.endswith(f"gradients/{stored}")]
                 parts = list(reader.load(found).values())
-                if parts:
-                    parameter.grad = reduce(add, parts).to(parameter.device)
+                if parts and self._steps(parameter):
+                    parameter.grad = shard_like(reduce(add, parts).to(parameter.device), parameter)
 
 
 def _place(name: str) -> str | None:

@@ -78,10 +78,7 @@ def require_runnable(schedule: Schedule) -> None:
     graph, placement = schedule.graph, schedule.placement
     found = None
     require_one_copy_a_rank(placement)
-    if placement.shared:
-        stage, ranks = placement.shared[0]
-        found = f"stage {stage} shared by ranks {_listed(ranks)}; the runtime runs each stage on one rank"
-    elif together := [registered for registered in graph.registered if len(registered.ranks) > 1]:
+    if together := [registered for registered in graph.registered if len(registered.ranks) > 1]:
         one = together[0]
         found = (
             f"ops of registered kind {one.kind} that ranks {_listed(one.ranks)} run together; the runtime runs "

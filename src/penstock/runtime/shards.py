@@ -16,6 +16,11 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def placements_of(tensor: Any) -> tuple[Any, ...]:
+    """How a tensor lies over the mesh it is sharded on; empty where it is whole."""
+    return tuple(tensor.placements) if is_sharded(tensor) else ()
+
+
 def local(tensor: Any) -> Tensor:
     """What lies in this process; it shares its memory."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor

@@ -55,6 +55,7 @@ class StepSettings:
         seed: of this step; None where nothing random may run.
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: those whose forward is run again (R) before their backward.
+        counts: of each stage the number of microbatches; not needed where this is the only replica.
     """
 
     microbatches: Microbatches
@@ -62,6 +63,11 @@ class StepSettings:
     seed: int | None = None
     split: frozenset[tuple[int, int]] = frozenset()
     recomputed: frozenset[tuple[int, int]] = frozenset()
+    counts: Sequence[int] = ()
+
+    def first(self, stage: int) -> int:
+        """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
+        return self.microbatches.replica * self.counts[stage] if self.counts else 0
 
     @property
     def training(self) -> bool:
@@ -104,6 +110,7 @@ class StageRunner:
         self._plain: set[Signature] = set()
         self._defers = False
         self._settings: StepSettings | None = None
+        self._first = 0
 
     def may_split(self, can_split: bool) -> None:
         """Says, between two steps, whether I and W can run apart from now on."""
@@ -118,6 +125,7 @@ class StageRunner:
     def begin(self, settings: StepSettings) -> None:
         """Starts a step; whatever a broken step left is dropped."""
         self._settings = settings
+        self._first = settings.first(self.index)
         self._held.clear()
         self._kept.clear()
         self._buffers.begin()
@@ -212,7 +220,7 @@ class StageRunner:
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
-        return self.stage(value, None if seed is None else mix(seed, m))
+        return self.stage(value, None if seed is None else mix(seed, self._first + m))
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:

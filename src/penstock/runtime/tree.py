@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.shards import whole
 
 Skeleton = Any
 """An int (index of a tensor) or a list ["tuple" | "list" | "dict" | "const", ...]."""
@@ -70,6 +71,6 @@ DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isin
 
 
 def on_host(value: Any) -> Any:
-    """The same value with its tensors detached, in host memory."""
+    """The same value with its tensors detached and whole, in host memory. All who hold a shard of them call it."""
     leaves, skeleton = flatten(value)
-    return unflatten([leaf.detach().cpu() for leaf in leaves], skeleton)
+    return unflatten([whole(leaf.detach()).cpu() for leaf in leaves], skeleton)

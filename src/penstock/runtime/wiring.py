@@ -13,11 +13,14 @@ from penstock.runtime.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.op import UPDATE
+from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
 
 
 class Station(NamedTuple):
-    """One op with its edges: all that come in, those of them from other ranks, and (edge, rank) going out."""
+    """One op on one rank, with its edges: all that come in, those of them from other ranks, and (edge, rank) going
+    out, what goes to several ranks once for each, one after the other.
+    """
 
     op: Op
     incoming: tuple[Edge, ...]
@@ -31,9 +34,15 @@ class Wiring:
 
     Between ranks there are tokens too, for what the stage graph's needs ask; on a rank the graph alone counts them.
 
+    What several ranks run together each of them has: it takes in what the op needs, and hands the outcome to itself.
+    The first of them sends it to others.
+
+        F3 on rank 3 ---> head's F on ranks 0, 1, 2, 3        one message to each of 0, 1 and 2
+        head's B on ranks 0, 1, 2, 3 ---> B3 on rank 3        no message: rank 3 has it
+
     Attributes:
         graph: what the decision core works on; it counts every edge.
-        incoming, outgoing: per op, in a fixed order, tokens last.
+        incoming, outgoing: per op, in a fixed order, tokens last; of all ranks that run it.
     """
 
     schedule: Schedule
@@ -42,32 +51,58 @@ class Wiring:
     outgoing: dict[Op, tuple[Edge, ...]]
 
     def rank_of(self, op: Op) -> int:
+        """The rank that runs an op; the one that sends what came of it, where several do."""
         return self.graph.rank[self.graph.number[op]]
+
+    def ranks_of(self, op: Op) -> tuple[int, ...]:
+        """The ranks that run an op."""
+        return self._together.get(op) or (self.rank_of(op),)
+
+    def sender(self, edge: Edge, rank: int) -> int:
+        """The rank from which `rank` has what an edge carries: itself, where it runs the producer."""
+        ranks = self._together.get(edge.producer)
+        return rank if ranks is not None and rank in ranks else self.rank_of(edge.producer)
+
+    @cached_property
+    def _together(self) -> dict[Op, tuple[int, ...]]:
+        return ranks_together(self.schedule)
 
     @cached_property
     def stations(self) -> list[Station]:
         """The edges of each op, by its number."""
-        return [
-            Station(
-                op,
-                self.incoming[op],
-                tuple(edge for edge in self.incoming[op] if self.rank_of(edge.producer) != rank),
-                tuple((edge, self.rank_of(edge.consumer)) for edge in self.outgoing[op]),
-            )
-            for op, rank in zip(self.graph.ops, self.graph.rank, strict=True)
-        ]
+        return [self._station(op, rank) for op, rank in zip(self.graph.ops, self.graph.rank, strict=True)]
 
-    @cached_property
-    def num_tokens(self) -> dict[Op, int]:
-        """How many tokens come in for an op, for those that get any."""
-        counts = {op: sum(edge.is_token for edge in edges) for op, edges in self.incoming.items()}
-        return {op: count for op, count in counts.items() if count}
+    def _station(self, op: Op, rank: int) -> Station:
+        incoming = [edge for edge in self.incoming[op] if not (edge.is_token and self.sender(edge, rank) == rank)]
+        return Station(
+            op,
+            tuple(incoming),
+            tuple(edge for edge in incoming if self.sender(edge, rank) != rank),
+            tuple(
+                (edge, target)
+                for edge in self.outgoing[op]
+                for target in self.ranks_of(edge.consumer)
+                if self.sender(edge, target) == rank and not (edge.is_token and target == rank)
+            ),
+        )
+
+    def numbers(self, rank: int) -> dict[Op, int]:
+        """The number of each op that the rank runs, and perhaps of others."""
+        if not self._together:
+            return self.graph.number
+        first, last = self.graph.first[rank : rank + 2]
+        return dict(zip(self.graph.ops[first:last], range(first, last), strict=True))
+
+    def num_tokens(self, rank: int) -> dict[Op, int]:
+        """How many tokens come in for an op of a rank, for those that get any."""
+        first, last = self.graph.first[rank : rank + 2]
+        counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in self.stations[first:last])
+        return {op: count for op, count in counts if count}
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
-        graph = self.graph
-        mine = graph.ops[graph.first[rank] : graph.first[rank + 1]]
-        return [edge for op in mine for edge in self.incoming[op] if self.rank_of(edge.producer) != rank]
+        first, last = self.graph.first[rank : rank + 2]
+        return [edge for station in self.stations[first:last] for edge in station.remote]
 
 
 def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
@@ -102,10 +137,13 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                 ]
     graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
     edges += _updating(schedule, number, len(tied_stages))
+    together = ranks_together(schedule)
+
+    def ranks_of(op: Op) -> Sequence[int]:
+        return together.get(op) or (graph.rank[graph.number[op]],)
+
     edges += [
-        edge
-        for edge in _needed(schedule, number)
-        if graph.rank[graph.number[edge.producer]] != graph.rank[graph.number[edge.consumer]]
+        edge for edge in _needed(schedule, number) if not set(ranks_of(edge.consumer)) <= set(ranks_of(edge.producer))
     ]
     incoming: dict[Op, list[Edge]] = {op: [] for op in number}
     outgoing: dict[Op, list[Edge]] = {op: [] for op in number}

@@ -15,6 +15,8 @@ from time import perf_counter_ns
 from typing import Protocol
 
 from penstock.dispatch import Dispatcher
+from penstock.dispatch.graph import ALONE
+from penstock.runtime.meeting import Meeting
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.wiring import Wiring
@@ -56,10 +58,20 @@ class Recorder:
 
 
 class Worker:
-    """One rank's step, from its first op to its last."""
+    """One rank's step, from its first op to its last.
+
+    Args:
+        meeting: where ranks of this process meet for ops that they run together; None where each is on its own.
+    """
 
     def __init__(
-        self, wiring: Wiring, rank: int, dispatcher: Dispatcher, device: Device, transport: Transport
+        self,
+        wiring: Wiring,
+        rank: int,
+        dispatcher: Dispatcher,
+        device: Device,
+        transport: Transport,
+        meeting: Meeting | None = None,
     ) -> None:
         self.rank = rank
         self.dispatcher = dispatcher
@@ -69,38 +81,47 @@ class Worker:
         self._device = device
         self.transport = transport
         self._local: dict[Edge, Payload] = {}
-        self._unsent: deque[tuple[Edge, int]] = deque()
-        self._unsent_payloads: dict[Edge, Payload] = {}
+        self._unsent: deque[tuple[Edge, int, Payload]] = deque()
+        self._number = wiring.numbers(rank)
+        self._meeting = meeting
+        self._standing: int | None = None
+        """The op that this rank has come to, and others have not."""
 
     @property
     def finished(self) -> bool:
         """All ops ran and all their messages are with the transport."""
-        return self.dispatcher.finished and not self._unsent
+        return self.dispatcher.finished and not self._unsent and self._standing is None
 
     def run_ready(self) -> bool:
         """Runs ops until the next one must wait; returns whether anything moved."""
         moved = False
-        number = self._wiring.graph.number
+        number, meeting = self._number, self._meeting
         while True:
             while self._unsent:
-                edge, target = self._unsent[0]
-                if not self.transport.send(edge, target, self._unsent_payloads[edge]):
+                if not self.transport.send(*self._unsent[0]):
                     return moved
                 self._unsent.popleft()
-                del self._unsent_payloads[edge]
                 moved = True
             for edge in self.transport.arrivals():
                 self.dispatcher.arrive(number[edge.consumer])
                 moved = True
-            op = self.dispatcher.next()
+            op = self.dispatcher.next() if self._standing is None else self._standing
             if op is None:
                 return moved
+            if meeting is not None and self._wiring.graph.gang[op] != ALONE:
+                if self._standing is None:
+                    meeting.come(op)
+                    self._standing = op
+                    moved = True
+                if not meeting.may_run(op):
+                    return moved
+                self._standing = None
             self._run(op)
             moved = True
 
     def arrive(self, edge: Edge) -> None:
         """Takes note of a message that the executor waited for."""
-        self.dispatcher.arrive(self._wiring.graph.number[edge.consumer])
+        self.dispatcher.arrive(self._number[edge.consumer])
 
     def awaited(self) -> Sequence[Edge]:
         """Messages from other ranks that the first op not yet run needs (those that came in included)."""
@@ -110,11 +131,15 @@ class Worker:
     def stuck_on(self) -> str:
         """In words, what the rank waits for."""
         if self._unsent:
-            edge, target = self._unsent[0]
+            edge, target, _ = self._unsent[0]
             return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
+        wiring = self._wiring
+        if self._standing is not None and self._meeting is not None:
+            op = wiring.graph.ops[self._standing]
+            others = ", ".join(map(str, self._meeting.absent(self._standing) or [wiring.rank_of(op)]))
+            return f"rank {self.rank} has come to {op.short()} of stage {op.stage} and waits for rank {others}"
         number = self.dispatcher.first_awaited()
         if number is not None:
-            wiring = self._wiring
             op = wiring.graph.ops[number]
             ran = {op for op, _, _ in self.recorder.times}
             needed = predecessors(op, wiring.schedule.graph, wiring.graph.number)
@@ -137,11 +162,12 @@ class Worker:
             raise
         self.recorder.times.append((op, start, perf_counter_ns()))
         del received
+        given: Edge | None = None
         for edge, target in outgoing:
-            payload = self._device.give(edge)
+            if edge != given:  # what goes to several ranks is given once
+                payload, given = self._device.give(edge), edge
             if target == self.rank:
                 local[edge] = payload
             elif self._unsent or not transport.send(edge, target, payload):
-                self._unsent.append((edge, target))
-                self._unsent_payloads[edge] = payload
+                self._unsent.append((edge, target, payload))
         self.dispatcher.finish(number)

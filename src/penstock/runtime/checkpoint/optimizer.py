@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.shards import shard_like
 
 __all__ = ["load_optimizer", "optimizer_tensors"]
 
@@ -112,7 +113,8 @@ def _place(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any])
         return _decode(json.loads(bytes(value.tolist())))
     if key in ON_HOST and not (group.get("capturable") or group.get("fused")):
         return value
-    return value.to(parameter.device)
+    value = value.to(parameter.device)
+    return shard_like(value, parameter) if value.shape == parameter.shape else value
 
 
 def _pack(optimizer: Optimizer, name: str, key: str, value: Any) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from penstock.runtime.copies import Copy
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.junctions import Junctions, is_plain
+from penstock.runtime.meeting import Meeting
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.stage_runner import StageRunner
 from penstock.runtime.tied import TiedGradients
@@ -21,6 +22,8 @@ class TorchDevice:
     Args:
         runners: of the copies of stages that the rank hosts, by (pipeline, stage).
         tied: of each pipeline. schedule: what runs.
+        meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
+            what it leaves there is what came of the op on the others.
 
     On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
     anyway, and the measured times are then those of the work, not of its launch.
@@ -32,15 +35,30 @@ class TorchDevice:
         tied: Sequence[TiedGradients],
         schedule: Schedule,
         device: torch.device,
+        meeting: Meeting | None = None,
     ) -> None:
         self._runners = runners
         self._gpu = device if device.type == "cuda" else None
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
         self._junctions = None if is_plain(schedule) else Junctions(schedule)
+        self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
+        self._meeting = meeting
         self._outcome: Payload | None = None
         self._op: Op | None = None
 
     def run(self, op: Op, received: Sequence[Payload]) -> None:
+        self._op = op
+        if self._meeting is None or op.stage not in self._shared:
+            self._run(op, received)
+        elif (self._pipelines[op.microbatch], op.stage) in self._runners:
+            self._run(op, received)
+            self._meeting.leave(op, self._outcome)
+        else:
+            if self._junctions is not None and op.kind == "F":
+                self._junctions.inputs(op, received)  # it must know how gradients are cut
+            self._outcome = self._meeting.find(op)
+
+    def _run(self, op: Op, received: Sequence[Payload]) -> None:
         pipeline = self._pipelines[op.microbatch]
         runner = self._runners[pipeline, op.stage]
         if op.kind == "F":
@@ -61,7 +79,6 @@ class TorchDevice:
                 main = self._junctions.gradients(op, came)
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
             tied.collect(op)
-        self._op = op
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
 

@@ -83,8 +83,8 @@ class GroupTransport:
         self._tag_shift = 0
         self._signatures: Sequence[str] = ()
         self._incoming: dict[ChannelKey, Incoming] = {}
-        self._outgoing: dict[ChannelKey, Outgoing] = {}
-        self._routes: dict[Edge, tuple[Outgoing, int]] = {}
+        self._outgoing: dict[tuple[ChannelKey, int], Outgoing] = {}
+        self._routes: dict[tuple[Edge, int], tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
         self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
@@ -118,7 +118,7 @@ class GroupTransport:
             channel = self._incoming.get(key)
             if channel is None:
                 channel = self._incoming[key] = Incoming(key, peer)
-                self._acquaint(key.reverse())
+                self._acquaint(key.reverse(), peer)
             channel.waiting.extend(messages)
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.known for signature in used)
@@ -151,9 +151,9 @@ class GroupTransport:
     # Sending.
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        route = self._routes.get(edge)
+        route = self._routes.get((edge, target))
         if route is None:
-            route = self._routes[edge] = self._route(edge, target)
+            route = self._routes[edge, target] = self._route(edge, target)
         channel, tag = route
         window = self._window.get(edge.slot)
         if window is not None and len(channel.under_way) >= window:
@@ -188,16 +188,16 @@ class GroupTransport:
 
     def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
         key = ChannelKey.of(edge)
-        channel = self._outgoing.get(key)
+        channel = self._outgoing.get((key, target))
         if channel is None:
-            channel = self._outgoing[key] = Outgoing(key, target)
-            self._acquaint(key)
+            channel = self._outgoing[key, target] = Outgoing(key, target)
+            self._acquaint(key, target)
         return channel, self._tags.message(edge)
 
-    def _acquaint(self, key: ChannelKey) -> None:
-        """Lets the channel `key` and that of its answers know each other, once both are there."""
-        outgoing, answers = self._outgoing.get(key), self._incoming.get(key.reverse())
-        if outgoing is not None and answers is not None:
+    def _acquaint(self, key: ChannelKey, peer: int) -> None:
+        """Lets the channel `key` to a rank and that of its answers know each other, once both are there."""
+        outgoing, answers = self._outgoing.get((key, peer)), self._incoming.get(key.reverse())
+        if outgoing is not None and answers is not None and answers.peer == peer:
             outgoing.answers, answers.answered = answers, outgoing
 
     def _packet(self, spec: Spec) -> Packet:

@@ -40,13 +40,13 @@ def lines_of(wiring: Wiring) -> list[Line]:
     """
     sent: dict[Line, list[int]] = {}
     taken: dict[Line, list[int]] = {}
-    for station in wiring.stations:
+    for rank, station in zip(wiring.graph.rank, wiring.stations, strict=True):
         for edge, target in station.outgoing:
-            line = Line(ChannelKey.of(edge), wiring.rank_of(station.op), target)
+            line = Line(ChannelKey.of(edge), rank, target)
             if not edge.is_token and line.source != line.target:
                 sent.setdefault(line, []).append(edge.consumer.microbatch)
         for edge in station.remote:
-            line = Line(ChannelKey.of(edge), wiring.rank_of(edge.producer), wiring.rank_of(station.op))
+            line = Line(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
             if not edge.is_token:
                 taken.setdefault(line, []).append(edge.consumer.microbatch)
     for line, microbatches in sent.items():

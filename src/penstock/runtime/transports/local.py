@@ -15,7 +15,7 @@ class Switchboard:
 
     def __init__(self, num_ranks: int, depth: int | None) -> None:
         self.depth = depth
-        self.payloads: dict[Edge, tuple[tuple[int, int, bool], Payload]] = {}
+        self.payloads: dict[tuple[Edge, int], tuple[tuple[int, int, bool], Payload]] = {}
         self.held: dict[tuple[int, int, bool], int] = {}
         self.arrived: list[list[Edge]] = [[] for _ in range(num_ranks)]
 
@@ -35,7 +35,7 @@ class LocalTransport:
             if board.depth is not None and held >= board.depth:
                 return False
             board.held[channel] = held + 1
-        board.payloads[edge] = channel, payload
+        board.payloads[edge, target] = channel, payload
         board.arrived[target].append(edge)
         return True
 
@@ -45,7 +45,7 @@ class LocalTransport:
         return new
 
     def take(self, edge: Edge) -> Payload:
-        channel, payload = self._board.payloads.pop(edge)
+        channel, payload = self._board.payloads.pop((edge, self._rank))
         if edge.slot == 0:
             self._board.held[channel] -= 1
         return payload

@@ -1,0 +1,143 @@
+"""Where a process lies in a mesh of pipelines, their replicas and the shards of their layers.
+
+mesh (pp 2, dp 2, tp 1)      replica 0: ranks 0 1 of a pipeline on processes 0 and 2
+                             replica 1: ranks 0 1 of another on processes 1 and 3
+
+pipeline   the ranks of this process's pipeline: they send one another activations and gradients
+replicas   the processes with the same stages and other microbatches: they add up gradients
+shards     the processes that hold one stage together (tensor parallelism)
+everyone   all of the mesh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.dispatch import Dispatch
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.setup import peers_of
+from penstock.schedule import Schedule
+
+PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
+SHARDINGS = ("none", "zero1", "fsdp")
+"""What replicas keep in parts: nothing, the optimizer's state, or that and parameters and gradients."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A process's place.
+
+    Attributes:
+        pipeline, replicas, everyone: see above; peers of one where there are no others.
+        shards: a one-dimensional device mesh; None where every stage is whole.
+    """
+
+    pipeline: Peers
+    replicas: Peers
+    everyone: Peers
+    shards: Any = None
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Which replica of the pipeline this process belongs to."""
+        return self.replicas.here[0]
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its stages this process holds."""
+        return 0 if self.shards is None else int(self.shards.get_local_rank())
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shards is None else int(self.shards.size())
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is a pipeline and nothing else."""
+        return self.num_replicas == self.num_shards == 1
+
+
+def read_mesh(mesh: Any, num_ranks: int, timeout: float) -> Mesh:
+    """The place of this process.
+
+    Args:
+        mesh: a device mesh with dimensions named pp, dp and tp, any of them left out; a process group or a
+            one-dimensional device mesh for a pipeline alone; or None: all of torch.distributed is the pipeline, or
+            all ranks are in this process.
+        num_ranks: of the schedule.
+
+    Raises:
+        RuntimeFailure: dimensions of other names, or a pipeline of another size than the schedule's.
+    """
+    names: tuple[str, ...] = getattr(mesh, "mesh_dim_names", None) or ()
+    if not set(names) & {PIPELINE, REPLICAS, SHARDS}:
+        if getattr(mesh, "ndim", 1) > 1:
+            raise RuntimeFailure(
+                f"the device mesh has {mesh.ndim} dimensions, named {', '.join(names) or 'nothing'}; name them pp, "
+                'dp and tp: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))'
+            )
+        pipeline = peers_of(mesh, num_ranks, timeout)
+        return Mesh(pipeline, LocalPeers(1), pipeline)
+    if unknown := sorted(set(names) - {PIPELINE, REPLICAS, SHARDS}):
+        raise RuntimeFailure(f"the device mesh has a dimension {unknown[0]!r}; the names are pp, dp and tp")
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    if sizes.get(PIPELINE, 1) > 1 or (PIPELINE in sizes and num_ranks > 1):
+        pipeline = peers_of(mesh.get_group(PIPELINE), num_ranks, timeout)
+    else:
+        pipeline = LocalPeers(num_ranks)  # one process runs the whole pipeline
+    replicas: Peers = LocalPeers(1)
+    if sizes.get(REPLICAS, 1) > 1:
+        replicas = GroupPeers(mesh.get_group(REPLICAS), timeout)
+    shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
+    if shards is None and isinstance(replicas, LocalPeers):
+        return Mesh(pipeline, replicas, pipeline)
+    return Mesh(pipeline, replicas, GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout), shards)
+
+
+def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
+    if sorted(processes) == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    made = dist.new_group(list(processes), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # every process of the mesh is in it
+    return made
+
+
+def require_meshable(mesh: Mesh, schedule: Schedule, dispatch: Dispatch, steered: bool, sharding: str) -> None:
+    """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
+    if sharding not in SHARDINGS:
+        raise RuntimeFailure(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}")
+    if schedule.placement.shared and dispatch is Dispatch.DYNAMIC:
+        raise RuntimeFailure(
+            f"{schedule.name} has stages that several ranks run together, each of which would take decisions of its "
+            "own; run it frozen"
+        )
+    if mesh.is_flat:
+        return
+    what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, each on one rank alone, and {what} would have to agree "
+            "on every one; use a schedule without updates as ops"
+        )
+    if steered:
+        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
+    if mesh.num_shards > 1 and dispatch is Dispatch.DYNAMIC:
+        raise RuntimeFailure(
+            f"{what}: the shards of a stage run its ops together and must take the same decisions; run it frozen"
+        )
+    if mesh.num_shards > 1 and schedule.placement.shared:
+        raise RuntimeFailure(
+            f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "
+            f"{what} would cut it again; use one of both"
+        )

@@ -1,0 +1,208 @@
+"""Data parallelism: replicas of a pipeline that work on other microbatches and add up their gradients.
+
+    rank 0, replica 0 | ... B2 B3 REDUCE0                 a REDUCE starts the sum of its stage's gradients and
+    rank 0, replica 1 | ... B6 B7 REDUCE0                 returns; the step's end waits for all of them
+
+The loss of every microbatch is weighed within the whole batch, so gradients are summed, not averaged.
+
+With ZeRO-1 each parameter has an owner among the replicas: the sum goes to it alone, it alone has the optimizer's
+state, and after an update it gives the others the new value.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.passes.reduce import REDUCE
+from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
+from penstock.runtime.copies import Copy
+from penstock.runtime.held_model import HeldModel
+from penstock.runtime.mesh import Mesh
+from penstock.runtime.peers import GroupPeers
+from penstock.runtime.shards import local
+from penstock.runtime.transports.failure import explain
+from penstock.schedule import Schedule
+
+
+class Replicas:
+    """What a process does with the other replicas of its stages.
+
+    Args:
+        peers: the processes with the same stages and shards.
+        order: the stages here whose gradients a REDUCE reduces, in an order that all replicas keep.
+        owners: whether every parameter has an owner (ZeRO-1).
+    """
+
+    def __init__(
+        self, model: HeldModel, peers: GroupPeers, order: Sequence[int], owners: bool, timeout: float
+    ) -> None:
+        self._model, self._peers, self._timeout = model, peers, timeout
+        self._order = tuple(order)
+        self._owner = _owners(model.parameters, peers.num_ranks) if owners else {}
+        tied = [tied.parameter(slot) for tied in model.tied for slot in range(1, len(model.ties) + 1)]
+        apart = {id(p): p for p in tied if p is not None}
+        self._early: dict[int, list[list[Parameter]]] = {}
+        self._late: list[list[Parameter]] = [[p] for p in apart.values() if p.requires_grad]
+        for (_, stage), parameters in self._parameters(set(apart)):
+            buckets = cut_into_buckets(reversed(parameters), self._owner_of)
+            if stage in self._order:
+                self._early[stage] = buckets
+            else:
+                self._late += buckets
+        self._kept: list[tuple[Parameter, Tensor]] = []
+        self._ready: set[int] = set()
+        self._due: deque[int] = deque()
+        self._under_way: list[tuple[GradientBucket, Any, int | None]] = []
+
+    def _parameters(self, apart: set[int]) -> Iterator[tuple[Copy, list[Parameter]]]:
+        """Of each copy of a stage the parameters that want a gradient, each once."""
+        seen = set(apart)
+        for key, stage in sorted(self._model.copies.here.items()):
+            mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen]
+            seen.update(map(id, mine))
+            yield key, mine
+
+    def _owner_of(self, parameter: Tensor) -> int | None:
+        return self._owner.get(id(parameter))
+
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Of some parameters those that this replica steps."""
+        return [p for p in parameters if self._owner_of(p) in (None, self._peers.here[0])]
+
+    def answers_for(self, parameter: Tensor) -> bool:
+        """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
+        owner = self._owner_of(parameter)
+        return self._peers.here[0] == (0 if owner is None else owner)
+
+    # Gradients.
+
+    def begin(self) -> None:
+        """Starts a step: gradients of earlier ones are sums already, and kept aside."""
+        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
+        for parameter, _ in self._kept:
+            parameter.grad = None
+        self._ready.clear()
+        self._due = deque(self._order)
+        self._under_way.clear()
+
+    def start(self, stage: int) -> None:
+        """A stage's gradients are complete: starts their sum, once those that come before it in the order have
+        started. Ranks may finish stages in different orders; sums must be asked for in one.
+        """
+        self._ready.add(stage)
+        while self._due and self._due[0] in self._ready:
+            for parameters in self._early[self._due.popleft()]:
+                self._reduce(parameters)
+
+    def finish(self) -> None:
+        """Sums what no REDUCE has, waits for all, and adds what was kept aside."""
+        for stage in list(self._due):
+            self.start(stage)
+        for parameters in self._late:
+            self._reduce(parameters)
+        for bucket, work, owner in self._under_way:
+            self._wait(work, "a sum of gradients over the replicas")
+            if owner in (None, self._peers.here[0]):
+                bucket.unpack()
+            else:
+                bucket.drop()
+        self._under_way.clear()
+        for parameter, before in self._kept:
+            parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
+        self._kept.clear()
+
+    def _reduce(self, parameters: Sequence[Parameter]) -> None:
+        bucket, owner = GradientBucket(parameters), self._owner_of(parameters[0])
+        group = self._peers.group
+        if owner is None:
+            work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+        else:
+            work = dist.reduce(bucket.flat, group=group, group_dst=owner, async_op=True)
+        self._under_way.append((bucket, work, owner))
+
+    # Values.
+
+    def share_parameters(self) -> None:
+        """After an update: every owner gives the others its parameters' new values."""
+        if self._owner:
+            stepped = [p for p in self._model.parameters if p.requires_grad]
+            self._share(stepped, lambda p: self._owner[id(p)])
+
+    def share_all(self) -> None:
+        """Gives every replica the parameters and buffers of the first."""
+        self._share(self._model.parameters, lambda _: 0)
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
+        stages = [stage for _, stage in sorted(self._model.copies.here.items())]
+        self._share([b for stage in stages for b in stage.buffers()], lambda _: 0)
+
+    def _share(self, tensors: Sequence[Any], source: Callable[[Any], int]) -> None:
+        buckets = [(ValueBucket(part), source(part[0])) for part in cut_into_buckets(tensors, source)]
+        group = self._peers.group
+        works = [dist.broadcast(b.flat, group=group, group_src=s, async_op=True) for b, s in buckets]
+        for (bucket, owner), work in zip(buckets, works, strict=True):
+            self._wait(work, "parameters of the replica that owns them")
+            if owner != self._peers.here[0]:
+                bucket.unpack()
+
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            wait_for(work, self._timeout)
+        except RuntimeError as error:
+            raise explain(error, self._peers.here[0], None, what, self._timeout) from None
+
+
+def _owners(parameters: Sequence[Parameter], num_replicas: int) -> dict[int, int]:
+    """By a parameter's id the replica that owns it: the largest first, each to who has least so far."""
+    held = [0] * num_replicas
+    found: dict[int, int] = {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        owner = held.index(min(held))
+        held[owner] += parameter.numel()
+        found[id(parameter)] = owner
+    return found
+
+
+def _added(before: Tensor, now: Tensor) -> Tensor:
+    with torch.no_grad():
+        local(before).add_(local(now))
+    return before
+
+
+def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, sharding: str, timeout: float) -> Replicas | Alone:
+    """What there is of other replicas. `schedule` has its REDUCE ops."""
+    if not isinstance(mesh.replicas, GroupPeers):
+        return Alone()
+    order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
+    return Replicas(model, mesh.replicas, order, sharding == "zero1", timeout)
+
+
+class Alone:
+    """What a pipeline without replicas does in their place: nothing."""
+
+    def begin(self) -> None: ...
+
+    def start(self, stage: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def share_parameters(self) -> None: ...
+
+    def share_all(self) -> None: ...
+
+    def share_buffers(self) -> None: ...
+
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        return list(parameters)
+
+    def answers_for(self, parameter: Tensor) -> bool:
+        return True
