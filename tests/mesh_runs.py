@@ -65,7 +65,7 @@ class Numbers:
 
 def trained(pipe: ps.Pipeline, case: Case) -> Numbers:
     losses, norm = [], None
-    for step in range(case.steps):
+    for _ in range(case.steps):
         result = pipe.step(*case.batch, update=False)
         losses.append(result.loss)
         gradients = {n: whole(p.grad).clone() for n, p in pipe.named_parameters() if p.grad is not None}

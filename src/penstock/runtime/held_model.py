@@ -13,6 +13,7 @@ from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
 from penstock.runtime.parameters import tied_gradients as catching
 from penstock.runtime.setup import device_of
+from penstock.runtime.shards import as_shard, local
 from penstock.runtime.sharing import Parallelize, cut_stages, require_tied_alike, share_stages
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.tied import Tie
@@ -120,4 +121,6 @@ class HeldModel:
         ranks = [self.placement.pipelines[pipeline][stage] for stage in tie.stages]
         if len(self.placement.hosts(pipeline, tie.owner)) > 1:
             return tensor  # the same ranks share all the stages, and each has what is its own
-        return self._peers.share(tensor, like, ranks[0], sorted({*ranks}))
+        part = None if tensor is None else local(tensor)
+        came = self._peers.share(part, None if like is None else local(like), ranks[0], sorted({*ranks}))
+        return None if came is None else as_shard(came, like)

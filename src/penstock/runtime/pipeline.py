@@ -183,7 +183,7 @@ class Pipeline:
         functions = functions_of(schedule, {**ops, **self._reducing(schedule)})
         sources = stages_of(model, schedule.num_stages, costs)
         self._notices: list[str] = []
-        self._model = held = HeldModel(sources, schedule.placement, place, device, tied)
+        self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
         require_untied(schedule, held.ties)
         self._replicas = replicas_of(held, place, schedule, sharding, timeout)
         self._replicas.share_all()

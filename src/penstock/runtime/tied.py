@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.message import Edge, Payload
+from penstock.runtime.shards import as_shard, local
 from penstock.schedule import Op
 
 
@@ -105,7 +106,7 @@ class TiedGradients:
         for slot, payload in zip(slots, received[main:], strict=True):
             parameter, gradient = self._local[slot, op.stage], payload.leaves[0]
             if gradient is not None and parameter.requires_grad:
-                sums.append((parameter, gradient.to(parameter.device)))
+                sums.append((parameter, as_shard(gradient.to(parameter.device), parameter)))
         return received[:main], sums
 
     def collect(self, op: Op) -> None:
@@ -121,7 +122,8 @@ class TiedGradients:
     def give(self, edge: Edge) -> Payload:
         """The sum so far, for the next stage up."""
         parameter = self._local[edge.slot, edge.producer.stage]
-        return Payload.gradients([self._caught.pop(id(parameter), None)])
+        caught = self._caught.pop(id(parameter), None)
+        return Payload.gradients([None if caught is None else local(caught)])
 
     def end(self) -> None:
         """Ends the step's catching, however it went."""
@@ -144,5 +146,5 @@ class TiedGradients:
     def fill(self, slot: int, value: Tensor) -> None:
         """Sets the value of this rank's parameters of a tie."""
         for (own_slot, _), parameter in self._local.items():
-            if own_slot == slot and parameter.data_ptr() != value.data_ptr():
-                parameter.copy_(value)
+            if own_slot == slot and local(parameter).data_ptr() != local(value).data_ptr():
+                local(parameter).copy_(local(value))
