@@ -79,9 +79,10 @@ class _WatchedDevice(EmulatedDevice):
 
     note: Callable[[Op], None]
 
-    def run(self, op: Op, received: Sequence[Payload]) -> None:
-        super().run(op, received)
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        began = super().run(op, received)
         self.note(op)
+        return began
 
 
 @dataclass(frozen=True)

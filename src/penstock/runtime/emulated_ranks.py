@@ -16,8 +16,10 @@ from penstock.cost import Costs, LinkConditions
 from penstock.dispatch import Dispatch
 from penstock.runtime.agreement import require_same
 from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulated_meeting import Meeting, ProcessesMeeting, ThreadsMeeting
 from penstock.runtime.emulated_plan import EmulatedPlan
-from penstock.runtime.errors import PeerLost, RuntimeFailure
+from penstock.runtime.errors import PeerLost
+from penstock.runtime.groups import meeting_groups
 from penstock.runtime.message import Edge
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.setup import require_runnable
@@ -88,12 +90,14 @@ class Ranks(Protocol):
         """Ends the transports."""
 
 
-def _run_rank(worker: Worker, device: EmulatedDevice, transport: Waiting, start: int) -> RankStep:
+def _run_rank(
+    worker: Worker, device: EmulatedDevice, transport: Waiting, start: int, meeting: Meeting | None
+) -> RankStep:
     """Runs a worker from `start` (ns) to its end."""
     sharpen_timers()
     while (left := start - time.perf_counter_ns()) > 0:
         time.sleep(left / 1e9)
-    device.begin()
+    device.begin(worker.rank, meeting)
     while True:
         worker.run_ready()
         if worker.finished:
@@ -117,11 +121,6 @@ class Threads:
     """All ranks in this process, a thread each."""
 
     def __init__(self, run: Emulated, plan: EmulatedPlan) -> None:
-        if any(gang >= 0 for gang in plan.wiring.graph.gang):
-            raise RuntimeFailure(
-                f"{plan.schedule.name} has ops that several ranks run together, which is not emulated "
-                "(ps.simulate takes them)"
-            )
         self._run = run
         self.peers: Peers = LocalPeers(plan.schedule.num_ranks)
         self.conditions = conditions = Conditions(run.conditions, run.stretch)
@@ -133,6 +132,7 @@ class Threads:
     def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
         run, boxes, transports = self._run, self._boxes, self._transports
         workers = [plan.worker(rank, transports[rank], run.costs, run.stretch) for rank in self.peers.here]
+        meeting = ThreadsMeeting(run.timeout)
         found: dict[int, RankStep] = {}
         errors: list[BaseException] = []
         for transport in transports:
@@ -142,9 +142,10 @@ class Threads:
 
         def work(rank: int) -> None:
             try:
-                found[rank] = _run_rank(*workers[rank], transports[rank], start)
+                found[rank] = _run_rank(*workers[rank], transports[rank], start, meeting)
             except BaseException as error:
                 errors.append(error)
+                meeting.lose(rank)
                 for box in boxes:
                     box.lose(rank)
 
@@ -157,6 +158,7 @@ class Threads:
             for thread in threads:
                 thread.join()
         except BaseException:
+            meeting.lose(0)
             for box in boxes:
                 box.lose(0)
             raise
@@ -184,6 +186,7 @@ class Processes:
         Conditions(run.conditions).require_own_queues()
         self._run = run
         self.peers: Peers = peers
+        self._meeting = ProcessesMeeting(meeting_groups(plan.schedule, peers), run.timeout)
         self._rank = peers.here[0]
         schedule = plan.schedule
         told = {
@@ -226,7 +229,7 @@ class Processes:
         self._run.choice.route(transport, plan.configuration.delegated)
         transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
         start = self._moment() + LEAD
-        found = _run_rank(worker, device, transport, start)
+        found = _run_rank(worker, device, transport, start, self._meeting)
         transport.end()
         return found, start
 

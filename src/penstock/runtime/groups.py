@@ -8,6 +8,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from penstock.runtime.peers import GroupPeers
+from penstock.runtime.weak_group import WeakGroup
+from penstock.schedule import Schedule
+from penstock.schedule.text import ranks_together
 
 
 def groups_of(sets: Iterable[tuple[int, ...]], peers: GroupPeers) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
@@ -31,3 +34,14 @@ def groups_of(sets: Iterable[tuple[int, ...]], peers: GroupPeers) -> dict[tuple[
             group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
         made[ranks] = group if peers.here[0] in ranks and isinstance(group, dist.ProcessGroup) else None
     return made
+
+
+def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int], WeakGroup]:
+    """For each kind of op on a stage that several ranks run together, this one among them, their group.
+
+    Every process of the pipeline must call it.
+    """
+    together = {(op.kind, op.stage): ranks for op, ranks in ranks_together(schedule).items()}
+    groups = groups_of(together.values(), peers)
+    found = {place: groups[ranks] for place, ranks in together.items()}
+    return {place: WeakGroup(group) for place, group in found.items() if group is not None}

@@ -27,8 +27,9 @@ from penstock.schedule.dependencies import predecessors
 class Device(Protocol):
     """What runs ops: torch, or nothing at all (null)."""
 
-    def run(self, op: Op, received: Sequence[Payload]) -> None:
-        """Runs `op` on what its incoming edges brought, in their order."""
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        """Runs `op` on what its incoming edges brought, in their order. Returns when it began, in nanoseconds of the
+        monotonic clock, where it had to wait for other ranks that run it too."""
 
     def give(self, edge: Edge) -> Payload:
         """What the op just run sends along one of its outgoing edges."""
@@ -156,7 +157,7 @@ class Worker:
         self.peak_held = max(self.peak_held, self.dispatcher.held)
         start = perf_counter_ns()
         try:
-            self._device.run(op, received)
+            start = self._device.run(op, received) or start
         except Exception as error:
             error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
             raise

@@ -20,6 +20,7 @@ from time import perf_counter_ns, sleep
 import torch
 
 from penstock.cost import Costs
+from penstock.runtime.emulated_meeting import Meeting
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.crossing import SHORTEST_WAIT
@@ -49,30 +50,43 @@ class EmulatedDevice:
         self._bodies: dict[int, torch.Tensor] = {}
         self._free: int | None = None
         self._op: Op | None = None
+        self._rank, self._numbers = 0, wiring.graph.number
+        self._meeting: Meeting | None = None
 
-    def begin(self) -> None:
-        """Starts a step: what was owed is forgotten."""
+    def begin(self, rank: int = 0, meeting: Meeting | None = None) -> None:
+        """Starts a step of a rank: what was owed is forgotten.
+
+        Args:
+            meeting: where the ranks meet for what they run together; not needed where there is nothing of that kind.
+        """
         self._free = None
         self.late = []
+        self._rank, self._meeting = rank, meeting
+        self._numbers = self._wiring.numbers(rank)
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the rank waited for a message, from `start` to `end` in nanoseconds."""
         if end - start > SHORTEST_WAIT:
             self._free = end
 
-    def run(self, op: Op, received: Sequence[Payload]) -> None:
-        for edge, payload in zip(self._wiring.incoming[op], received, strict=True):
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        for edge, payload in zip(self._wiring.stations[self._numbers[op]].incoming, received, strict=True):
             stamp = payload.leaves[0] if payload.leaves else None
             if stamp is not None and stamp.tolist() != self._stamp(edge):
                 raise RuntimeFailure(f"{op} received something else than {edge}")
         duration = self._durations.get(op)
         if duration is None:
             duration = self._durations[op] = round(self._takes(op) * 1e6 * self._stretch)
-        due = (perf_counter_ns() if self._free is None else self._free) + duration
+        ready = perf_counter_ns() if self._free is None else self._free
+        together = self._wiring.ranks_of(op)
+        if len(together) > 1 and self._meeting is not None:
+            ready = self._meeting.meet(op, self._rank, together, ready)
+        due = ready + duration
         while (left := due - perf_counter_ns()) > 0:
             sleep(left / 1e9)
         self.late.append(perf_counter_ns() - due)
         self._free, self._op = due, op
+        return ready if len(together) > 1 else None
 
     def give(self, edge: Edge) -> Payload:
         if edge.producer != self._op:

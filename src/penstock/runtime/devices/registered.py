@@ -36,12 +36,11 @@ class RegisteredDevice:
         self._tokens = tokens
         self._gpu = device if device.type == "cuda" else None
 
-    def run(self, op: Op, received: Sequence[Payload]) -> None:
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
         if num_tokens := self._tokens.get(op, 0):
             received = received[:-num_tokens]
         if op not in self._calls:
-            self._inner.run(op, received)
-            return
+            return self._inner.run(op, received)
         function, call = self._calls[op]
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
@@ -51,6 +50,7 @@ class RegisteredDevice:
         except Exception as error:
             error.add_note(f"in function {name_of(function)}, which ops= has for kind {op.kind}")
             raise
+        return None
 
     def give(self, edge: Edge) -> Payload:
         return Payload([]) if edge.is_token else self._inner.give(edge)
