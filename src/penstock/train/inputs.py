@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from penstock.data import Corpus
+from penstock.models import parallelize
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.steering import Steering
 from penstock.runtime.weights.rules import rule_of
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
+from penstock.train.mesh_sizes import check_shared
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
 from penstock.train.tasks.open import open_task
@@ -45,6 +47,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
     schedule = settings.build_schedule()
+    check_shared(settings, schedule)
     device_of(settings)
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
@@ -104,6 +107,8 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         loss_fn=loss_of(inputs),
         optimizer=optimizer_class(settings),
         mesh=mesh_of(settings),
+        sharding=settings.sharding,
+        parallelize=parallelize,
         dispatch=settings.dispatch,
         device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,

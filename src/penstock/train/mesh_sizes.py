@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.train.checks import SettingsError, is_schedule_file
 
 if TYPE_CHECKING:
+    from penstock.schedule import Schedule
     from penstock.train.settings import Settings
 
 
@@ -34,6 +35,22 @@ def check_mesh(settings: Settings) -> None:
         )
     if settings.in_process:
         _check_in_process(settings)
+
+
+def check_shared(settings: Settings, schedule: Schedule) -> None:
+    """Raises SettingsError for stages that several ranks share where they cannot."""
+    if not schedule.placement.shared:
+        return
+    if settings.tp > 1:
+        raise SettingsError(
+            f"{schedule.name} shares its first and last stage out over the ranks, and --tp {settings.tp} would share "
+            "them out again; use one of both"
+        )
+    if settings.dispatch == "dynamic":
+        raise SettingsError(
+            f"{schedule.name} has stages that several ranks run together, each of which would decide for itself; "
+            "leave out --dispatch"
+        )
 
 
 def _check_in_process(settings: Settings) -> None:

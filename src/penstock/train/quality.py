@@ -17,7 +17,7 @@ class Quality:
         unigram, bigram: nats a token, of counting single tokens and pairs.
         beats_bigram: whether the model is better than counting pairs.
         accuracy: share of the guesses that are right. chance: that of guessing without looking.
-        text: written by the model.
+        writes: whether it is a model that writes text. text: what it wrote.
     """
 
     unit: str
@@ -28,11 +28,12 @@ class Quality:
     accuracy: float | None = None
     chance: float | None = None
     text: str = ""
+    writes: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All but the text, which has a file of its own."""
         values = dataclasses.asdict(self)
-        values.pop("text")
+        del values["text"], values["writes"]
         return values
 
     @classmethod

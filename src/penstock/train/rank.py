@@ -245,7 +245,7 @@ class RankRun:
                 "timeline": str(folder.file("timeline.html")),
                 "metrics": str(folder.metrics),
                 "checkpoints": str(folder.checkpoints),
-                "sample": str(folder.file("sample.txt")),
+                **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
                 **({} if self.export is None else {"model": self.export}),
                 **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },

@@ -105,7 +105,11 @@ class Report:
             *(() if self.updating is None else self.updating.rows()),
             *(() if self.steered is None else self.steered.rows(adapted=True)),
             *state_rows(self.state),
-            ("memory", ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory) + " MiB at most, by rank"),
+            (
+                "memory",
+                ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory)
+                + f" MiB at most, by {'rank' if self.is_flat else 'process'}",
+            ),
         ]
         for notice in self.notices:
             rows += [("note" if i == 0 else "", line) for i, line in enumerate(textwrap.wrap(notice, WIDTH))]
@@ -115,11 +119,16 @@ class Report:
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is one pipeline of whole layers."""
+        return self.mesh.get("dp", 1) == self.mesh.get("tp", 1) == 1
+
     def _mesh_rows(self) -> list[tuple[str, str]]:
         """Nothing for one pipeline of whole layers."""
-        dp, tp = self.mesh.get("dp", 1), self.mesh.get("tp", 1)
-        if dp == tp == 1:
+        if self.is_flat:
             return []
+        dp, tp = self.mesh["dp"], self.mesh["tp"]
         words = f"{self.num_ranks} ranks x {dp} replicas x {tp} shards of each layer (pp x dp x tp)"
         return [("mesh", words + ("" if self.sharding == "none" else f", {self.sharding}"))]
 

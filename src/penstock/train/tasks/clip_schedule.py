@@ -53,7 +53,7 @@ def clip_schedule(config: CLIPConfig, settings: Settings) -> Schedule:
         towers = _placed(config, settings, asked)
         count = (asked.get(CONTRAST, TowerOptions()).microbatches or settings.microbatches) * settings.replicas_here
         try:
-            found = _program(config, towers, count)
+            found = _program(config, towers, count, f"clip-{settings.schedule}")
         except ScheduleError as error:
             raise ScheduleError(f"--schedule {settings.schedule} of the towers: {error}", rule=error.rule) from None
         except ValueError as error:
@@ -149,12 +149,12 @@ def _ranks(config: CLIPConfig, num_ranks: int, asked: Mapping[str, TowerOptions]
     return found
 
 
-def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int) -> Schedule:
+def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
     """Raises ValueError for microbatches that do not match, ScheduleError for rules that lock up."""
     branches: dict[str, Branch] = {}
-    for name, tower in towers.items():
+    for label, tower in towers.items():
         placement = placements.circular(len(tower.ranks), tower.stages)
-        branches[name] = Branch(placement, tower.microbatches, _rules(tower, count), tower.ranks)
+        branches[label] = Branch(placement, tower.microbatches, _rules(tower, count), tower.ranks)
     host = _host(towers)
     rules = _rules(towers[host], count)
     if isinstance(rules.max_in_flight, Mapping):
@@ -162,7 +162,7 @@ def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int) -> Sch
     elif isinstance(rules.warmup, Sequence):
         rules = replace(rules, warmup=rules.warmup[-1])
     contrast = Branch(placements.one_to_one(1), count, rules, towers[host].ranks[-1:])
-    program = clip_program(config, branches, contrast, costs=_costs(config, towers, count))
+    program = clip_program(config, branches, contrast, costs=_costs(config, towers, count), name=name)
     return program.build()
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
+from penstock.models.huggingface import Decoder, DecoderError
+from penstock.models.huggingface.decoder import COMPARED
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
@@ -23,6 +25,12 @@ from penstock.train.tasks.sizes import refuse, require_shards, require_words
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
+BY_HAND = (
+    "looked for a causal language model of transformers with one list of blocks between an embedding and a head; to "
+    "cut another one by hand, write one module a stage and give ps.Pipeline the list of them"
+)
+MOST = 300
+"""Letters of a reason that are told."""
 USUAL_CONTEXT = 128
 """Tokens a sample, where nothing is said and the model takes as many."""
 
@@ -31,8 +39,8 @@ class DecoderTask:
     """See `Task`.
 
     Raises:
-        SettingsError: no such folder, transformers is missing, sizes that do not go together.
-        DecoderError: an architecture that can't be cut; says what was looked for.
+        SettingsError: no such folder, transformers is missing, an architecture that can't be cut, sizes that do not
+            go together.
         PartitionError, DataError: more stages than layers; a tokenizer that can't be read.
     """
 
@@ -113,28 +121,41 @@ def sizes_in(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not (name.startswith("_") or "drop" in name)}
 
 
-def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Any:
-    """The decoder, with nothing built. Raises SettingsError, DecoderError."""
+def decoder_of(folder: Path, has_weights: bool, settings: Settings) -> Decoder:
+    """The decoder, with nothing built. Raises SettingsError; of an architecture, with what was looked for."""
     sizes_in(folder)
     try:
         from transformers import AutoConfig
-
-        from penstock.models.huggingface import Decoder
     except ImportError:
         raise SettingsError(
             f"--model {settings.model} needs transformers; install it with: python -m pip install 'penstock[hf]'"
         ) from None
-    if has_weights:
-        return Decoder(folder)
     try:
+        if has_weights:
+            return Decoder(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except DecoderError as error:
+        raise _refused(settings, error) from None
     except (ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).split(". ")[0].splitlines()[0]
         raise SettingsError(
-            f"{folder / 'config.json'}: transformers knows no such model ({reason}); give one whose model_type it "
-            "has, or write one module a stage and give ps.Pipeline the list of them"
+            f"{folder / 'config.json'}: transformers knows no such model: {reason}\n{BY_HAND}"
         ) from None
-    return Decoder(config, seed=settings.seed)
+    try:
+        return Decoder(config, seed=settings.seed)
+    except DecoderError as error:
+        raise _refused(settings, error) from None
+
+
+def _refused(settings: Settings, error: DecoderError) -> SettingsError:
+    """In a line or two, where transformers names all that it knows."""
+    reason = " ".join(str(error).split())
+    if "not been compared" in reason:
+        reason = f"{reason.split(';')[0]}; compared are {', '.join(sorted(COMPARED))}"
+    if len(reason) > MOST:
+        reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
+    by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND
+    return SettingsError(f"--model {settings.model}: {reason}{by_hand}")
 
 
 def _key_heads(config: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.data import (
     Batches,
@@ -76,6 +77,7 @@ def judge_decoder(
         bigram=bars.bigram,
         beats_bigram=beats,
         text=text,
+        writes=True,
     )
 
 
@@ -84,8 +86,14 @@ def write(settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline
     if settings.sample == 0:
         return ""
     end = tokenizer.end_of_document
+    replicas = settings.dp // settings.replicas_here  # each needs a part of a batch, if only the same
+
+    def logits(tokens: Tensor) -> Tensor:
+        said = torch.cat(pipe.predict(tokens.repeat(replicas, 1)))
+        return said[: len(tokens), :, : tokenizer.vocab_size]  # a model may know more words than its tokenizer
+
     drawn = sample(
-        lambda tokens: torch.cat(pipe.predict(tokens)),
+        logits,
         torch.tensor([[end or 0]]),
         settings.sample,
         context,
