@@ -16,8 +16,8 @@ from experiments import scripts
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "pipemorph"
 FIGURES = (
-    "figure1", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18", "figure20",
-    "figure21", "figure22",
+    "figure1", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18", "figure19",
+    "figure20", "figure21", "figure22",
 )  # fmt: skip
 OTHERS = ("memory", "reaction", "uneven")
 
@@ -171,3 +171,30 @@ def test_measured_on_threads_through_the_closed_loop(load: Any, tmp_path: Path) 
     assert rows[-1]["peak_over_cap"] <= 1
     load("results").save(tmp_path, "sample", backend, rows, 1.0)
     assert "median error" in "".join(load("table").lines(load("table").measured_files(tmp_path)))
+
+
+def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) -> None:
+    module, rows = simulated(load, "figure19", delays=(0.0, 30.0))
+    find = load("results").find
+    ms = {
+        (row["kind"], row["system"]): row["simulated_ms"][0] for row in rows if row["delay_ms"] == 30.0
+    }  # fmt: skip
+    undelayed = find(rows, system="zb", kind="latency", delay_ms=0.0)["simulated_ms"][0]
+    assert ms["latency", "zb"] / undelayed == pytest.approx(module.PAPER["zb"], rel=0.02)  # calibrated on it
+    for kind in load("meshes").KINDS:
+        assert ms[kind, "zb"] >= module.TARGETS["re-ranked"] * ms[kind, "falcon"]
+        assert ms[kind, "falcon"] > ms[kind, "ours, under PP"] > ms[kind, "ours"] == undelayed
+        assert find(rows, system="ours", kind=kind, delay_ms=30.0)["use"] == "unused"
+        under_pp = find(rows, system="ours, under PP", kind=kind, delay_ms=30.0)
+        assert under_pp["use"].startswith("PP link")
+        assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(under_pp["peaks"], under_pp["caps"], strict=True))
+    assert ms["queue", "falcon"] >= module.TARGETS["absorbed"] * ms["queue", "pipemorph"]
+
+
+def test_figure_19_is_measured_as_it_is_simulated(load: Any) -> None:
+    module, meshes = load("figure19"), load("meshes")
+    backend = replace(load("backends").Backend("threads"), stretch=0.25, steps=1, jobs=1)
+    mesh, configuration = module.systems(10.0, "queue")["falcon"]
+    case = meshes.MeshCase({}, module.COSTS, configuration, mesh, module.RING, module.LINK, 10.0, "queue")
+    row = meshes.mesh_row(backend, case)
+    assert row["measured_ms"][0] > 0.99 * row["simulated_ms"][0], "no run is shorter than its ops and links"
