@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
-from penstock.passes import add_reductions
-from penstock.passes.reduce import REDUCE
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same, schedule_digest
-from penstock.runtime.clip import global_norm, scale_gradients
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import is_plain
+from penstock.runtime.learner import GivenOptimizer, Learner
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.mesh import read_mesh, require_meshable
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
@@ -32,13 +30,12 @@ from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.ranks_here import RanksHere
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
-from penstock.runtime.replicas import replicas_of
+from penstock.runtime.replicas import reductions_of, with_reductions
 from penstock.runtime.rng import mix, restored
 from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
 from penstock.runtime.setup import (
     check_once,
     dispatch_of,
-    optimizer_of,
     require_runnable,
     require_steerable,
     require_untied,
@@ -49,14 +46,12 @@ from penstock.runtime.splitting import split_stages
 from penstock.runtime.stage import StageSource
 from penstock.runtime.stage_runner import Purpose, StepSettings
 from penstock.runtime.stages import evaluating, stages_of
-from penstock.runtime.state_bytes import bytes_of
 from penstock.runtime.steering import Helm, Measured, Steering, steer
 from penstock.runtime.step_result import StepResult
 from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions
 from penstock.runtime.tree import on_host
-from penstock.runtime.updating import Updating
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Worker
 from penstock.schedule import Schedule
@@ -83,7 +78,7 @@ class Pipeline:
         optimizer: a function from parameters to a torch optimizer, like `torch.optim.AdamW` or a partial of
             it; or an optimizer over the model's parameters, of which each process keeps its own.
         mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a
-            device mesh with dimensions named pp (the pipeline), dp (its replicas, each with its part of the batch) and
+            device mesh with dimensions named pp (the pipeline), dp (its replicas, each with a part of the batch) and
             tp (shards of its stages).
         sharding: what replicas keep in parts: "none", "zero1" (the optimizer's state) or "fsdp" (that, parameters and
             gradients, by torch's FSDP2).
@@ -126,7 +121,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         loss_fn: Callable[..., Tensor] | None = None,
-        optimizer: Callable[[list[Parameter]], Optimizer] | Optimizer | None = None,
+        optimizer: GivenOptimizer = None,
         mesh: Any = None,
         dispatch: Dispatch | str = Dispatch.FROZEN,
         device: torch.device | str | None = None,
@@ -147,8 +142,7 @@ class Pipeline:
         parallelize: Parallelize | None = None,
     ) -> None:
         schedule = remove_communication(schedule)  # the transport places messages
-        self.clip_norm = clip_norm
-        self.num_updates = 0
+        self._learner: Learner
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
@@ -178,22 +172,20 @@ class Pipeline:
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known)
         require_meshable(place, schedule, chosen, steering is not None, sharding)
-        schedule = self._with_reductions(schedule)
+        schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
-        functions = functions_of(schedule, {**ops, **self._reducing(schedule)})
+        reducing = reductions_of(schedule, lambda stage: self._learner.replicas.start(stage))
+        functions = functions_of(schedule, {**ops, **reducing})
         sources = stages_of(model, schedule.num_stages, costs)
         self._notices: list[str] = []
         self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
         require_untied(schedule, held.ties)
-        self._replicas = replicas_of(held, place, schedule, sharding, timeout)
-        self._replicas.share_all()
+        self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, sharding, timeout)
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
-        self._updating = Updating(schedule, held.copies, zero) if schedule.updates is not None else None
+        updating, here = self._learner.updating, self._peers.here
         calls, conditions = calls_of(schedule, functions, held.stages), None if links is None else Conditions(links)
-        self._ranks = RanksHere(
-            schedule, held, self._peers.here, loss_fn, autocast, calls, self._updating, self._choice, conditions
-        )
+        self._ranks = RanksHere(schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions)
         self._split_stages()
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
@@ -206,8 +198,6 @@ class Pipeline:
                 held.device,
                 conditions,
             )
-        self._zero = zero
-        self.optimizer = self._make_optimizer(optimizer)
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._helm: Helm | None = None
         if steering is not None:
@@ -215,7 +205,7 @@ class Pipeline:
 
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
-        configuration = replace(configuration, schedule=self._with_reductions(configuration.schedule))
+        configuration = replace(configuration, schedule=with_reductions(configuration.schedule, self._mesh))
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
         self._choice.require_schedule(configuration.schedule, configuration.delegated)
@@ -235,22 +225,6 @@ class Pipeline:
             if notice not in self._notices:
                 self._notices.append(notice)
 
-    def _with_reductions(self, schedule: Schedule) -> Schedule:
-        return schedule if self._mesh.num_replicas == 1 else add_reductions(schedule)
-
-    def _reducing(self, schedule: Schedule) -> dict[str, OpFunction]:
-        """What runs the reductions that were added to a schedule."""
-        added = any(registered.kind == REDUCE for registered in schedule.graph.registered)
-        return {REDUCE: lambda call: self._replicas.start(call.stage)} if added else {}
-
-    def _make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
-        """The optimizer over what is stepped here: of several copies of a stage the owner's, or every one."""
-        if self._updating is not None:
-            return self._updating.make_optimizer(given)
-        if self._zero:
-            return optimizer_of(given, self._replicas.owned(self._model.owned()))
-        return optimizer_of(given, self._replicas.owned(self.parameters()), self._model.copies.stand_ins())
-
     @property
     def schedule(self) -> Schedule:
         """What the next step runs."""
@@ -265,6 +239,21 @@ class Pipeline:
     def configuration(self) -> Configuration:
         """What the next step runs, with its caps and delegated links."""
         return self._running.configuration
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Over the parameters that are stepped in this process."""
+        return self._learner.optimizer
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Most the norm of a gradient may be at an update."""
+        return self._learner.clip_norm
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, those before a `load` included."""
+        return self._learner.num_updates
 
     @property
     def notices(self) -> list[str]:
@@ -288,7 +277,7 @@ class Pipeline:
         """
         if self._helm is not None:
             raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
-        if self._updating is not None:
+        if self._learner.updating is not None:
             raise RuntimeFailure(
                 f"{self.schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
             )
@@ -339,13 +328,8 @@ class Pipeline:
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._part)
-        if self._updating is not None:
-            self._updating.begin(self.optimizer, rates, self.clip_norm, not update)
-        else:
-            self._model.copies.leave_sums_to_owners()
-        self._replicas.begin()
+        self._learner.begin(rates, update)
         self._num_steps += 1
-        self._model.begin()
         try:
             with restored(self._model.device):
                 if self._transport is not None:
@@ -356,25 +340,18 @@ class Pipeline:
                 settings = StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts)
                 workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
-            if self._updating is None:
-                self._model.gather_gradients()
-            self._replicas.finish()
-            self._replicas.share_buffers()
-            self._model.copies.share_buffers()
+            self._learner.gather()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
             result = self._result(batch, self._helm)
         except BaseException as error:
-            self.zero_grad()
-            if self._updating is not None:
-                self._updating.fail(error)
+            self._learner.fail(error)
             raise
         finally:
-            self._model.end()
-        if self._updating is not None:
-            self._updating.end()
-            self.num_updates += len(windows) - (not update)
+            self._learner.end()
+        if self._learner.updating is not None:
+            self._learner.count_updates(update)
             return result
         return replace(result, grad_norm=self.update()) if update else result
 
@@ -384,40 +361,26 @@ class Pipeline:
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
-        if self._updating is not None:
-            raise RuntimeFailure(f"{self.schedule.name} has updates as ops of its order; step() runs them all")
-        norm = None
-        if self.clip_norm is not None:
-            answered = [name for name, p in self._model.own.items() if self._answers_for(p)]
-            norm = global_norm(self._model.dtypes, self._model.named, answered, self._mesh.everyone)
-            scale_gradients(self.parameters(), self.clip_norm, norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self._replicas.share_parameters()
-            if self._zero:
-                self._model.copies.share_parameters()
-        self.num_updates += 1
-        self.zero_grad()
-        return norm
+        return self._learner.update()
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
 
         What `ps.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without updates.
         """
-        mine = {} if self._updating is None else self._updating.mismatch()
+        mine = {} if self._learner.updating is None else self._learner.updating.mismatch()
         return {key: count for part in self._peers.gather(mine) for key, count in part.items()}
 
     def state_bytes(self) -> list[dict[str, int]]:
         """Of each rank the bytes of parameters, of older versions and gradients at most in the last step, and of the
         optimizer's state. Every rank must call it.
         """
-        mine = {rank: bytes_of(self._model.copies, self._updating, self.optimizer, rank) for rank in self._peers.here}
+        mine = {rank: self._learner.bytes_of(rank) for rank in self._peers.here}
         found = {rank: held for part in self._peers.gather(mine) for rank, held in part.items()}
         return [found[rank] for rank in sorted(found)]
 
     def zero_grad(self) -> None:
-        self._model.zero_grad()
+        self._learner.zero_grad()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """The loss of a batch without gradients, in evaluation mode; nothing in the model changes.
@@ -439,8 +402,7 @@ class Pipeline:
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
-        if self._updating is not None:
-            self._updating.require_whole()
+        self._learner.require_whole()
         num = self.schedule.num_microbatches
         if is_plain(self.schedule):
             num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
@@ -477,10 +439,9 @@ class Pipeline:
         caller's, the same on all ranks. `number` is that in the name, `num_steps` by default: whoever counts other
         steps gives theirs. Raises CheckpointError.
         """
-        if self._updating is not None:
-            self._updating.require_whole()
+        self._learner.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        return saving.save(directory, self._state(), self._mesh.everyone, counters, meta or {}, keep, number)
+        return saving.save(directory, self._learner.state(), self._mesh.everyone, counters, meta or {}, keep, number)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.
@@ -488,22 +449,10 @@ class Pipeline:
         Training goes on as if it had never stopped. Returns the `meta` it was saved with. Raises
         CheckpointError where it is damaged or of another model.
         """
-        counters, meta = saving.load(directory, self._state(), self._mesh.everyone)
-        self._num_steps, self.num_updates = counters["num_steps"], counters["num_updates"]
+        counters, meta = saving.load(directory, self._learner.state(), self._mesh.everyone)
+        self._num_steps, self._learner.num_updates = counters["num_steps"], counters["num_updates"]
         self._seed = counters["seed"]
         return meta
-
-    def _state(self) -> saving.State:
-        def answers(stage: int, tensor: Tensor) -> bool:
-            return self._model.placement.hosts(0, stage)[0] in self._peers.here and self._answers_for(tensor)
-
-        return saving.State(
-            self._model, self.optimizer, self._updating, answers, lambda p: bool(self._replicas.owned([p]))
-        )
-
-    def _answers_for(self, tensor: Tensor) -> bool:
-        """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
-        return self._mesh.shard == 0 and self._replicas.answers_for(tensor)
 
     @property
     def _part(self) -> tuple[int, int]:

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.passes.reduce import REDUCE
+from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.copies import Copy
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
+from penstock.runtime.registered import OpFunction
 from penstock.runtime.shards import local
 from penstock.runtime.transports.failure import explain
 from penstock.schedule import Schedule
@@ -176,6 +177,17 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
     with torch.no_grad():
         local(before).add_(local(now))
     return before
+
+
+def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
+    """The schedule with REDUCE ops, where there are replicas to reduce over."""
+    return schedule if mesh.num_replicas == 1 else add_reductions(schedule)
+
+
+def reductions_of(schedule: Schedule, start: Callable[[int], None]) -> dict[str, OpFunction]:
+    """What runs a schedule's REDUCE ops, if it has any: `start` with an op's stage."""
+    added = any(registered.kind == REDUCE for registered in schedule.graph.registered)
+    return {REDUCE: lambda call: start(call.stage)} if added else {}
 
 
 def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, sharding: str, timeout: float) -> Replicas | Alone:
