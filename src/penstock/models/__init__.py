@@ -24,7 +24,7 @@ from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
-from penstock.models.parallel import ParallelError, parallelize
+from penstock.models.parallel import ParallelError, parallelize, require_parallel
 from penstock.models.sample import sample
 from penstock.models.stage import bert_stage, gpt_stage
 
@@ -54,6 +54,7 @@ __all__ = [
     "measure_costs",
     "parallelize",
     "presets",
+    "require_parallel",
     "retrieval_accuracy",
     "sample",
     "tied_parameters",

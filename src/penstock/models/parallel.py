@@ -1,80 +1,97 @@
 """Tensor parallelism of the models here: a stage that was built in full becomes this rank's shard of it.
 
-    Attention      heads          qkv by columns, out by rows
+    attention      heads          qkv by columns, out by rows
     MLP            width          up by columns, down by rows
     embeddings     vocabulary     rows of tokens; positions stay whole
-    heads          vocabulary     output by columns, logits stay apart for the loss
+    heads          vocabulary     output by columns; logits stay apart for the loss
 
 What is not known stays whole on every rank, and right.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.models.bert import BERTEmbedding, BERTHeads
+from penstock.models.bert import BERTConfig, BERTEmbedding, BERTHeads
 from penstock.models.block import MLP, Attention
-from penstock.models.clip import TowerEmbedding
-from penstock.models.gpt import Embedding, Head
-from penstock.runtime.sharded import Sharding
+from penstock.models.clip import CLIPConfig, TowerConfig, TowerEmbedding
+from penstock.models.dividing import ParallelError, require_heads, require_vocabulary, require_width
+from penstock.models.gpt import Embedding, GPTConfig, Head
+from penstock.models.huggingface.shards import require_parallel_decoder
+from penstock.runtime.sharded import Shardable, Sharding
 
-__all__ = ["ParallelError", "parallelize"]
-
-
-class ParallelError(ValueError):
-    """A model that does not divide into so many ranks."""
+__all__ = ["ParallelError", "parallelize", "require_parallel"]
 
 
 def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
     """Shards a stage over the ranks of a mesh, in place; each has built it in full, with the same numbers.
 
-    Parameters become DTensors or stay as they are. What goes into the stage and comes out of it is the same on all
-    ranks, logits for the loss excepted, which are a DTensor. All ranks must run the same ops in the same order.
+    Its parameters become DTensors or stay as they are. What goes into the stage and comes out are plain tensors, the
+    same on all ranks, but for logits over a vocabulary: those are a DTensor, which `CrossEntropy`, `BERTLoss` and
+    `NextTokenLoss` take. Gradients of parameters that stay whole are the same on all ranks. All ranks must run the
+    same ops in the same order.
 
     Args:
         mesh: of one dimension. One of size 1 changes nothing.
 
     Raises:
-        ParallelError: heads, a width or a vocabulary that does not divide into the mesh.
+        ParallelError: heads, a width or a vocabulary that the ranks cannot share.
     """
     if mesh.ndim != 1:
-        raise ParallelError(f"a mesh of {mesh.ndim} dimensions; tensor parallelism is over one, so give mesh['tp']")
+        raise ParallelError(f"a mesh of {mesh.ndim} dimensions; a stage is sharded over one, so give mesh['tp']")
     if mesh.size() == 1:
         return
-    require_divisible(stage, mesh.size())
     sharding = Sharding(mesh)
-    for module in list(stage.modules()):
-        _shard(module, sharding)
+    for name, module in list(stage.named_modules()):
+        if isinstance(module, Shardable):
+            module.shard_over(sharding)
+        elif sharding.takes(module):
+            _shard(name or type(module).__name__, module, sharding)
+    sharding.require_complete(stage)
 
 
-def require_divisible(stage: nn.Module, num_ranks: int) -> None:
-    """Raises ParallelError where a part of a stage does not divide into `num_ranks`."""
-    for name, module in stage.named_modules():
-        if isinstance(module, Attention) and module.num_heads % num_ranks:
-            raise ParallelError(
-                f"{name} has {module.num_heads} heads, which {num_ranks} tensor-parallel ranks cannot share alike; "
-                "give a number of ranks that divides them"
-            )
-        if isinstance(module, Embedding | BERTEmbedding | TowerEmbedding):
-            size = module.token.num_embeddings if hasattr(module, "token") else num_ranks
-            if size < num_ranks:
-                raise ParallelError(
-                    f"{name} has a vocabulary of {size}, fewer than the {num_ranks} tensor-parallel ranks to share it"
-                )
+def require_parallel(config: Any, num_ranks: int) -> None:
+    """Raises ParallelError, before anything is built, where tensor-parallel ranks cannot share a model.
+
+    Args:
+        config: of a GPT, a BERT, a CLIP or one of its towers, or of transformers.
+    """
+    match config:
+        case GPTConfig() | BERTConfig():
+            what = f"a {type(config).__name__.removesuffix('Config')} of width {config.width}"
+            require_heads(what, config.num_heads, num_ranks)
+            require_vocabulary(what, config.vocab_size, num_ranks)
+        case TowerConfig():
+            require_heads(f"a tower of width {config.width}", config.num_heads, num_ranks)
+            if config.vocab_size is not None:
+                require_vocabulary(f"a tower of width {config.width}", config.vocab_size, num_ranks)
+        case CLIPConfig():
+            for tower in config.towers.values():
+                require_parallel(tower, num_ranks)
+        case _:
+            require_parallel_decoder(config, num_ranks)
 
 
-def _shard(module: nn.Module, sharding: Sharding) -> None:
-    if isinstance(module, Attention):
-        sharding.region(module, module.out if module.dropout else None)
-        sharding.columns(module.qkv)
-        sharding.rows(module.out)
-    elif isinstance(module, MLP):
-        sharding.region(module)
-        sharding.columns(module.up)
-        sharding.rows(module.down)
-    elif isinstance(module, Embedding | BERTEmbedding | TowerEmbedding):
-        if hasattr(module, "token"):  # a tower of vectors has none
-            sharding.embedding(module.token)
-    elif isinstance(module, Head | BERTHeads):
-        sharding.head(module.output)
+def _shard(name: str, module: nn.Module, sharding: Sharding) -> None:
+    num_ranks = sharding.mesh.size()
+    match module:
+        case Attention():
+            require_heads(name, module.num_heads, num_ranks)
+            sharding.region(module, module.out if module.dropout else None)
+            sharding.columns(module.qkv)
+            sharding.rows(module.out)
+        case MLP():
+            require_width(name, module.up.out_features, num_ranks)
+            sharding.region(module)
+            sharding.columns(module.up)
+            sharding.rows(module.down)
+        case Embedding() | BERTEmbedding() | TowerEmbedding():
+            if hasattr(module, "token"):  # a tower of vectors has none
+                require_vocabulary(name, module.token.num_embeddings, num_ranks)
+                sharding.embedding(module.token)
+        case Head() | BERTHeads():
+            require_vocabulary(name, module.output.out_features, num_ranks)
+            sharding.head(module.output)

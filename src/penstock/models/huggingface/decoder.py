@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import DecoderError, examine
 from penstock.models.huggingface.pieces import Piece, build_pieces
+from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
 from penstock.runtime import PartitionError, Stage, partition
+from penstock.runtime.sharded import Sharding
 
 __all__ = ["Decoder"]
 
@@ -88,6 +91,11 @@ class Decoder:
         if compare:
             self._compare()
 
+    @cached_property
+    def shards(self) -> Shards:
+        """What of it can be sharded over tensor-parallel ranks."""
+        return shards_of(self._model)
+
     @property
     def num_layers(self) -> int:
         """The blocks, the embedding and the head."""
@@ -109,6 +117,8 @@ class Decoder:
             raise DecoderError(f"layer {out[0]} asked of a decoder of {self.num_layers} layers, counted from 0")
         modules: dict[str, nn.Module] = {path: self._source.module(path) for i in wanted for path in self._paths(i)}
         pieces = build_pieces(self._model, self.anatomy, wanted, modules)
+        for piece in pieces:
+            piece.shards = self.shards
         for names in self.tied:
             _tie([name for name in names if any(name.startswith(f"{path}.") for path in modules)], modules)
         return pieces
@@ -124,7 +134,7 @@ class Decoder:
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        return Stage(modules, numbers, _Calling(pieces))
+        return _DecoderStage(modules, numbers, _Calling(pieces))
 
     def stages(self, num_stages: int, cut: Sequence[int] | None = None) -> list[Stage | Callable[[], Stage]]:
         """For `ps.Pipeline`: the stages of a model that is there, else for each a function that builds it.
@@ -192,14 +202,27 @@ class Decoder:
             )
 
 
+class _DecoderStage(Stage):
+    """Layers of a decoder."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _Calling) -> None:
+        super().__init__(modules, indices, calling)
+        self.__dict__["_pieces"] = calling.pieces
+
+    def shard_over(self, sharding: Sharding) -> None:
+        """Shards its layers in place."""
+        for piece in self.__dict__["_pieces"]:
+            piece.shard_over(sharding)
+
+
 class _Calling:
     """How a stage calls its modules: each layer once, where the first of its modules stands."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = list(pieces)
+        self.pieces = list(pieces)
 
     def __call__(self, module: nn.Module, value: Any) -> Any:
-        for piece in self._pieces:
+        for piece in self.pieces:
             if piece.first is module:
                 return piece(value)
         return value

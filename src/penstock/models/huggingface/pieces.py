@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, stand_in
+from penstock.models.huggingface.shards import Shards
+from penstock.runtime.sharded import Sharding
 
 Value = dict[str, Any]
 HIDDEN = "hidden_states"
@@ -25,9 +27,11 @@ class Piece(nn.Module):
 
     Attributes:
         modules_at: path in the model -> module, those with weights first.
+        shards: what of them may be sharded.
     """
 
     modules_at: dict[str, nn.Module]
+    shards: Shards | None = None
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -39,6 +43,11 @@ class Piece(nn.Module):
     def first(self) -> nn.Module:
         """The module that stands for the layer in a stage."""
         return next(iter(self.modules_at.values()))
+
+    def shard_over(self, sharding: Sharding) -> None:
+        """Shards its modules in place."""
+        if self.shards is not None:
+            self.shards.apply(self.modules_at, sharding)
 
 
 class EmbeddingPiece(Piece):

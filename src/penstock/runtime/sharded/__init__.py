@@ -12,12 +12,13 @@ tensors, equal on all ranks. (This cut is that of Shoeybi et al. 2019, arXiv 190
 from penstock.runtime.sharded.between import entered, largest, summed
 from penstock.runtime.sharded.modules import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
 from penstock.runtime.sharded.part import shard_of, span
-from penstock.runtime.sharded.sharding import Sharding
+from penstock.runtime.sharded.sharding import Shardable, Sharding
 
 __all__ = [
     "ColumnLinear",
     "OnShard",
     "RowLinear",
+    "Shardable",
     "Sharding",
     "VocabularyEmbedding",
     "VocabularyLinear",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.rng import mix, restored, seed_generators
 from penstock.runtime.sharded.between import entered
+from penstock.runtime.sharded.entering import enter_parameters
 from penstock.runtime.sharded.modules import (
     ColumnLinear,
     OnShard,
@@ -21,7 +23,14 @@ from penstock.runtime.sharded.modules import (
 )
 from penstock.runtime.sharded.part import shard_of
 
-__all__ = ["Sharding"]
+__all__ = ["Shardable", "Sharding"]
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """A module that knows how it is sharded."""
+
+    def shard_over(self, sharding: Sharding) -> None: ...
 
 
 class Sharding:
@@ -34,6 +43,13 @@ class Sharding:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._made: dict[int, tuple[Parameter, Parameter]] = {}
+        self._taken: set[nn.Module] = set()
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether a module has not been sharded yet: one that is called from several places comes more than once."""
+        new = module not in self._taken
+        self._taken.add(module)
+        return new
 
     def columns(self, linear: nn.Linear) -> None:
         """In a region: this rank keeps some of the output features."""
@@ -53,9 +69,18 @@ class Sharding:
         self.become(linear, VocabularyLinear)
 
     def embedding(self, embedding: nn.Embedding) -> None:
-        """This rank keeps the rows of some of the vocabulary."""
+        """This rank keeps the rows of some of the vocabulary. What a subclass does to them it goes on doing."""
         self.parameter(embedding, "weight", 0)
-        self.become(embedding, VocabularyEmbedding)
+        kind = type(embedding)
+        if kind is not nn.Embedding:
+            # Its `super().forward` is then ours.
+            self.become(embedding, type(f"Vocabulary{kind.__name__}", (kind, VocabularyEmbedding), {}))
+        else:
+            self.become(embedding, VocabularyEmbedding)
+
+    def whole(self, module: nn.Module) -> None:
+        """In a region: every rank keeps all the weights, and uses them on its own part of the work."""
+        enter_parameters(module, self.mesh)
 
     def region(self, module: nn.Module, last: nn.Module | None = None) -> None:
         """What goes into `module`, by its first argument or as `hidden_states`, enters a region.
@@ -85,6 +110,14 @@ class Sharding:
             # The whole one is kept until the stage is done, so that its id stays its own.
             self._made[id(whole)] = whole, shard_of(whole, self.mesh, dim)
         module._parameters[name] = self._made[id(whole)][1]
+
+    def require_complete(self, stage: nn.Module) -> None:
+        """Raises RuntimeFailure where a parameter was sharded for one of its modules, and is whole in another."""
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            if id(parameter) in self._made:
+                raise RuntimeFailure(
+                    f"{name} is also a parameter of another module, where it was sharded; shard both or none"
+                )
 
     def become(self, module: nn.Module, kind: type[OnShard]) -> None:
         """Turns a module, in place, into another with the same parameters."""
