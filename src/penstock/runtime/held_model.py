@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.copies import Copies, build_copies
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.fsdp import shard_fully
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
 from penstock.runtime.parameters import tied_gradients as catching
@@ -57,8 +59,13 @@ class HeldModel:
         self.device = device_of(copies.here.values(), device)
         for stage in copies.here.values():
             stage.to(self.device)
+        if mesh.has_parts:
+            shard_fully(copies.here.values(), mesh, placement)
         self.ties: list[Tie] = ties_of(sources, self.stages, tied, peers)
         require_tied_alike(self.ties, placement, peers)
+        if self.ties and mesh.has_parts:
+            names = ", ".join(self.ties[0].names.values())
+            raise RuntimeFailure(f'{names} are one parameter, of which sharding="fsdp" makes several; use "zero1"')
         self.tied = [catching(self.ties, copies.of(k)) for k in range(placement.num_pipelines)]
         self.parameters: list[Parameter] = copies.parameters()
         self.named = owned_parameters(self.stages, self.ties, lambda _: True)

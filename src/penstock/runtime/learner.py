@@ -34,7 +34,7 @@ class Learner:
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
-        zero, sharding: see `ps.Pipeline`.
+        zero: see `ps.Pipeline`.
     """
 
     def __init__(
@@ -45,13 +45,12 @@ class Learner:
         optimizer: GivenOptimizer,
         clip_norm: float | None,
         zero: bool,
-        sharding: str,
         timeout: float,
     ) -> None:
         self.clip_norm, self.num_updates = clip_norm, 0
         self._name, self._windows = schedule.name, schedule.windows
         self._model, self._mesh, self._zero = model, mesh, zero
-        self.replicas = replicas_of(model, mesh, schedule, sharding, timeout)
+        self.replicas = replicas_of(model, mesh, schedule, timeout)
         self.replicas.share_all()
         self.updating = Updating(schedule, model.copies, zero) if schedule.updates is not None else None
         self.optimizer = self._make_optimizer(optimizer)
@@ -91,6 +90,7 @@ class Learner:
     def end(self) -> None:
         """The step is over, however it went."""
         self._model.end()
+        self.replicas.rest()
 
     def count_updates(self, update: bool) -> None:
         """Takes note of those that ran as ops."""

@@ -35,12 +35,16 @@ class Mesh:
     Attributes:
         pipeline, replicas, everyone: see above; peers of one where there are no others.
         shards: a one-dimensional device mesh; None where every stage is whole.
+        replica_mesh: that of the replicas; None where there is one.
+        sharding: what replicas keep in parts, one of SHARDINGS.
     """
 
     pipeline: Peers
     replicas: Peers
     everyone: Peers
     shards: Any = None
+    replica_mesh: Any = None
+    sharding: str = SHARDINGS[0]
 
     @property
     def num_replicas(self) -> int:
@@ -50,6 +54,11 @@ class Mesh:
     def replica(self) -> int:
         """Which replica of the pipeline this process belongs to."""
         return self.replicas.here[0]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each replica keeps a part of every parameter."""
+        return self.sharding == "fsdp" and self.num_replicas > 1
 
     @property
     def shard(self) -> int:
@@ -66,7 +75,7 @@ class Mesh:
         return self.num_replicas == self.num_shards == 1
 
 
-def read_mesh(mesh: Any, num_ranks: int, timeout: float) -> Mesh:
+def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDINGS[0]) -> Mesh:
     """The place of this process.
 
     Args:
@@ -74,10 +83,14 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float) -> Mesh:
             one-dimensional device mesh for a pipeline alone; or None: all of torch.distributed is the pipeline, or
             all ranks are in this process.
         num_ranks: of the schedule.
+        sharding: see `Mesh`.
 
     Raises:
-        RuntimeFailure: dimensions of other names, or a pipeline of another size than the schedule's.
+        RuntimeFailure: dimensions of other names, a pipeline of another size than the schedule's, or an unknown
+            sharding.
     """
+    if sharding not in SHARDINGS:
+        raise RuntimeFailure(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}")
     names: tuple[str, ...] = getattr(mesh, "mesh_dim_names", None) or ()
     if not set(names) & {PIPELINE, REPLICAS, SHARDS}:
         if getattr(mesh, "ndim", 1) > 1:
@@ -95,12 +108,14 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float) -> Mesh:
     else:
         pipeline = LocalPeers(num_ranks)  # one process runs the whole pipeline
     replicas: Peers = LocalPeers(1)
-    if sizes.get(REPLICAS, 1) > 1:
-        replicas = GroupPeers(mesh.get_group(REPLICAS), timeout)
+    replica_mesh = mesh[REPLICAS] if sizes.get(REPLICAS, 1) > 1 else None
+    if replica_mesh is not None:
+        replicas = GroupPeers(replica_mesh.get_group(), timeout)
     shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
     if shards is None and isinstance(replicas, LocalPeers):
         return Mesh(pipeline, replicas, pipeline)
-    return Mesh(pipeline, replicas, GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout), shards)
+    everyone = GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout)
+    return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding)
 
 
 def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
@@ -113,10 +128,8 @@ def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
-def require_meshable(mesh: Mesh, schedule: Schedule, dispatch: Dispatch, steered: bool, sharding: str) -> None:
+def require_meshable(mesh: Mesh, schedule: Schedule, dispatch: Dispatch, steered: bool) -> None:
     """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
-    if sharding not in SHARDINGS:
-        raise RuntimeFailure(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}")
     if schedule.placement.shared and dispatch is Dispatch.DYNAMIC:
         raise RuntimeFailure(
             f"{schedule.name} has stages that several ranks run together, each of which would take decisions of its "

@@ -19,6 +19,7 @@ from penstock.dispatch import Dispatch
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.handing_over import hand_over
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import is_plain
 from penstock.runtime.learner import GivenOptimizer, Learner
@@ -146,7 +147,7 @@ class Pipeline:
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
-        self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout)
+        self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout, sharding)
         self._peers = place.pipeline
         require_runnable(schedule)
         require_steerable(schedule, steering)
@@ -171,7 +172,7 @@ class Pipeline:
         check_once(schedule, place.everyone)
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known)
-        require_meshable(place, schedule, chosen, steering is not None, sharding)
+        require_meshable(place, schedule, chosen, steering is not None)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
         reducing = reductions_of(schedule, lambda stage: self._learner.replicas.start(stage))
@@ -180,7 +181,7 @@ class Pipeline:
         self._notices: list[str] = []
         self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
         require_untied(schedule, held.ties)
-        self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, sharding, timeout)
+        self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, timeout)
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         updating, here = self._learner.updating, self._peers.here
@@ -410,6 +411,7 @@ class Pipeline:
         batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._part)
         with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
+        self._learner.replicas.rest()
         return batch
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
@@ -453,6 +455,20 @@ class Pipeline:
         self._num_steps, self._learner.num_updates = counters["num_steps"], counters["num_updates"]
         self._seed = counters["seed"]
         return meta
+
+    def hand_over(self, then: Pipeline) -> int:
+        """Lets another pipeline of the same model go on where this one is: it gets all that training has made.
+
+        It may run another schedule, over the same processes in other places; every process must call this. Each fetches
+        only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure where they
+        are not of one model, or updates are ops.
+        """
+        self._learner.require_whole()
+        if self._learner.updating is not None or then._learner.updating is not None:
+            raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
+        fetched = hand_over(self._learner.state(), then._learner.state(), self._mesh.everyone)
+        then._num_steps, then._learner.num_updates, then._seed = self._num_steps, self.num_updates, self._seed
+        return fetched
 
     @property
     def _part(self) -> tuple[int, int]:

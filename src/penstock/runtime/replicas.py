@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.copies import Copy
+from penstock.runtime.fsdp import Parts
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
@@ -128,6 +129,9 @@ class Replicas:
             work = dist.reduce(bucket.flat, group=group, group_dst=owner, async_op=True)
         self._under_way.append((bucket, work, owner))
 
+    def rest(self) -> None:
+        """The step is over: everything is whole here."""
+
     # Values.
 
     def share_parameters(self) -> None:
@@ -181,7 +185,7 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
 
 def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
     """The schedule with REDUCE ops, where there are replicas to reduce over."""
-    return schedule if mesh.num_replicas == 1 else add_reductions(schedule)
+    return schedule if mesh.num_replicas == 1 or mesh.has_parts else add_reductions(schedule)
 
 
 def reductions_of(schedule: Schedule, start: Callable[[int], None]) -> dict[str, OpFunction]:
@@ -190,12 +194,14 @@ def reductions_of(schedule: Schedule, start: Callable[[int], None]) -> dict[str,
     return {REDUCE: lambda call: start(call.stage)} if added else {}
 
 
-def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, sharding: str, timeout: float) -> Replicas | Alone:
+def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float) -> Replicas | Parts | Alone:
     """What there is of other replicas. `schedule` has its REDUCE ops."""
     if not isinstance(mesh.replicas, GroupPeers):
         return Alone()
+    if mesh.has_parts:
+        return Parts(model.every_stage(), mesh.replica)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
-    return Replicas(model, mesh.replicas, order, sharding == "zero1", timeout)
+    return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
 
 
 class Alone:
@@ -206,6 +212,8 @@ class Alone:
     def start(self, stage: int) -> None: ...
 
     def finish(self) -> None: ...
+
+    def rest(self) -> None: ...
 
     def share_parameters(self) -> None: ...
 

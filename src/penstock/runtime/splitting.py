@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.runtime.copies import Copy
+from penstock.runtime.fsdp import is_fully_sharded
 from penstock.runtime.running import Running
 from penstock.runtime.split import prepare, unprepare
 from penstock.runtime.stage_runner import StageRunner
@@ -18,6 +19,10 @@ def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[
         if not running.splits(index):
             unprepare(runner.stage)
             runner.may_split(False)
+            continue
+        if is_fully_sharded(runner.stage):
+            runner.may_split(False)
+            notices.append(f"stage {index}: FSDP2 takes gradients from whole backwards alone")
             continue
         report = prepare(runner.stage)
         runner.may_split(report.can_split)

@@ -31,6 +31,11 @@ class Stage(nn.Module):
         self._layers = tuple(layers.values())
         self._indices = tuple(indices)
 
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """In the order in which they run."""
+        return self._layers
+
     def _place(self, name: str, layer: nn.Module) -> None:
         """Registers a layer so that its dotted name is its path."""
         *folders, last = name.split(".")

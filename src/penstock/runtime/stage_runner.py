@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.entry import Entry
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.fsdp import is_fully_sharded, sum_after_this
 from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches, Signature
 from penstock.runtime.replay import BufferHistory, copy_of, keeping_nothing
@@ -55,7 +56,7 @@ class StepSettings:
         seed: of this step; None where nothing random may run.
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: those whose forward is run again (R) before their backward.
-        counts: of each stage the number of microbatches; not needed where this is the only replica.
+        counts: of each stage the number of microbatches; not needed for forwards alone.
     """
 
     microbatches: Microbatches
@@ -111,6 +112,7 @@ class StageRunner:
         self._defers = False
         self._settings: StepSettings | None = None
         self._first = 0
+        self._fully_sharded = is_fully_sharded(stage)
 
     def may_split(self, can_split: bool) -> None:
         """Says, between two steps, whether I and W can run apart from now on."""
@@ -260,6 +262,8 @@ class StageRunner:
             also: tensors of the graph, and gradients that they have from elsewhere.
         """
         held = self._held[m]
+        if self._fully_sharded:
+            sum_after_this(self.stage, m == self.settings.counts[self.index] - 1)
         pairs: list[tuple[Tensor, Tensor | None]]
         if received is None:
             pairs = [(output, None) for output in held.outputs]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.runtime.copies import Copies
+from penstock.runtime.shards import local
 from penstock.runtime.updating import Updating
 
 
@@ -41,4 +42,4 @@ def bytes_of(copies: Copies, updating: Updating | None, optimizer: Optimizer | N
 
 def _size(tensors: Iterable[Tensor]) -> int:
     """Bytes, a tensor that is there twice counted once."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+    return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
