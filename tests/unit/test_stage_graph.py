@@ -162,13 +162,6 @@ def test_stages_with_microbatches_of_other_sizes() -> None:
     assert ps.parse(str(schedule)) == schedule
 
 
-def test_the_runtime_says_what_it_does_not_run() -> None:
-    import torch
-
-    with pytest.raises(Exception, match=r"share|branch|registered"):
-        ps.Pipeline([torch.nn.Linear(2, 2)] * 3, shared(), loss_fn=torch.nn.functional.mse_loss)
-
-
 def test_the_network_has_one_node_for_what_ranks_run_together_whoever_is_named_first() -> None:
     from penstock.passes.network import network
 

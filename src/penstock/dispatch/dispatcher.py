@@ -36,9 +36,9 @@ class Dispatcher:
         self._next_frozen = list(graph.first[:-1])
         self._head = list(graph.queue_first[:-1])
         self._memory_change = memory_change
-        self._held = [0.0] * graph.num_ranks
-        self._cap = [cap] * graph.num_ranks
-        self._warmup_left = [0] * graph.num_ranks
+        self._held = [0.0] * graph.num_rows
+        self._cap = [cap] * graph.num_rows
+        self._warmup_left = [0] * graph.num_rows
         self._left = graph.first[rank + 1] - graph.first[rank]
 
     @property

@@ -1,7 +1,8 @@
 """A schedule lowered to plain arrays, the form the decision core works on.
 
-Ops are numbered rank by rank in the order of the schedule, so rank r owns ops `first[r]` to
-`first[r + 1] - 1` and the number of an op is also its place in the frozen order.
+Ops are numbered row by row in the order of the schedule, so row r owns ops `first[r]` to `first[r + 1] - 1` and the
+number of an op is also its place in the frozen order. Rows are ranks. Where ops are asynchronous a stream for each
+rank follows, which the core takes for one more rank (see `schedule.streams`).
 
     schedule   rank 0 | F0 F1 B0 B1        rank 1 | F0 B0 F1 B1
     op               0  1  2  3                     4  5  6  7
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
+from penstock.schedule.streams import launches, rows_of
 from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import one_message_a_rank
 
@@ -36,8 +38,8 @@ class Graph:
     Attributes:
         ops: op number -> Op. An op that several ranks run together has a number on each of them.
         number: Op -> its number; on the first of the ranks that run it together where it has several.
-        rank: op -> its rank.
-        first: rank -> its first op; one entry more than ranks.
+        rank: op -> its row: its rank, or `num_ranks` + its rank where it is on that rank's stream.
+        first: row -> its first op; one entry more than rows.
         num_needed: op -> how many edges lead to it.
         edge_first, edge_to: the edges from op o are `edge_to[edge_first[o]:edge_first[o + 1]]`.
         queue_first, queue_rank_first: queue q (one stage, one priority class of one rank) holds
@@ -46,6 +48,7 @@ class Graph:
         queue_of, priority: op -> its queue, op -> its priority class.
         gang: op -> which ops several ranks run together it belongs to, ALONE for the others.
         gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
+        num_ranks: how many rows are ranks.
     """
 
     ops: list[Op]
@@ -63,14 +66,24 @@ class Graph:
     gang: list[int]
     gang_first: list[int]
     gang_ops: list[int]
+    num_ranks: int
 
     @property
     def num_ops(self) -> int:
         return len(self.ops)
 
     @property
-    def num_ranks(self) -> int:
+    def num_rows(self) -> int:
         return len(self.first) - 1
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether there are streams besides the ranks."""
+        return self.num_rows > self.num_ranks
+
+    def host(self, op: int) -> int:
+        """The rank of an op, be it on its stream."""
+        return self.rank[op] % self.num_ranks
 
 
 def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
@@ -82,8 +95,9 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     Raises:
         ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.
     """
-    ops = [op for row in schedule.order for op in row]
-    rank = [r for r, row in enumerate(schedule.order) for _ in row]
+    rows = rows_of(schedule)
+    ops = [op for row in rows for op in row]
+    rank = [r for r, row in enumerate(rows) for _ in row]
     together = ranks_together(schedule)
     number = {op: index for index, op in enumerate(ops)}
     numbers: dict[Op, list[int]] = {}
@@ -93,30 +107,38 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
                 numbers.setdefault(op, []).append(index)
         number |= {op: found[0] for op, found in numbers.items()}
     first = [0]
-    for row in schedule.order:
+    for row in rows:
         first.append(first[-1] + len(row))
 
     successors: list[list[int]] = [[] for _ in ops]
     num_needed = [0] * len(ops)
     _check_known(schedule, ops, number, together)
     for op, found in numbers.items():
-        sender = schedule.hosts(op)[0]
+        sender = schedule.hosts(op)[0] + (schedule.num_ranks if op[:2] in schedule.asynchronous else 0)
         number[op] = next((n for n in found if rank[n] == sender), found[0])
     edges = _needed(schedule, number, rank)
     _check_closed(number, edges)
+    num_ranks, apart = schedule.num_ranks, schedule.asynchronous
     for producer, consumer in [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]:
-        for target in numbers.get(consumer, (number[consumer],)):
+        targets = numbers.get(consumer, (number[consumer],))
+        for target in targets:
             # What several ranks made together is at hand on each of them; the first sends it to others.
-            source = next((n for n in numbers.get(producer, ()) if rank[n] == rank[target]), number[producer])
+            sources = (n for n in numbers.get(producer, ()) if (rank[n] - rank[target]) % num_ranks == 0)
+            source = next(sources, number[producer])
+            if consumer[:2] in apart and _begins_together(rank, num_ranks, source, target, targets):
+                continue
             successors[source].append(target)
             num_needed[target] += 1
+    for source, target in _launches(schedule, number, numbers, rank):
+        successors[source].append(target)
+        num_needed[target] += 1
     edge_first = [0]
-    for targets in successors:
-        edge_first.append(edge_first[-1] + len(targets))
+    for edges_from in successors:
+        edge_first.append(edge_first[-1] + len(edges_from))
 
     queue_rank_first, queue_first, queue_ops = [0], [0], []
     queue_of = [0] * len(ops)
-    for r in range(schedule.num_ranks):
+    for r in range(len(rows)):
         members: dict[tuple[int, int, str], list[int]] = {}
         for o in range(first[r], first[r + 1]):
             kind = ops[o].kind
@@ -134,14 +156,34 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         first=first,
         num_needed=num_needed,
         edge_first=edge_first,
-        edge_to=[t for targets in successors for t in targets],
+        edge_to=[t for edges_from in successors for t in edges_from],
         queue_rank_first=queue_rank_first,
         queue_first=queue_first,
         queue_ops=queue_ops,
         queue_of=queue_of,
         priority=[PRIORITY.get(op.kind, 0) for op in ops],
         **_gangs(len(ops), list(numbers.values())),
+        num_ranks=num_ranks,
     )
+
+
+def _begins_together(rank: list[int], num_ranks: int, source: int, target: int, targets: Sequence[int]) -> bool:
+    """Whether an asynchronous op of several ranks needs no word of `source` on the rank of `target`: that lies on
+    another of its ranks, which does not begin without it, and they begin together."""
+    at = rank[source] % num_ranks
+    return at != rank[target] % num_ranks and any(rank[t] % num_ranks == at for t in targets)
+
+
+def _launches(
+    schedule: Schedule, number: dict[Op, int], numbers: dict[Op, list[int]], rank: list[int]
+) -> list[tuple[int, int]]:
+    """Edges to asynchronous ops from what their rank runs before it comes to them."""
+    num_ranks = schedule.num_ranks
+
+    def at(op: Op, host: int) -> int:
+        return next((n for n in numbers.get(op, ()) if rank[n] % num_ranks == host), number[op])
+
+    return [(at(before, host), at(op, host)) for before, op, host in launches(schedule)]
 
 
 def _needed(schedule: Schedule, number: dict[Op, int], rank: list[int]) -> list[tuple[Op, Op]]:

@@ -32,6 +32,7 @@ from penstock.dispatch.tables import (
     Tables,
 )
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
+from penstock.schedule.streams import joined
 
 CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
 
@@ -44,6 +45,8 @@ class QueueGraph:
         labels: (pipeline, kind, stage) of each queue.
         microbatches: of each pipeline, its microbatches in order; the k-th op of a queue is of the k-th.
         tables: as lists, with no rules yet: backward first, queues of a class in stage order, no caps.
+        num_ranks: ranks. Where ops are asynchronous the tables have as many streams after them, each of which is to
+            them one more rank (see `schedule.streams`).
     """
 
     placement: Placement
@@ -52,9 +55,11 @@ class QueueGraph:
     labels: tuple[tuple[int, str, int], ...]
     microbatches: tuple[tuple[int, ...], ...]
     tables: Tables
+    num_ranks: int
 
     @property
-    def num_ranks(self) -> int:
+    def num_rows(self) -> int:
+        """Ranks and streams."""
         return len(self.tables.ranks)
 
     @property
@@ -67,7 +72,7 @@ class QueueGraph:
         return self.tables.num_ops
 
     def hosts(self, queue: int) -> list[int]:
-        """The ranks that run a queue's ops."""
+        """The ranks that run a queue's ops, or their streams."""
         record = self.tables.queues[queue]
         return self.tables.hosts[record.host_first : record.host_last]
 
@@ -78,8 +83,8 @@ class QueueGraph:
         return Op(kind, stage, self.microbatches[pipeline][index] if plain else index)
 
     def schedule(self, name: str, rows: Sequence[Sequence[int]], memory_limit: float | None = None) -> Schedule:
-        """The schedule whose ranks run the rows of queue numbers."""
-        order = []
+        """The schedule whose ranks, and streams, run the rows of queue numbers."""
+        order: list[tuple[Op, ...]] = []
         graph = self.stage_graph
         own_counts = bool(graph and graph.num_microbatches)
         for row in rows:
@@ -92,7 +97,10 @@ class QueueGraph:
                 by_pipeline = not own_counts and kind in CLASS_OF
                 ops.append(Op(kind, stage, self.microbatches[pipeline][index] if by_pipeline else index))
             order.append(tuple(ops))
-        return Schedule(name, self.placement, tuple(order), self.microbatch_pipeline, memory_limit, graph)
+        made = tuple(order)
+        if graph is not None and len(order) > self.num_ranks:
+            made = joined(graph, order[: self.num_ranks], order[self.num_ranks :])
+        return Schedule(name, self.placement, made, self.microbatch_pipeline, memory_limit, graph)
 
 
 def queue_graph(
@@ -145,12 +153,18 @@ def queue_graph(
         labels.append((0, registered.kind, registered.stage))
         lengths.append(registered.num_ops)
         hosts.append(registered.ranks or placement.hosts(0, registered.stage))
+    asynchronous = {(0, r.kind, r.stage) for r in graph.registered if r.asynchronous}
     for label, ranks in zip(labels, hosts, strict=True):
         if max(ranks) >= num_ranks:
             raise ScheduleError(
                 f"stage {label[2]} is placed on rank {max(ranks)}, but there are {num_ranks} ranks", rule="placement"
             )
 
+    num_rows = 2 * num_ranks if asynchronous else num_ranks
+    rows = [
+        tuple(rank + num_ranks for rank in ranks) if label in asynchronous else ranks
+        for label, ranks in zip(labels, hosts, strict=True)
+    ]
     number = {label: q for q, label in enumerate(labels)}
     needs = [_needs(label, graph, number, lengths) for label in labels]
     classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
@@ -160,8 +174,8 @@ def queue_graph(
         if kind == "B":
             count[q] = -1.0
     release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
-    own: list[list[int]] = [[] for _ in range(num_ranks)]
-    for q, ranks in enumerate(hosts):
+    own: list[list[int]] = [[] for _ in range(num_rows)]
+    for q, ranks in enumerate(rows):
         for rank in ranks:
             own[rank].append(q)
     of_stage = _depths(graph)
@@ -174,8 +188,8 @@ def queue_graph(
         for p, _, _ in found:
             unlocks[p].append(q)
     starts = {
-        name: _running_total([len(row) for row in rows])
-        for name, rows in (("host", hosts), ("need", needs), ("unlock", unlocks), ("own", own))
+        name: _running_total([len(row) for row in each])
+        for name, each in (("host", rows), ("need", needs), ("unlock", unlocks), ("own", own))
     }
     first_op = _running_total(lengths)
     slot_rows = [[q for q in row if classes[q] == kind] for row in own for kind in range(NUM_CLASSES)]
@@ -202,12 +216,12 @@ def queue_graph(
             )
             for q, label in enumerate(labels)
         ],
-        ranks=[RankRecord(starts["own"][r], starts["own"][r + 1]) for r in range(num_ranks)],
+        ranks=[RankRecord(starts["own"][r], starts["own"][r + 1]) for r in range(num_rows)],
         slots=[SlotRecord(slot_first[s], slot_first[s + 1]) for s in range(len(slot_rows))],
         slot_queues=_flat(slot_rows),
-        hosts=_flat(hosts),
+        hosts=_flat(rows),
         needs=[
-            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q]))
+            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous))
             for q, found in enumerate(needs)
             for p, before, after in found
         ],
@@ -215,7 +229,13 @@ def queue_graph(
         own=_flat(own),
     )
     return QueueGraph(
-        placement, stage_graph, tuple(microbatch_pipeline), tuple(labels), tuple(map(tuple, mine)), tables
+        placement,
+        stage_graph,
+        tuple(microbatch_pipeline),
+        tuple(labels),
+        tuple(map(tuple, mine)),
+        tables,
+        num_ranks,
     )
 
 
@@ -250,8 +270,12 @@ def _needs(
     return found
 
 
-def _delay(links: Links, source: tuple[int, ...], target: tuple[int, ...]) -> float:
-    """Until all ranks of `target` have what `source` made: each has it already, or the first of `source` sends."""
+def _delay(links: Links, source: tuple[int, ...], target: tuple[int, ...], asynchronous: bool) -> float:
+    """Until all ranks of `target` have what `source` made: each has it already, or the first of `source` sends. Ranks
+    begin an asynchronous op together, without word of what one of them made.
+    """
+    if asynchronous and source[0] in target:
+        return 0.0
     return max(0.0 if rank in source else links.delay(source[0], rank) for rank in target)
 
 

@@ -17,6 +17,10 @@ Version 3 adds, only where a schedule has its updates as ops, what they gather a
 Version 4 adds, only where it is not "none", the rule by which ops read weights:
 
  "updates": {"window": 8, "max_mismatch": 1, "rule": "pipedream-2bw"}
+
+Version 5 tells of registered ops that are asynchronous, only where some are, by one more entry of each:
+
+ "registered": [["GATHER", 1, 2, [0, 1], true]]
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from penstock.schedule import (
     parse_op,
 )
 
-FORMAT, VERSION = "penstock-schedule", 4
+FORMAT, VERSION = "penstock-schedule", 5
 MAX_FLOAT = sys.float_info.max
 
 
@@ -61,7 +65,10 @@ def to_json(schedule: Schedule) -> str:
         value["stage_graph"] = {
             "edges": graph.edges,
             "num_microbatches": graph.num_microbatches,
-            "registered": [[r.kind, r.stage, r.num_ops, r.ranks] for r in graph.registered],
+            "registered": [
+                [r.kind, r.stage, r.num_ops, r.ranks, *([r.asynchronous] if schedule.asynchronous else [])]
+                for r in graph.registered
+            ],
             "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
         }
     if (updates := schedule.updates) is not None:
@@ -73,6 +80,8 @@ def to_json(schedule: Schedule) -> str:
 
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
+    if schedule.asynchronous:
+        return 5
     if schedule.updates is not None:
         return 3 if schedule.updates.rule == NEWEST else 4
     return 2 if schedule.stage_graph is not None or schedule.placement.shared else 1
@@ -120,7 +129,7 @@ def from_json(text: str) -> Schedule:
         order,
         tuple(pipeline_of),
         None if limit is None else float(limit),
-        _stage_graph(value, len(placement[0]) if placement else 0),
+        _stage_graph(value, len(placement[0]) if placement else 0, version),
         _updates(value, version),
     )
 
@@ -149,16 +158,20 @@ def _shared(value: dict[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((stage, tuple(ranks)) for stage, ranks in entries)
 
 
-def _stage_graph(value: dict[str, Any], num_stages: int) -> StageGraph | None:
+def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageGraph | None:
     graph = value.get("stage_graph")
     if graph is None:
         return None
+    entry = (_is_str, _is_int, _is_int, lambda ranks: _is_list(ranks, _is_int))
     shape = {
         "edges": (lambda e: _is_row(e, (_is_int, _is_int)), "pairs of stages"),
         "num_microbatches": (_is_int, "counts, one a stage, or none"),
         "registered": (
-            lambda r: _is_row(r, (_is_str, _is_int, _is_int, lambda ranks: _is_list(ranks, _is_int))),
-            "lists of a kind, its stage, its number of ops and its ranks",
+            lambda r: (
+                _is_row(r, entry) or (version > 4 and _is_row(r, (*entry, lambda flag: isinstance(flag, bool))))
+            ),
+            "lists of a kind, its stage, its number of ops and its ranks"
+            + (", and whether it is asynchronous" if version > 4 else ""),
         ),
         "needs": (
             lambda n: _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_int, _is_int)),
@@ -173,7 +186,10 @@ def _stage_graph(value: dict[str, Any], num_stages: int) -> StageGraph | None:
         num_stages,
         tuple((a, b) for a, b in graph["edges"]),
         tuple(graph["num_microbatches"]),
-        tuple(Registered(kind, stage, num, tuple(ranks)) for kind, stage, num, ranks in graph["registered"]),
+        tuple(
+            Registered(kind, stage, num, tuple(ranks), *flag)
+            for kind, stage, num, ranks, *flag in graph["registered"]
+        ),
         tuple(Needs((k, s), (k2, s2), a, b) for k, s, k2, s2, a, b in graph["needs"]),
     )
 

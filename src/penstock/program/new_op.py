@@ -31,6 +31,8 @@ class NewOp:
         num_ops: how many there are; counted from `after` or `before` where not given.
         time: milliseconds; memory: held from its start if above 0, freed at its end if below.
         last: run it when nothing else can run, instead of before everything else.
+        asynchronous: its ranks start it as soon as it may begin and go on computing; it runs beside them, the
+            asynchronous ops of a rank one after the other, and what needs it waits for its end.
         run: what the runtime calls; the simulator and check have no need of it.
     """
 
@@ -44,6 +46,7 @@ class NewOp:
     memory: float = 0.0
     last: bool = False
     run: Callable[..., Any] | None = None
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if not self.after and not self.before and self.num_ops is None:
@@ -62,6 +65,12 @@ class NewOp:
             raise ScheduleError(
                 f"op kind {self.kind} takes {self.time} ms and {self.memory} of memory: give finite numbers, "
                 "milliseconds of at least 0",
+                rule="kind",
+            )
+        if self.asynchronous and (self.memory or self.last):
+            raise ScheduleError(
+                f"op kind {self.kind} is asynchronous and has memory={self.memory:g}, last={self.last}: it holds no "
+                "memory of its own, and starts as soon as it may; leave both out",
                 rule="kind",
             )
 

@@ -217,7 +217,7 @@ class Program:
             stage = self.stage(op.stage)
             num_ops = self._count(op, graph, registered)
             hosts = tuple(dict.fromkeys(rank for at in op.on for rank in self.placement.hosts(0, self.stage(at))))
-            registered.append(Registered(op.kind, stage, num_ops, hosts))
+            registered.append(Registered(op.kind, stage, num_ops, hosts, op.asynchronous))
             needs += [Needs((kind, self.stage(at)), (op.kind, stage), n, 1) for (kind, at), n in op.after.items()]
             needs += [Needs((op.kind, stage), (kind, self.stage(at)), 1, n) for (kind, at), n in op.before.items()]
         return replace(graph, registered=tuple(registered), needs=tuple(needs))
@@ -301,7 +301,7 @@ class Program:
     def tables(self, graph: QueueGraph) -> Tables:
         """The graph's tables with the rules filled in. Raises ScheduleError for limits that nothing can meet."""
         tables = graph.tables.copy()
-        for rank, record in enumerate(tables.ranks):
+        for rank, record in enumerate(tables.ranks[: self.num_ranks]):  # streams take what is ready
             rules = self.rules_of(rank)
             record.mode = KINDS[rules.kinds]
             record.strict = int(rules.strict)

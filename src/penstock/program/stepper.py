@@ -73,7 +73,7 @@ class Stepper:
         self.graph = program.queues()
         self._tables = program.tables(self.graph)
         self._number = {label: q for q, label in enumerate(self.graph.labels)}
-        self.rows: list[list[int]] = [[] for _ in range(program.num_ranks)]
+        self.rows: list[list[int]] = [[] for _ in range(self.graph.num_rows)]
         self._start_time = [0.0] * self.graph.num_ops
         self._num_started = 0
         self._moments: list[float] = []
@@ -119,7 +119,7 @@ class Stepper:
             step = self._explained(rank, time, q) if explain else None
             if q == NOTHING:
                 t.ranks[rank].wake = listing.next_wake(rank, time, t.queues, t.ranks, t.own)
-                if self.program.rules_of(rank).has_functions:
+                if rank < self.graph.num_ranks and self.program.rules_of(rank).has_functions:
                     self._asking.add(rank)
             else:
                 self._begin(q, time)
@@ -141,6 +141,8 @@ class Stepper:
 
     def _decide(self, rank: int, time: float) -> int:
         t = self._tables
+        if rank >= self.graph.num_ranks:  # a stream, which takes what is ready
+            return listing.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
         rules = self.program.rules_of(rank)
         if rules.has_functions:
             self._ask(rank, time)
@@ -244,10 +246,12 @@ class Stepper:
                 continue
             reason = "chosen" if q == chosen else self._reason(rank, time, q, standing, chosen)
             candidates.append(Candidate(self._op(q), standing == READY, reason))
-        return Step(time, rank, None if chosen == NOTHING else self._op(chosen), tuple(candidates))
+        return Step(
+            time, rank % self.graph.num_ranks, None if chosen == NOTHING else self._op(chosen), tuple(candidates)
+        )
 
     def _reason(self, rank: int, time: float, q: int, standing: int, chosen: int) -> str:
-        t, rules = self._tables, self.program.rules_of(rank)
+        t, rules = self._tables, self.program.rules_of(rank % self.graph.num_ranks)
         queue, record = t.queues[q], t.ranks[rank]
         if standing == WAITS:
             return self._wait(q)
@@ -296,7 +300,7 @@ class Stepper:
             need = t.needs[n]
             last = (queue.started // need.after + 1) * need.before - 1
             if last >= t.queues[need.queue].started:
-                hosts = self.graph.hosts(need.queue)
+                hosts = [rank % self.graph.num_ranks for rank in self.graph.hosts(need.queue)]
                 where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
                 return f"waits for {self.graph.op(need.queue, last)} on {where}"
         return "waits"
@@ -314,8 +318,8 @@ class Stepper:
                 if standing != DONE:
                     left.append(f"{self._op(q)} {self._reason(rank, time, q, standing, NOTHING)}")
             if left:
-                first = rank if first is None else first
-                lines.append(f"  rank {rank}: " + "; ".join(left))
+                first = rank % self.graph.num_ranks if first is None else first
+                lines.append(f"  rank {rank % self.graph.num_ranks}: " + "; ".join(left))
         return ScheduleError(
             f"after {self._num_started} of {self.graph.num_ops} ops no rank can go on (rule: deadlock); change the "
             "rules, warm-ups or limits that hold these back:\n" + "\n".join(lines),

@@ -45,6 +45,7 @@ from penstock.schedule.op import (
 )
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.spot import error_at, name_of, spot_of
+from penstock.schedule.streams import rows_of
 from penstock.schedule.untimed import UntimedRun, activations_added, peak_in_flight, run_untimed
 
 __all__ = ["check", "peak_in_flight", "run_untimed"]
@@ -278,28 +279,36 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
         rank = run.blocked[rank][1]
     cycle = path[path.index(rank) :] if rank in path else path
     lines = []
+    rows, num_ranks = rows_of(schedule), schedule.num_ranks
+
+    def place(row: int) -> tuple[int, int, str]:
+        """Rank and step of what a row waits at, and what to call who waits."""
+        at = run.steps[row] - (1 if run.blocked[row][2] else 0)
+        rank = row % num_ranks
+        return rank, schedule.order[rank].index(rows[row][at]), f"rank {rank}" + " (its stream)" * (row >= num_ranks)
+
     for waiting in cycle:
         op, peer, full = run.blocked[waiting]
-        step = run.steps[waiting] - (1 if full else 0)
+        _, step, name = place(waiting)
         if full:
             lines.append(
-                f"rank {waiting} at step {step} cannot send {name_of(op)}: "
-                f"its channel to rank {peer} holds {channel_depth}"
+                f"{name} at step {step} cannot send {name_of(op)}: its channel to rank {peer} holds {channel_depth}"
             )
         else:
+            peer %= num_ranks
             lines.append(
-                f"rank {waiting} at step {step} waits for {name_of(op)} from rank {peer}, "
+                f"{name} at step {step} waits for {name_of(op)} from rank {peer}, "
                 f"which runs it at step {_step_of(schedule.order[peer], op)}"
             )
-    first = cycle[0]
-    op, peer, full = run.blocked[first]
-    step = run.steps[first] - (1 if full else 0)
+    op, peer, full = run.blocked[cycle[0]]
+    first, step, _ = place(cycle[0])
     own = schedule.order[first][step]
     text = f"rank {first}, step {step}, {name_of(own)}: the ranks wait for one another (rule: deadlock)\n"
     text += "\n".join(f"  {line}" for line in lines)
     for waiting in cycle:
-        step_there = run.steps[waiting] - (1 if run.blocked[waiting][2] else 0)
-        text += "\n" + spot_of(schedule, waiting, step_there)
+        rank, step_there, _ = place(waiting)
+        text += "\n" + spot_of(schedule, rank, step_there)
+    peer %= num_ranks
     return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{name_of(op)} on rank {peer}")
 
 

@@ -105,6 +105,12 @@ class Schedule:
             return None
         return Windows(self.updates.window, self.num_microbatches, self.placement.num_pipelines)
 
+    @cached_property
+    def asynchronous(self) -> frozenset[tuple[str, int]]:
+        """The (kind, stage) of ops that a rank starts and goes on; see `streams`."""
+        registered = self.stage_graph.registered if self.stage_graph is not None else ()
+        return frozenset((r.kind, r.stage) for r in registered if r.asynchronous)
+
     def pipeline_of(self, op: Op) -> int:
         """The pipeline whose copy of the stage runs `op`; 0 for registered ops."""
         if op.kind == UPDATE and (windows := self.windows) is not None:

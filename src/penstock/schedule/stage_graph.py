@@ -62,12 +62,14 @@ class Registered:
     Attributes:
         kind: one upper-case letter, or at least three letters or `_`; none of the built-in kinds.
         ranks: the ranks that run it together; empty for those that host the stage.
+        asynchronous: a rank starts it and goes on; what needs it waits for its end. See `streams`.
     """
 
     kind: str
     stage: int
     num_ops: int
     ranks: tuple[int, ...] = ()
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.kind) or self.kind in BUILT_IN:

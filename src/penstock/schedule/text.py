@@ -36,7 +36,7 @@ _EDGES = re.compile(r"edges (?P<edges>none|[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[
 _COUNTS = re.compile(r"microbatches of stages (?P<counts>[0-9]{1,7}(?: [0-9]{1,7})*)")
 _KIND = re.compile(
     r"kind (?P<kind>[A-Z_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
-    r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?"
+    r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?(?P<asynchronous>, asynchronous)?"
 )
 _NEEDS = re.compile(
     r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z_]+) of stage (?P<from>[0-9]{1,7}) before "
@@ -158,7 +158,8 @@ def _graph_lines(graph: StageGraph | None) -> list[str]:
         lines.append(f"microbatches of stages {' '.join(map(str, graph.num_microbatches))}")
     for r in graph.registered:
         where = f", on ranks {' '.join(map(str, r.ranks))}" if r.ranks else ""
-        lines.append(f"kind {r.kind} of stage {r.stage}: {_plural(r.num_ops, 'op')}{where}")
+        how = ", asynchronous" if r.asynchronous else ""
+        lines.append(f"kind {r.kind} of stage {r.stage}: {_plural(r.num_ops, 'op')}{where}{how}")
     for n in graph.needs:
         lines.append(
             f"needs {n.num_before} {n.before[0]} of stage {n.before[1]} before {n.num_after} {n.after[0]} "
@@ -214,7 +215,13 @@ def parse(text: str) -> Schedule:
             counts = _numbers(match["counts"])
         elif match := _KIND.fullmatch(line):
             registered.append(
-                Registered(match["kind"], int(match["stage"]), int(match["ops"]), _numbers(match["ranks"]))
+                Registered(
+                    match["kind"],
+                    int(match["stage"]),
+                    int(match["ops"]),
+                    _numbers(match["ranks"]),
+                    match["asynchronous"] is not None,
+                )
             )
         elif match := _NEEDS.fullmatch(line):
             needs.append(

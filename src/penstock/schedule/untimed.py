@@ -15,15 +15,16 @@ from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, Op
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.streams import launches, rows_of
 from penstock.schedule.text import ranks_together
 
 
 @dataclass(frozen=True)
 class UntimedRun:
-    """Where a run without time ended: `steps[rank]` ops done, and what each unfinished rank waits for.
+    """Where a run without time ended: `steps[row]` ops done, and what each unfinished row waits for.
 
-    `blocked[rank]` is (op, peer rank, full): the op the rank waits for, or, where `full`, the op whose
-    message found its channel to the peer full.
+    Rows are the ranks and, where ops are asynchronous, their streams (`streams.rows_of`). `blocked[row]` is (op, peer
+    row, full): the op the row waits for, or, where `full`, the op whose message found its channel to the peer full.
     """
 
     steps: tuple[int, ...]
@@ -39,27 +40,37 @@ def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
 
 
 def _run_unbounded(schedule: Schedule) -> UntimedRun:
-    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    rows = rows_of(schedule)
+    rank_of_op = {op: r for r, row in enumerate(rows) for op in row}
     together = ranks_together(schedule)
+    if schedule.asynchronous:
+        streams = {op: tuple(r + schedule.num_ranks for r in ranks) for op, ranks in together.items()}
+        together |= {op: ranks for op, ranks in streams.items() if op[:2] in schedule.asynchronous}
+    reached: dict[Op, list[Op]] = {}
+    for before, op, _ in launches(schedule):
+        reached.setdefault(op, []).append(before)
     graph = schedule.graph
-    steps = [0] * schedule.num_ranks
+    steps = [0] * len(rows)
     done: set[Op] = set()
     waiting: dict[Op, list[int]] = {}
     blocked: dict[int, tuple[Op, int, bool]] = {}
-    ready = list(range(schedule.num_ranks))
+    ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
         blocked.pop(rank, None)
-        row = schedule.order[rank]
+        row = rows[rank]
         while steps[rank] < len(row):
             op = row[steps[rank]]
-            missing = [needed for needed in predecessors(op, graph, rank_of_op) if needed not in done]
+            needs = predecessors(op, graph, rank_of_op)
+            if op in reached:
+                needs = [*needs, *reached[op]]
+            missing = [needed for needed in needs if needed not in done]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 blocked[rank] = missing[0], rank_of_op.get(missing[0], rank), False
                 break
             if op in together:
-                late = next((r for r in together[op] if schedule.order[r][steps[r] : steps[r] + 1] != (op,)), None)
+                late = next((r for r in together[op] if rows[r][steps[r] : steps[r] + 1] != (op,)), None)
                 if late is not None:  # the last of its ranks to come takes the others along
                     blocked[rank] = op, late, False
                     break
@@ -78,10 +89,10 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
 def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
     graph = schedule.graph
-    if schedule.has_shared_ops:
+    if schedule.has_shared_ops or schedule.asynchronous:
         raise ScheduleError(
-            "channels of bounded depth are not defined for ops that several ranks run together; "
-            "leave channel_depth unset",
+            "channels of bounded depth are not defined for ops that several ranks run together, nor for asynchronous "
+            "ones; leave channel_depth unset",
             rule="deadlock",
         )
     needs = {op: predecessors(op, graph, rank_of_op) for op in rank_of_op}
@@ -148,7 +159,7 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
 
 def needed_channel_depth(schedule: Schedule) -> int:
     """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
-    if schedule.has_shared_ops:
+    if schedule.has_shared_ops or schedule.asynchronous:
         return max(peak_in_flight(schedule))
     if not run_untimed(schedule, 1).blocked:
         return 1

@@ -17,6 +17,7 @@ from penstock.dispatch.compiled import compiled
 from penstock.dispatch.queues import QueueGraph
 from penstock.dispatch.tables import Tables
 from penstock.schedule import Schedule
+from penstock.schedule.streams import rows_of as rows_of_ops
 from penstock.simulate import listing
 
 COMPILE_ABOVE = 20_000
@@ -49,13 +50,13 @@ class Listed:
         return self.num_started == self.graph.num_ops
 
     def copy_rows(self) -> list[list[int]]:
-        """Each rank's queue numbers in order, up to where it got."""
-        ranks = range(self.graph.num_ranks)
-        done = [0] * self.graph.num_ranks
+        """Each rank's queue numbers in order, up to where it got; then those of streams, where there are any."""
+        rows = range(self.graph.num_rows)
+        done = [0] * self.graph.num_rows
         for q, record in enumerate(self.tables.queues):
             for rank in self.graph.hosts(q):
                 done[rank] += int(record.started if hasattr(record, "started") else record["started"])
-        return [[int(q) for q in self.rows[self.row_first[r] : self.row_first[r] + done[r]]] for r in ranks]
+        return [[int(q) for q in self.rows[self.row_first[r] : self.row_first[r] + done[r]]] for r in rows]
 
     def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
         """The schedule that was made."""
@@ -71,7 +72,7 @@ class Lister:
 
     def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
         self.graph = graph
-        lengths = [0] * graph.num_ranks
+        lengths = [0] * graph.num_rows
         for q, record in enumerate(graph.tables.queues):
             for rank in graph.hosts(q):
                 lengths[rank] += record.length
@@ -86,7 +87,7 @@ class Lister:
         self._rows = self._numbers(self.row_first[-1], small=True)
         self._start_time = self._numbers(graph.num_ops, floats=True)
         self._row_first = self._as_numbers(self.row_first)
-        leaves = 1 << (graph.num_ranks - 1).bit_length()
+        leaves = 1 << (graph.num_rows - 1).bit_length()
         self._winners = self._numbers(2 * leaves)
 
     def list_by_rules(self, tables: Tables) -> Listed:
@@ -94,7 +95,7 @@ class Lister:
         run = self._ready(tables)
         started = self._loop.run(
             run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
-            self._start_time, self._rows, self._row_first, self._numbers(self.graph.num_ranks), self._winners,
+            self._start_time, self._rows, self._row_first, self._numbers(self.graph.num_rows), self._winners,
         )  # fmt: skip
         return self._listed(run, started, self._rows)
 
@@ -103,7 +104,7 @@ class Lister:
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = self._as_numbers([q for row in rows for q in row])
         run = self._ready(self._numpy_tables or self.graph.tables)
-        space = [self._numbers(self.graph.num_ranks) for _ in range(3)]
+        space = [self._numbers(self.graph.num_rows) for _ in range(3)]
         started = self._loop.time_rows(
             run.queues, run.ranks, run.hosts, run.needs, run.unlocks, self._start_time, rows, self._row_first, *space
         )
@@ -144,7 +145,7 @@ def rows_of(graph: QueueGraph, schedule: Schedule) -> list[list[int]]:
     number = {label: q for q, label in enumerate(graph.labels)}
     seen: dict[tuple[int, int], int] = {}
     rows = []
-    for rank, row in enumerate(schedule.order):
+    for rank, row in enumerate(rows_of_ops(schedule)):
         numbers = []
         for op in row:
             pipeline = schedule.microbatch_pipeline[op.microbatch] if len(graph.microbatches) > 1 else 0

@@ -42,6 +42,16 @@ class Order:
     def num_ranks(self) -> int:
         return self.graph.num_ranks
 
+    @property
+    def num_rows(self) -> int:
+        """Ranks, and streams where ops are asynchronous: what the engine takes for ranks."""
+        return self.graph.num_rows
+
+    def ends(self, link: int) -> tuple[int, int]:
+        """The two ranks of a link, which the engine numbers `source row * num_rows + target row`."""
+        source, target = divmod(link, self.num_rows)
+        return source % self.num_ranks, target % self.num_ranks
+
     @cached_property
     def peaks(self) -> list[float]:
         """Most activations each rank holds when it follows its frozen order; timing has no part in it."""
@@ -53,8 +63,8 @@ class Order:
 
     @cached_property
     def crossing(self) -> tuple[Array, Array, Array]:
-        """Edges between ranks, their source ops and their links (`source rank * num_ranks + target rank`)."""
+        """Edges between ranks, their source ops and their links (see `ends`)."""
         first, to, rank = self.ints["edge_first"], self.ints["edge_to"], self.ints["rank_of"]
         source = np.repeat(np.arange(self.num_ops), np.diff(first))
-        edges = np.flatnonzero(rank[source] != rank[to])
-        return edges, source[edges], rank[source[edges]] * self.num_ranks + rank[to[edges]]
+        edges = np.flatnonzero((rank[source] - rank[to]) % self.num_ranks)
+        return edges, source[edges], rank[source[edges]] * self.num_rows + rank[to[edges]]

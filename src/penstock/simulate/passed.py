@@ -26,7 +26,7 @@ class Passed:
 
 def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, links_at: float) -> Passed:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
-    num_ranks = order.num_ranks
+    num_rows = order.num_rows
     edges, sources, on = order.crossing
     arrays: dict[str, Array] = {
         "delay": np.zeros(1),
@@ -39,19 +39,19 @@ def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, li
     }
     used = np.unique(on).tolist()
     if isinstance(links, Links):
-        arrays["delay"] = np.zeros(num_ranks**2)
+        arrays["delay"] = np.zeros(num_rows**2)
         for link in used:
-            arrays["delay"][link] = links.delay(*divmod(link, num_ranks))
+            arrays["delay"][link] = links.delay(*order.ends(link))
         return Passed(False, 0.0, None, arrays)
-    if isinstance(links, Lines) or links_at or not _is_plain(links, used, num_ranks):
+    if isinstance(links, Lines) or links_at or not _is_plain(links, [order.ends(link) for link in used]):
         lines = links if isinstance(links, Lines) else Lines(links)
         return Passed(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
     late_first: list[int] = [0]
     late_from: list[float] = []
     late_ms: list[float] = []
-    each, rate = np.zeros(num_ranks**2), np.zeros(num_ranks**2)
-    conditions = {link: links.named(*divmod(link, num_ranks))[1] for link in used}
-    for link in range(num_ranks**2):
+    each, rate = np.zeros(num_rows**2), np.zeros(num_rows**2)
+    conditions = {link: links.named(*order.ends(link))[1] for link in used}
+    for link in range(num_rows**2):
         condition = conditions.get(link)
         if condition is not None:
             latency = condition.latency
@@ -71,16 +71,16 @@ def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, li
         "late_first": np.array(late_first, np.int64),
         "late_from": np.array(late_from or [0.0]),
         "late_ms": np.array(late_ms or [0.0]),
-        "line_free": np.zeros(num_ranks**2),
-        "line_last": np.zeros(num_ranks**2),
+        "line_free": np.zeros(num_rows**2),
+        "line_last": np.zeros(num_rows**2),
     }
     return Passed(True, links.base, None, arrays)
 
 
-def _is_plain(links: LinkConditions, used: Sequence[int], num_ranks: int) -> bool:
+def _is_plain(links: LinkConditions, used: Sequence[tuple[int, int]]) -> bool:
     """Whether nothing is drawn by lots, only latencies change over time, and no two directions share a queue."""
-    for link in used:
-        condition = links.named(*divmod(link, num_ranks))[1]
+    for ends in used:
+        condition = links.named(*ends)[1]
         if condition is None:
             continue
         fixed = [each for each in (condition.occupancy, condition.bandwidth) if each is not None]
@@ -104,6 +104,7 @@ def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
 def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[int, float], float]:
     """When the message of an edge, sent at some time, arrives."""
     sources = np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"])).tolist()
+    num_ranks = order.num_ranks
     targets, rank = order.ints["edge_to"].tolist(), order.ints["rank_of"].tolist()
 
     def arrival(edge: int, now: float) -> float:
@@ -111,7 +112,7 @@ def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[i
         sent = now + at
         # Rounded, or what a sum leaves over would part what happens at one moment, and turn ties.
         size = _size(order, costs, source, edge)
-        return now + round(lines.arrival(rank[source], rank[target], size, sent) - sent, 9)
+        return now + round(lines.arrival(rank[source] % num_ranks, rank[target] % num_ranks, size, sent) - sent, 9)
 
     return arrival
 
@@ -120,7 +121,8 @@ def depths(order: Order, transport: Transport) -> Array:
     """How many messages each link holds under way, by link; 0 for any number."""
     if not isinstance(transport, Blocking):
         return np.zeros(1, np.int64)
-    found = np.zeros(order.num_ranks**2, np.int64)
+    found = np.zeros(order.num_rows**2, np.int64)
     for link in np.unique(order.crossing[2]).tolist():
-        found[link] = transport.depth_of(*divmod(link, order.num_ranks))
+        if link < order.num_ranks * order.num_rows:  # what a stream sends holds nobody up
+            found[link] = transport.depth_of(*order.ends(link))
     return found

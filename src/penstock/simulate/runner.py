@@ -25,6 +25,7 @@ from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.dispatch.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.streams import rows_of, with_launches
 from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
 from penstock.simulate.memory import memory_changes
@@ -50,16 +51,17 @@ class Ran:
     @property
     def peaks(self) -> tuple[float, ...]:
         """Most activations each rank held."""
-        return tuple(map(float, self.arrays["peak"]))
+        return tuple(map(float, self.arrays["peak"][: self.order.num_ranks]))
 
     def executed(self) -> Schedule:
         """The schedule with each rank's ops in the order in which they ran."""
         first, turn = self.order.graph.first, np.asarray(self.arrays["turn"])
         rows = []
-        for rank, row in enumerate(self.order.schedule.order):
+        schedule = self.order.schedule
+        for rank, row in enumerate(rows_of(schedule)[: schedule.num_ranks]):
             places = np.argsort(turn[first[rank] : first[rank + 1]], kind="stable").tolist()
             rows.append(tuple([row[place] for place in places]))
-        return replace(self.order.schedule, order=tuple(rows))
+        return replace(schedule, order=with_launches(schedule, rows))
 
 
 class Runner:
@@ -110,7 +112,8 @@ class Runner:
         Raises:
             ScheduleError: the order deadlocks.
         """
-        num_ranks, num_ops = order.num_ranks, order.num_ops
+        num_rows, num_ops = order.num_rows, order.num_ops
+        streams = num_rows - order.num_ranks
         bounded = isinstance(transport, Blocking)
         through = passed(order, links, self.costs, links_at)
         use = self.compile
@@ -123,18 +126,18 @@ class Runner:
             "head": order.ints["queue_first"][:-1].copy(),
             "next_frozen": order.ints["first"][:-1].copy(),
             "gathered": np.zeros(max(1, len(order.ints["gang_first"]) - 1), np.int64),
-            "warmup_left": np.array(warmup if warmup is not None else [0] * num_ranks, np.int64),
+            "warmup_left": np.array([*(warmup or [0] * order.num_ranks), *[0] * streams], np.int64),
             "depth": depths(order, transport),
-            "in_transit": np.zeros(num_ranks**2, np.int64),
+            "in_transit": np.zeros(num_rows**2, np.int64),
             "duration": order.duration,
             "memory_change": order.change,
-            "cap": np.array(caps if caps is not None else [math.inf] * num_ranks, np.float64),
+            "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
             "arrival_time": np.zeros(len(order.ints["edge_to"])),
             **through.arrays,
             **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
-            **{name: np.zeros(num_ranks, np.int64) for name in ("state", "unsent")},
+            **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
-            **{name: np.zeros(num_ranks) for name in ("held", "peak")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak")},
         }
         loop: ModuleType = engine
         if use:
@@ -151,8 +154,8 @@ class Runner:
         )
         if ended < num_ops:
             stuck = next(o for o in range(num_ops) if not arrays["done"][o])
-            op = [op for row in order.schedule.order for op in row][stuck]
-            rank = int(order.ints["rank_of"][stuck])
+            op = [op for row in rows_of(order.schedule) for op in row][stuck]
+            rank = int(order.ints["rank_of"][stuck]) % order.num_ranks
             raise ScheduleError(
                 f"the run stops after {ended} of {num_ops} ops: rank {rank} never runs {op} "
                 f"(rule: deadlock); ps.check(schedule) shows why",
@@ -187,7 +190,7 @@ class Runner:
             np.array(memory_changes(graph, self.costs), np.float64),
         )
         mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}
-        if not graph.gang_ops and not mixed and schedule.updates is None:
+        if not graph.gang_ops and not graph.has_streams and not mixed and schedule.updates is None:
             self._templates = [made, *self._templates][: self.TEMPLATES]
         return made
 

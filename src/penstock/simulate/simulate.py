@@ -101,13 +101,13 @@ def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str
         for edge in range(graph.edge_first[source], graph.edge_first[source + 1]):
             target = graph.edge_to[edge]
             latest[target] = max(latest[target], (arrivals[edge], source))
-            if graph.rank[source] != graph.rank[target]:
+            if graph.host(source) != graph.host(target):
                 messages.append(
                     Message(
                         graph.ops[source],
                         graph.ops[target],
-                        graph.rank[source],
-                        graph.rank[target],
+                        graph.host(source),
+                        graph.host(target),
                         ends[source],
                         arrivals[edge],
                     )
@@ -122,4 +122,9 @@ def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str
                 cause = graph.ops[latest[o][1]]
             ops.append(TimedOp(rank, graph.ops[o], starts[o], ends[o], cause, max(waited, 0.0), free[o] - ends[o]))
             previous = free[o]
-    return Timeline(schedule, tuple(ops), tuple(messages), tuple(map(float, arrays["peak"])), "simulated", mode.value)
+        if graph.has_streams:
+            stream = graph.num_ranks + rank
+            apart = range(graph.first[stream], graph.first[stream + 1])
+            ops += [TimedOp(rank, graph.ops[o], starts[o], ends[o]) for o in sorted(apart, key=starts.__getitem__)]
+    peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
+    return Timeline(schedule, tuple(ops), tuple(messages), peaks, "simulated", mode.value)

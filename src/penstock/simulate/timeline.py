@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.schedule import Op, Schedule
+from penstock.schedule.streams import with_launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Timeline:
 
     Attributes:
         schedule: the schedule that ran.
-        ops: every op, by rank and then by start.
+        ops: every op, by rank and then by start; the asynchronous ones of a rank after its others.
         messages: what travelled between ranks.
         peak_activations: most activations each rank held, in the units of the costs (activation units or bytes).
         source: "simulated" or "measured".
@@ -84,7 +85,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Milliseconds each rank spends in ops."""
+        """Milliseconds each rank spends in ops; asynchronous ones cost it none."""
         return tuple(sum(t.end - t.start for t in row) for row in self.rows)
 
     @cached_property
@@ -96,13 +97,24 @@ class Timeline:
 
     @cached_property
     def rows(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The ops of each rank."""
+        """The ops that each rank ran itself, one after the other."""
+        return self._split[0]
+
+    @cached_property
+    def streams(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """The asynchronous ops of each rank, which took their time beside the others."""
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[tuple[tuple[TimedOp, ...], ...], tuple[tuple[TimedOp, ...], ...]]:
+        apart = self.schedule.asynchronous
         rows: list[list[TimedOp]] = [[] for _ in range(self.num_ranks)]
+        streams: list[list[TimedOp]] = [[] for _ in range(self.num_ranks)]
         for timed in self.ops:
-            rows[timed.rank].append(timed)
-        return tuple(tuple(row) for row in rows)
+            (streams if timed.op[:2] in apart else rows)[timed.rank].append(timed)
+        return tuple(map(tuple, rows)), tuple(map(tuple, streams))
 
     def executed(self) -> Schedule:
-        """The schedule with each rank's ops in the order in which they ran."""
+        """The schedule with each rank's ops in the order they ran; asynchronous ones where it came to them."""
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
-        return replace(self.schedule, order=rows)
+        return replace(self.schedule, order=with_launches(self.schedule, rows))
