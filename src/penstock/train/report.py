@@ -129,7 +129,7 @@ class Report:
         if self.is_flat:
             return []
         dp, tp = self.mesh["dp"], self.mesh["tp"]
-        words = f"{self.num_ranks} ranks x {dp} replicas x {tp} shards of each layer (pp x dp x tp)"
+        words = f"{self.num_ranks * dp * tp} processes: pp {self.num_ranks} x dp {dp} x tp {tp}"
         return [("mesh", words + ("" if self.sharding == "none" else f", {self.sharding}"))]
 
 

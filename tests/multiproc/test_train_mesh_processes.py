@@ -1,0 +1,70 @@
+"""`penstock train` over a mesh: the losses of one process, through breaks and changes of the mesh, under torchrun."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli import main
+from train_runs import COMMAND, Ended, Run, losses, metrics
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+GPT = (
+    "--preset nano --depth 4 --width 16 --heads 2 --context 16 --batch 16 --evaluate-every 0 --sample 4 "
+    "--lr-decay constant --lr-warmup 0 --threads 1"
+)
+CLIP = "--model clip --batch 32 --microbatches 2 --steps 3 --evaluate-every 0 --threads 1"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    draw = random.Random(1)
+    path.write_text(" ".join(draw.choice(["rank", "replica", "shard", "mesh", "op"]) for _ in range(3000)))
+    return path
+
+
+def ended(folder: Path, options: str, command: list[str] | None = None) -> Ended:
+    with Run(folder, f"{options} --json", command) as run:
+        end = run.end(within=120)
+    assert end.code == 0, end.err
+    return end
+
+
+def one_process(folder: Path, options: str) -> list[float]:
+    threads = torch.get_num_threads()
+    try:
+        assert main(["train", *f"{options} --in-process --out {folder} --json".split()]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return losses(folder)
+
+
+def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
+    """Replicas of two ranks, then shards of one; its losses are those of one process that does all in turn."""
+    expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 6")
+    folder = tmp_path / "run"
+    told = ended(
+        folder, f"{GPT} --data {text} --pp 2 --dp 2 --sharding zero1 --microbatches 2 --steps 3 --out {folder}"
+    )
+    assert (told.json["mesh"], told.json["sharding"]) == ({"pp": 2, "dp": 2, "tp": 1}, "zero1")
+    assert len(told.json["peak_memory"]) == 4
+    told = ended(folder, f"--resume {folder} --pp 1 --dp 1 --tp 2 --microbatches 4 --steps 6")
+    assert told.json["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert [(line["pp"], line["dp"], line["tp"]) for line in metrics(folder)] == [(2, 2, 1)] * 3 + [(1, 1, 2)] * 3
+
+
+def test_towers_under_torchrun(tmp_path: Path) -> None:
+    """torchrun says how many processes there are, and so the ranks of a pipeline."""
+    expected = one_process(tmp_path / "one", f"{CLIP} --pp 2 --dp 2")
+    command = [COMMAND[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    folder = tmp_path / "run"
+    told = ended(folder, f"{CLIP} --dp 2 --out {folder}", [*command, "-m", "penstock.train"])
+    assert told.json["mesh"] == {"pp": 2, "dp": 2, "tp": 1}
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert told.json["num_parameters"] == 81_921
