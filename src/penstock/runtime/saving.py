@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from penstock.runtime.checkpoint import (
     CheckpointError,
     Reader,
+    Source,
     export,
     latest,
     load_optimizer,
@@ -84,29 +85,57 @@ class State:
 
     def to_tensors(self) -> tuple[dict[str, Tensor], Any]:
         """What this process writes, and the optimizer's meta."""
-        tensors = self._told({name: t.detach() for name, t in self._tensors if name not in self._twins}, MODEL)
-        if self._updating is not None:
-            tensors |= self._updating.tensors()
-        else:
-            waiting = {name: p.grad for name, p in self._model.named.items() if p.grad is not None}
-            tensors |= self._told(waiting, GRADIENTS)
+        tensors, meta = self.held()
+        tensors = {name: t for name, t in tensors.items() if self._writes(name)}
+        return tensors | (self._updating.tensors() if self._updating is not None else {}), meta
+
+    def held(self) -> tuple[dict[str, Tensor], Any]:
+        """All that this process holds, whoever writes it, and the optimizer's meta.
+
+        Whole tensors by their stored names: who holds a shard helps to put them together. Not what a schedule with
+        updates keeps besides.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._tensors:
+            full = whole(tensor.detach())
+            tensors.setdefault(MODEL + self._stored_as.get(name, name), full)
+        if self._updating is None:
+            for stage in self._model.stages.values():
+                for name, parameter in stage.named_parameters():
+                    if parameter.grad is not None:
+                        full = whole(parameter.grad)
+                        tensors.setdefault(GRADIENTS + self._stored_as.get(name, name), full)
         if self.optimizer is None:
             return tensors, None
         state, meta = optimizer_tensors(self.optimizer, self._names)
-        written = {f"optimizer/{name}/" for name in self._answers}
-        full = {k: whole(t) for k, t in state.items()}
-        return tensors | {k: t for k, t in full.items() if k[: k.rindex("/") + 1] in written}, meta
+        return tensors | {name: whole(t) for name, t in state.items()}, meta
 
-    def _told(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """Whole tensors, of those that this process answers for; who holds a shard helps to put them together."""
-        full = {name: whole(t) for name, t in tensors.items()}
-        return {prefix + name: t for name, t in full.items() if name in self._answers}
+    def _writes(self, name: str) -> bool:
+        kind, _, rest = name.partition("/")
+        return (rest.rpartition("/")[0] if kind == "optimizer" else rest) in self._answers
+
+    def wanted(self, names: Iterable[str]) -> list[str]:
+        """Of the names of all that is held anywhere those that `load` reads here."""
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
+        optimizer = {self._names[p] for p in stepped}
+        mine = {
+            stage_name for stage in self._model.copies.here.values() for stage_name, _ in stage.named_parameters()
+        }
+        waiting = {self._stored_as.get(name, name) for name in mine}
+        found = set(self.expected())
+        for name in names:
+            kind, _, rest = name.partition("/")
+            if (kind == "optimizer" and rest.rpartition("/")[0] in optimizer) or (
+                name.startswith(GRADIENTS) and name.removeprefix(GRADIENTS) in waiting
+            ):
+                found.add(name)
+        return sorted(found)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Stored name -> shape of the model's tensors in this process."""
         return {MODEL + self._stored_as.get(name, name): tuple(t.shape) for name, t in self._tensors}
 
-    def load(self, reader: Reader, num_updates: int) -> None:
+    def load(self, reader: Source, num_updates: int) -> None:
         """Fills the model and the optimizer. The names must match."""
         loaded = reader.load(sorted(self.expected()))
         with torch.no_grad():
@@ -125,7 +154,7 @@ class State:
         else:
             self._load_gradients(reader)
 
-    def _load_gradients(self, reader: Reader) -> None:
+    def _load_gradients(self, reader: Source) -> None:
         """Gradients that wait for an update, whatever kind of schedule they come from."""
         for stage in self._model.copies.here.values():
             for name, parameter in stage.named_parameters():

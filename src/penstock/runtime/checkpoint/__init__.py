@@ -11,13 +11,14 @@ from penstock.runtime.checkpoint.folder import latest
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.match import match
 from penstock.runtime.checkpoint.optimizer import load_optimizer, optimizer_tensors
-from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.checkpoint.reader import Reader, Source
 from penstock.runtime.checkpoint.write import write
 
 __all__ = [
     "JSON",
     "CheckpointError",
     "Reader",
+    "Source",
     "export",
     "latest",
     "load_optimizer",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import JSON
-from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.checkpoint.reader import Source
 from penstock.runtime.shards import shard_like
 
 __all__ = ["load_optimizer", "optimizer_tensors"]
@@ -48,7 +48,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
     return tensors, {"class": type(optimizer).__name__, "groups": groups}
 
 
-def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Reader) -> None:
+def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Source) -> None:
     """Gives the optimizer's parameters the state they had in the checkpoint, and its groups their options.
 
     A parameter without state in the checkpoint has none afterwards. State keeps its dtype and goes to the

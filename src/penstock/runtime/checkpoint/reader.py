@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,23 @@ from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Source"]
+
+
+class Source(Protocol):
+    """Where state is loaded from: a checkpoint, or another pipeline."""
+
+    meta: JSON
+
+    @property
+    def path(self) -> Path | str:
+        """Its name in errors."""
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by name, each with memory of its own."""
 
 
 class Reader:

@@ -1,0 +1,154 @@
+"""What training has made, from one pipeline to another of the same model over the same processes, without a disk.
+
+    process 2, rank 1 before and after    keeps what it holds, nothing is sent
+    process 3, rank 1 -> rank 2           fetches rank 2's state from one that held it
+
+Everyone tells what it holds and what it wants, by the names of a checkpoint, and from these all work out the same
+list of sendings: each tensor from the holder with the least to send so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.peers import GroupPeers, Peers
+from penstock.runtime.saving import State
+from penstock.runtime.transports.failure import explain
+
+
+class Sending(NamedTuple):
+    """A tensor on its way from one process to another."""
+
+    name: str
+    source: int
+    target: int
+
+
+class Told(NamedTuple):
+    """What a process tells the others.
+
+    Attributes:
+        held: bytes of each tensor that it holds, by name. wanted: names.
+    """
+
+    held: dict[str, int]
+    wanted: list[str]
+
+
+def sendings(told: Sequence[Told]) -> list[Sending]:
+    """Who sends what to whom; what a process holds already it keeps.
+
+    Raises:
+        RuntimeFailure: something is wanted that nobody holds.
+    """
+    holders: dict[str, list[int]] = {}
+    for process, each in enumerate(told):
+        for name in each.held:
+            holders.setdefault(name, []).append(process)
+    load = [0] * len(told)
+    found = []
+    for target, each in enumerate(told):
+        for name in each.wanted:
+            if name in each.held:
+                continue
+            if name not in holders:
+                raise RuntimeFailure(
+                    f"process {target} needs {name}, which no process holds: a pipeline can be handed over to one of "
+                    "the same model and kind of optimizer only"
+                )
+            source = min(holders[name], key=lambda process: (load[process], process))
+            load[source] += told[source].held[name]
+            found.append(Sending(name, source, target))
+    return found
+
+
+class Carried:
+    """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
+
+    path = "the pipeline before"
+
+    def __init__(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        self._tensors, self.meta = tensors, {"optimizer": meta}
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors with memory of their own."""
+        return {name: self._tensors[name].clone() for name in names}
+
+
+def hand_over(before: State, after: State, peers: Peers) -> int:
+    """Fills `after` with what `before` holds, over the same processes; every one must call this.
+
+    Returns:
+        Bytes that this process received.
+
+    Raises:
+        RuntimeFailure: they are not of one model.
+        DeadlineExceeded, PeerLost: a process is late or gone.
+    """
+    held, meta = before.held()
+    kinds = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for part in peers.gather(kinds):
+        known.update(part)
+    metas = [each for each in peers.gather(meta) if each is not None]
+    _require_shapes(after, known)
+    told = [
+        Told(*each)
+        for each in peers.gather(
+            ({name: t.numel() * t.element_size() for name, t in held.items()}, after.wanted(known))
+        )
+    ]
+    came = _exchange(sendings(told), held, known, peers)
+    mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
+    after.load(Carried(mine, metas[0] if metas else None), 0)
+    return sum(t.numel() * t.element_size() for t in came.values())
+
+
+def _require_shapes(after: State, known: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    for name, shape in after.expected().items():
+        if name in known and known[name][0] != shape:
+            raise RuntimeFailure(
+                f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "
+                "from one model"
+            )
+
+
+def _exchange(
+    plan: Sequence[Sending],
+    held: dict[str, Tensor],
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    peers: Peers,
+) -> dict[str, Tensor]:
+    """What comes to this process, by name. All is started, then waited for."""
+    if not isinstance(peers, GroupPeers):
+        return {}
+    me, group = peers.here[0], peers.group
+    works: list[tuple[Any, int, Tensor]] = []
+    came: dict[str, Tensor] = {}
+    for number, (name, source, target) in enumerate(plan):
+        if not math.prod(known[name][0]):
+            came |= {name: torch.empty(known[name][0], dtype=known[name][1])} if target == me else {}
+        elif source == me:
+            tensor = held[name].detach().cpu().contiguous()
+            works.append((dist.isend(tensor, group=group, group_dst=target, tag=number), target, tensor))
+        elif target == me:
+            shape, dtype = known[name]
+            came[name] = torch.empty(shape, dtype=dtype)
+            works.append((dist.irecv(came[name], group=group, group_src=source, tag=number), source, came[name]))
+    for work, peer, _ in works:
+        try:
+            work.wait(timedelta(seconds=peers.timeout))
+        except RuntimeError as error:
+            raise explain(error, me, peer, "state that is handed over", peers.timeout) from None
+    return came

@@ -1,0 +1,75 @@
+"""A running pipeline moved to other nodes of its mesh, without a restart and without a disk.
+
+    placed = Placed(make, ps.Mesh(pp=4, dp=2))                          make(device_mesh) -> ps.Pipeline
+    placed.pipe.step(inputs, targets)
+    placed.move(ps.Mesh(pp=4, dp=2, nodes=(0, 2, 1, 3, 4, 5, 6, 7)))    nodes 1 and 2 have changed places
+    placed.pipe.step(inputs, targets)                                   with the loss it would have had
+
+Groups are made anew, processes that run another rank fetch its state from one that held it, and training goes on:
+the same losses, to the bit, since a replica's place and not its process says which microbatches it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.cost import Mesh
+from penstock.runtime.device_mesh import device_mesh, end_groups
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.pipeline import Pipeline
+
+Make = Callable[[Any], Pipeline]
+"""Builds the pipeline over a device mesh with dimensions pp, dp and tp."""
+
+
+class Placed:
+    """A pipeline on the nodes of a mesh. Every process makes the same calls.
+
+    Args:
+        make: builds the pipeline; called again for each move, so it is to build fresh stages: what is in them is then
+            replaced. device_type: of the mesh.
+
+    Attributes:
+        pipe: to step; another one after each move, and so is its optimizer. mesh: where its nodes lie.
+        received: bytes of state that this process fetched in the last move.
+
+    Raises:
+        RuntimeFailure: torch.distributed has another number of processes; what `make` raises.
+    """
+
+    def __init__(self, make: Make, mesh: Mesh, device_type: str = "cpu") -> None:
+        self._make, self._device_type = make, device_type
+        self.mesh, self.received = mesh, 0
+        self._groups = device_mesh(mesh, device_type)
+        self.pipe = make(self._groups)
+
+    def move(self, then: Mesh, make: Make | None = None) -> Pipeline:
+        """Goes on where `then` says. Between two steps; gradients that wait for an update move too.
+
+        Args:
+            make: builds the pipeline from now on, with another schedule perhaps; as before where not given.
+
+        Returns:
+            The new pipeline; the old one is closed.
+
+        Raises:
+            RuntimeFailure: a mesh of other sizes, updates as ops, or a pipeline of another model.
+        """
+        if (then.pp, then.dp, then.tp) != (self.mesh.pp, self.mesh.dp, self.mesh.tp):
+            raise RuntimeFailure(
+                f"from a mesh of {_sizes(self.mesh)} to one of {_sizes(then)}: nodes can change places, not sizes"
+            )
+        before, groups = self.pipe, self._groups
+        self._make = make or self._make
+        self._groups = device_mesh(then, self._device_type)
+        self.pipe = self._make(self._groups)
+        self.received = before.hand_over(self.pipe)
+        self.mesh = then
+        before.close()
+        end_groups(groups)
+        return self.pipe
+
+
+def _sizes(mesh: Mesh) -> str:
+    return f"{mesh.pp} x {mesh.dp} x {mesh.tp}"

@@ -1,0 +1,132 @@
+"""A running pipeline whose nodes change places goes on with the numbers it would have had, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.rerank import Placed
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+NUM_MICROBATCHES = 4
+STEPS = 5
+
+
+def stages(num_stages: int, width: int = 8) -> list[nn.Module]:
+    """Dropout draws by the number of steps; statistics are buffers; the first and the last stage share a weight."""
+    torch.manual_seed(7)
+    made: list[nn.Module] = [
+        nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2))
+        for _ in range(num_stages)
+    ]
+    made[-1][0].weight = made[0][0].weight  # type: ignore[index, union-attr]
+    return made
+
+
+def maker(pp: int, schedule: str, **options: Any) -> Any:
+    def make(device_mesh: Any) -> ps.Pipeline:
+        return ps.Pipeline(
+            stages(pp),
+            ps.build(schedule, pp, NUM_MICROBATCHES),
+            loss_fn=nn.MSELoss(),
+            optimizer=torch.optim.AdamW,
+            clip_norm=0.5,
+            mesh=device_mesh,
+            timeout=20,
+            **options,
+        )
+
+    return make
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(24, 8, generator=generator), torch.randn(24, 8, generator=generator)
+
+
+def numbers(placed: Placed, moves: dict[int, tuple[ps.Mesh, Any]]) -> tuple[list[Any], list[int]]:
+    """Losses, norms and last the parameters of every step; and what each move fetched. Before steps 1 and 3 gradients
+    are left waiting for the next one."""
+    told: list[Any] = []
+    received = []
+    for step in range(STEPS):
+        if step in moves:
+            placed.move(*moves[step])
+            received.append(placed.received)
+        result = placed.pipe.step(*batch(step), update=step not in (0, 2))
+        told += [result.loss, result.grad_norm]
+    named = {name: p.detach().clone() for part in [dict(placed.pipe.named_parameters())] for name, p in part.items()}
+    everything = {name: p for part in placed.pipe.gather(named) for name, p in part.items()}
+    told += [everything[name] for name in sorted(everything)]
+    told += [placed.pipe.num_steps, placed.pipe.num_updates, placed.pipe.evaluate(*batch(9)).loss]
+    return told, received
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )
+
+
+def moved_and_not(rank: int, sizes: tuple[int, int], sharding: str, places: list[Any]) -> Any:
+    pp, dp = sizes
+    stays = Placed(maker(pp, "zb-h1", sharding=sharding), ps.Mesh(pp, dp))
+    expected, _ = numbers(stays, {})
+    stays.pipe.close()
+    goes = Placed(maker(pp, "zb-h1", sharding=sharding), ps.Mesh(pp, dp))
+    moves = {step: (ps.Mesh(pp, dp, nodes=nodes), maker(pp, name, sharding=sharding)) for step, nodes, name in places}
+    found, received = numbers(goes, moves)
+    return same(found, expected), received
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [
+        ((2, 2), [(1, (0, 2, 1, 3), "zb-h1"), (4, (3, 1, 0, 2), "1f1b")]),
+        ((4, 1), [(1, (0, 3, 2, 1), "1f1b"), (3, (2, 0, 3, 1), "zb-h1")]),
+    ],
+)
+def test_losses_are_those_of_the_run_that_stayed(sizes: tuple[int, int], places: list[Any], sharding: str) -> None:
+    outcomes = run_ranks(4, moved_and_not, sizes, sharding, places)
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.text
+        assert outcome.value[0], "it went on otherwise"
+    first = [outcome.value[1][0] for outcome in outcomes]
+    before, after = ps.Mesh(*sizes), ps.Mesh(*sizes, nodes=places[0][1])
+    fetching = {node for node, _ in before.fetching(after)}
+    assert all(first[node] > 0 for node in fetching)
+    if sharding == "none":
+        assert {node for node in range(4) if first[node]} == fetching, "who keeps its rank fetches nothing"
+
+
+def refused(rank: int) -> list[str]:
+    said = []
+    placed = Placed(maker(2, "1f1b"), ps.Mesh(2))
+    placed.pipe.step(*batch(0))
+    other: Any = lambda mesh: ps.Pipeline(  # noqa: E731
+        [nn.Linear(8, 8), nn.Linear(8, 4)], ps.build("1f1b", 2, 4), optimizer=torch.optim.AdamW, mesh=mesh, timeout=20
+    )
+    for then, make in ((ps.Mesh(1, 2), None), (ps.Mesh(2, nodes=(1, 0)), other)):
+        with pytest.raises(RuntimeFailure) as failure:
+            placed.move(then, make)
+        said.append(str(failure.value))
+    with pytest.raises(RuntimeFailure) as failure:
+        Placed(maker(2, "1f1b"), ps.Mesh(3))
+    return [*said, str(failure.value)]
+
+
+def test_what_cannot_be_moved_is_refused_everywhere_alike() -> None:
+    for outcome in run_ranks(2, refused):
+        assert outcome.code == 0, outcome.text
+        sizes, model, processes = outcome.value
+        assert "from a mesh of 2 x 1 x 1 to one of 1 x 2 x 1: nodes can change places, not sizes" in sizes
+        assert "of the same model" in model or "build both from one model" in model
+        assert "has 3 processes, torch.distributed has 2" in processes
