@@ -21,10 +21,10 @@ SIZES = "--preset nano --depth 4 --width 16 --heads 2 --context 16"
 RUN = "--batch 16 --microbatches 4 --steps 1 --evaluate-every 0 --sample 0"
 
 BAD: dict[str, tuple[str, list[str]]] = {
-    "heads": (f"{SIZES} --pp 1 --tp 3", ["2 heads", "--tp 3 does not divide", "give --tp 1 or 2"]),
-    "heads of a BERT": (f"--model bert {SIZES} --tp 4", ["a BERT", "2 heads", "--tp 4"]),
-    "heads of a tower": ("--model clip --tp 4", ["tower 'audio'", "2 heads", "--tp 4"]),
-    "heads of a decoder": ("--model llama --tp 4", ["(llama) of grouped keys", "2 heads", "--tp 4"]),
+    "heads": (f"{SIZES} --pp 1 --tp 3", ["--tp 3", "2 heads", "divides them (1, 2)"]),
+    "heads of a BERT": (f"--model bert {SIZES} --tp 4", ["--tp 4", "a BERT", "2 heads"]),
+    "heads of a tower": ("--model clip --tp 4", ["--tp 4", "a tower", "2 heads"]),
+    "heads of a decoder": ("--model llama --tp 4", ["--tp 4", "a llama", "2 key and value heads"]),
     "words": (f"{SIZES} --heads 4 --tp 4 --tokenizer three.json --data text.txt", ["vocabulary of 3", "4 ranks"]),
     "words of stages that are shared": (
         f"{SIZES} --schedule mllm --ranks 4 --tokenizer three.json --data text.txt",

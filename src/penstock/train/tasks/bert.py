@@ -19,7 +19,7 @@ from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes, require_untied
 from penstock.train.tasks.layers import recomputed, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of, require_shards, require_words
+from penstock.train.tasks.sizes import changed, preset_of, require_shards
 from penstock.train.tasks.task import Data, Example
 from penstock.train.tasks.text import VALIDATION_BATCHES, tokenizer_of
 
@@ -50,9 +50,7 @@ class BERTTask:
         self.loss = BERTLoss()
         self.tied = bert_tied_parameters(config)
         self._parts = stage_layers(bert_costs(config), schedule, settings.cut)
-        require_shards(f"a BERT of width {config.width}", settings.tp, config.num_heads, vocab_size)
-        for _, ranks in schedule.placement.shared:
-            require_words("a BERT", vocab_size, len(ranks) * settings.tp)
+        require_shards(settings, schedule, config, vocab_size)
         require_untied(self.tied, schedule)
 
     def stages(self) -> list[Callable[[], nn.Module]]:

@@ -51,8 +51,7 @@ class CLIPTask:
         self.num_tokens = sum(tower.context for tower in config.towers.values())
         self.loss = ContrastiveLoss()
         self.tied: list[list[str]] = []
-        for name, tower in config.towers.items():
-            require_shards(f"tower {name!r}", settings.tp, tower.num_heads, tower.vocab_size)
+        require_shards(settings, schedule, config)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         sources = self._cut.sources(self._settings.seed)

@@ -15,7 +15,7 @@ from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes, require_untied
 from penstock.train.tasks.layers import recomputed, stage_layers
-from penstock.train.tasks.sizes import changed, preset_of, require_shards, require_words
+from penstock.train.tasks.sizes import changed, preset_of, require_shards
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -35,9 +35,7 @@ class GPTTask:
         self.loss = CrossEntropy()
         self.tied = tied_parameters(config)
         self._parts = stage_layers(gpt_costs(config), schedule, settings.cut)
-        require_shards(f"a GPT of width {config.width}", settings.tp, config.num_heads, config.vocab_size)
-        for _, ranks in schedule.placement.shared:
-            require_words("a GPT", config.vocab_size, len(ranks) * settings.tp)
+        require_shards(settings, schedule, config, config.vocab_size)
         require_untied(self.tied, schedule)
 
     def stages(self) -> list[Callable[[], nn.Module]]:

@@ -21,7 +21,7 @@ from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes, require_untied
 from penstock.train.tasks.layers import recomputed, stage_layers
-from penstock.train.tasks.sizes import refuse, require_shards, require_words
+from penstock.train.tasks.sizes import refuse, require_shards
 from penstock.train.tasks.task import Data
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -68,11 +68,7 @@ class DecoderTask:
         self.loss = CrossEntropy()
         self.tied = decoder.tied
         self._parts = stage_layers(decoder.costs(), schedule, settings.cut)
-        what = f"{settings.model} ({config.model_type})"
-        require_shards(what, settings.tp, config.num_attention_heads, config.vocab_size)
-        require_shards(f"{what} of grouped keys", settings.tp, _key_heads(config))
-        for _, ranks in schedule.placement.shared:
-            require_words(what, config.vocab_size, len(ranks) * settings.tp)
+        require_shards(settings, schedule, config, config.vocab_size)
         require_untied(self.tied, schedule)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
@@ -156,7 +152,3 @@ def _refused(settings: Settings, error: DecoderError) -> SettingsError:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
     by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND
     return SettingsError(f"--model {settings.model}: {reason}{by_hand}")
-
-
-def _key_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

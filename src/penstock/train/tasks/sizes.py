@@ -7,6 +7,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from penstock.models import ParallelError, require_parallel
+from penstock.models.dividing import require_vocabulary
+from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 
@@ -45,26 +48,18 @@ def refuse(settings: Settings, names: tuple[str, ...], why: str) -> None:
             raise SettingsError(f"{shown}: {why}; leave it out")
 
 
-def require_shards(what: str, num_shards: int, num_heads: int, vocab_size: int | None = None) -> None:
-    """Raises SettingsError for a model whose heads or words tensor parallelism cannot share out.
+def require_shards(settings: Settings, schedule: Schedule, config: Any, vocab_size: int | None = None) -> None:
+    """Raises SettingsError for a model that processes cannot share: each has whole heads, and a word at least.
 
     Args:
-        num_shards: processes of a tensor-parallel group.
+        vocab_size: of the stages that several ranks of the schedule share.
     """
-    if num_heads % num_shards:
-        near = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise SettingsError(
-            f"{what} has {num_heads} heads, which --tp {num_shards} does not divide, and each shard computes whole "
-            f"heads; give --tp {' or '.join(map(str, near[:4]))}, or other --heads"
-        )
-    if vocab_size is not None:
-        require_words(what, vocab_size, num_shards)
-
-
-def require_words(what: str, vocab_size: int, num_ranks: int) -> None:
-    """Raises SettingsError for a vocabulary with fewer words than ranks that share it."""
-    if vocab_size < num_ranks:
-        raise SettingsError(
-            f"{what} has a vocabulary of {vocab_size}, smaller than the {num_ranks} ranks that are to share it; give "
-            "fewer of them, or a larger vocabulary"
-        )
+    try:
+        require_parallel(config, settings.tp)
+    except ParallelError as error:
+        raise SettingsError(f"--tp {settings.tp}: {error}") from None
+    for _, ranks in schedule.placement.shared if vocab_size is not None else ():
+        try:
+            require_vocabulary(f"{schedule.name} with {settings.model}", vocab_size or 0, len(ranks))
+        except ParallelError as error:
+            raise SettingsError(str(error)) from None
