@@ -26,6 +26,7 @@ from penstock.models import (
     parallelize,
     tower_stage,
 )
+from penstock.models.block import Attention
 from penstock.runtime.split import Tape, prepare, slot
 from penstock.train.tasks.layers import recomputed
 
@@ -240,3 +241,66 @@ def run(case: Case, stage: nn.Module) -> tuple[float, dict[str, Tensor], int]:
         {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()},
         deferred,
     )
+
+
+def half_tied() -> nn.Module:
+    """A stage whose embedding is also a weight of something that is not known."""
+    stage = nn.Sequential(gpt_stage(GPT, [0]), nn.Linear(32, 27, bias=False))
+    stage[1].weight = stage[0].get_parameter("layers.0.token.weight")
+    return stage
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What ranks made of one attention that drops out half of it, all of whose heads are alike."""
+
+    heads: Tensor
+    output: Tensor
+    again: Tensor
+    after: Tensor
+
+
+def drop(rank: int) -> Drawn:
+    """This rank's heads, what all heads made, that again from the same seed, and the next number drawn."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    attention = Attention(8, 4, dropout=0.5)
+    with torch.no_grad():
+        rows = attention.qkv.weight.unflatten(0, (4, 6))
+        rows.copy_(rows[:1].expand_as(rows).clone())
+        attention.qkv.bias.zero_()
+    parallelize(attention, mesh)
+    heads: list[Tensor] = []
+    attention.out.register_forward_pre_hook(lambda _, args: heads.append(args[0].detach()))
+    x = torch.randn(2, 6, 8)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        made.append(attention(x).detach())
+    return Drawn(heads[0], *made, torch.rand(3))
+
+
+def refusals(rank: int) -> list[str]:
+    """What was said of tokens and targets that are not in the vocabulary, and of models that cannot be shared."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    stage = gpt_stage(GPT, range(4))
+    parallelize(stage, mesh)
+    x = tokens(1, 3, 8)
+    tries: list[Callable[[], Any]] = [
+        lambda: stage(torch.full((1, 8), 27)),
+        lambda: stage(torch.full((1, 8), -1)),
+        lambda: CrossEntropy()(stage(x), torch.full((3, 8), 27)),
+        lambda: parallelize(gpt_stage(replace(GPT, num_heads=1), [1]), mesh),
+        lambda: parallelize(gpt_stage(replace(GPT, vocab_size=1), [0]), mesh),
+        lambda: parallelize(gpt_stage(replace(GPT, vocab_size=1), [3]), mesh),
+        lambda: parallelize(half_tied(), mesh),
+        lambda: parallelize(nn.Linear(2, 2), init_device_mesh("cpu", (1, mesh.size()))),
+    ]
+    said = []
+    for attempt in tries:
+        try:
+            attempt()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

@@ -45,7 +45,7 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
     for stage in stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
             dist.broadcast(local(tensor.data), group=group, group_src=0)
-        for module in (*stage.layers, stage):
+        for module in (*stage.in_order, stage):
             if any(True for _ in module.parameters()):
                 fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False)
         for part in stage.modules():

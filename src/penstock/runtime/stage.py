@@ -32,8 +32,8 @@ class Stage(nn.Module):
         self._indices = tuple(indices)
 
     @property
-    def layers(self) -> tuple[nn.Module, ...]:
-        """In the order in which they run."""
+    def in_order(self) -> tuple[nn.Module, ...]:
+        """Its layers, in the order in which they run."""
         return self._layers
 
     def _place(self, name: str, layer: nn.Module) -> None:

@@ -1,0 +1,55 @@
+"""Tensor parallelism of stages: loss and every gradient against the whole stage in the same process.
+
+Sums over ranks are grouped otherwise than in one matmul, so nothing is equal to the bit: 1e-5 relative, in float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel_runs import CASES, Distance, compare, drop, refusals
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+DECODERS = ("gpt2", "llama", "qwen3", "gpt_neox", "opt", "phi", "gemma2", "bloom")
+OF_FOUR = ("gpt", "gpt tied, split", "gpt of five words", "head", "embedding", "bert split", "middle")
+
+
+@pytest.mark.parametrize(("num_ranks", "names"), [(2, (*CASES, *DECODERS)), (4, OF_FOUR)])
+def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: tuple[str, ...]) -> None:
+    outcomes = run_ranks(num_ranks, compare, names)
+    assert [o.code for o in outcomes] == [0] * num_ranks, outcomes[0].text
+    for outcome in outcomes:
+        found: dict[str, Distance] = outcome.value
+        assert set(found) == set(names)
+        far = {name: each for name, each in found.items() if max(each.loss, each.gradient) > 1e-5}
+        assert not far
+        assert all(each.sharded > 0 for each in found.values())
+        assert all((each.deferred > 0) == ("split" in name) for name, each in found.items())
+
+
+def test_heads_drop_out_apart_and_all_else_alike() -> None:
+    outcomes = run_ranks(2, drop)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    one, other = (o.value for o in outcomes)
+    assert not torch.equal(one.heads, other.heads)
+    assert torch.equal(one.output, other.output)
+    assert torch.equal(one.output, one.again)
+    assert torch.equal(one.after, other.after)
+
+
+def test_what_cannot_be_shared_or_looked_up_is_refused_on_every_rank() -> None:
+    outcomes = run_ranks(2, refusals)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    for outcome in outcomes:
+        above, below, target, heads, words, head, tied, mesh = outcome.value
+        assert above.startswith("IndexError")
+        assert below.startswith("IndexError")
+        assert target.startswith("RuntimeError: index")
+        assert "1 heads, which 2 tensor-parallel ranks cannot share" in heads
+        assert "vocabulary of 1, smaller than the 2 ranks" in words
+        assert "vocabulary of 1, smaller than the 2 ranks" in head
+        assert "1.weight is also a parameter of another module" in tied
+        assert "mesh of 2 dimensions" in mesh
