@@ -1,0 +1,71 @@
+"""Reductions of gradients as ops: one a stage, right after its gradients are complete."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.passes import add_reductions
+from penstock.passes.reduce import REDUCE, reduced_stages
+from penstock.schedule import Op, ScheduleError
+
+NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "hanayo", "looped-bfs", "mllm"]
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 3), st.integers(1, 3))
+def test_each_stage_is_reduced_once_after_its_last_gradient(name: str, half_ranks: int, rounds: int) -> None:
+    plain = ps.build(name, 2 * half_ranks, 2 * half_ranks * rounds)
+    schedule = add_reductions(plain)
+    ps.check(schedule)
+    rows = [[op for op in row if op.kind != REDUCE] for row in schedule.order]
+    assert rows == [list(row) for row in plain.order]
+    shared = {stage for stage, _ in plain.placement.shared}
+    found = [op.stage for row in schedule.order for op in row if op.kind == REDUCE]
+    assert sorted(found) == [stage for stage in range(plain.num_stages) if stage not in shared]
+    for row in schedule.order:
+        for place, op in enumerate(row):
+            if op.kind == REDUCE:
+                before, after = row[:place], row[place + 1 :]
+                assert before[-1].stage == op.stage and before[-1].kind in ("B", "W")
+                assert not any(other.stage == op.stage and other.kind in ("B", "W", "I") for other in after)
+    assert add_reductions(schedule) == schedule
+    assert ps.parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+def test_reductions_that_take_no_time_change_no_time(dispatch: str) -> None:
+    schedule = ps.build("zb-v", 4, 8)
+    costs = ps.Costs.uniform(8, f=10, i=11, w=9)
+    plain = ps.simulate(schedule, costs, dispatch=dispatch)
+    reduced = ps.simulate(add_reductions(schedule), costs, dispatch=dispatch)
+    assert reduced.makespan == plain.makespan
+
+
+def test_a_reduction_waits_for_its_gradients_under_dynamic_dispatch_too() -> None:
+    schedule = add_reductions(ps.build("interleaved-1f1b", 2, 4))
+    timeline = ps.simulate(schedule, ps.Costs.uniform(4), dispatch="dynamic", links=ps.Links({(0, 1): 3.0}))
+    ends = {row.op: row.end for row in timeline.ops}
+    starts = {row.op: row.start for row in timeline.ops}
+    for stage in range(4):
+        assert starts[Op(REDUCE, stage, 0)] >= max(ends[Op("B", stage, m)] for m in range(4))
+
+
+def test_what_is_reduced_when_the_step_is_over() -> None:
+    assert reduced_stages(ps.build("chimera", 4, 8)) == []  # copies are added up first
+    assert reduced_stages(ps.build("mllm", 4, 8)) == [1, 2, 3, 4]  # 0 and 5 are shared
+    halves = ps.Schedule.of(
+        "halves",
+        ps.Placement(((0,),)),
+        [[Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("I", 0, 1), Op("W", 0, 1)]],
+        2,
+    )
+    assert reduced_stages(halves) == []
+    assert add_reductions(halves) == halves
+
+
+def test_updates_as_ops_are_refused() -> None:
+    schedule = ps.build("amdp", 4, 16, window=8)
+    with pytest.raises(ScheduleError, match="updates in the order"):
+        add_reductions(schedule)
