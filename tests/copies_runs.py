@@ -56,28 +56,54 @@ def grouped_step(
     return total, sums
 
 
+class Grouped:
+    """The grouped loop over two steps of a schedule: losses, gradients and values after each, an evaluation."""
+
+    def __init__(self, model: nn.Module, schedule: ps.Schedule) -> None:
+        plain = copy.deepcopy(model)
+        adam = ADAM(plain.parameters())
+        self.losses: list[Tensor] = []
+        self.gradients: list[dict[str, Tensor | None]] = []
+        self.values: list[dict[str, Tensor]] = []
+        for number, (x, y) in enumerate(steps(), start=1):
+            loss, want = grouped_step(plain, x, y, schedule, number)
+            for n, p in plain.named_parameters():
+                p.grad = want[n]
+            adam.step()
+            self.losses.append(loss)
+            self.gradients.append(want)
+            self.values.append({n: p.detach().clone() for n, p in plain.named_parameters()})
+        self.evaluated = plain_evaluate(plain, x, y, NUM_MICROBATCHES, MSE)
+
+
+_GROUPED: dict[ps.Schedule, Grouped] = {}
+"""The loop does not know who has the optimizer's state, and is run once for all."""
+
+
+def steps() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(4)
+    return batches(NUM_MICROBATCHES, 3, 8)
+
+
 def wrong(name: str, options: dict[str, Any], zero: bool, ranks: int = 4) -> list[str]:
     """What is not as in the grouped loop over two steps, in words."""
     schedule = ps.build(name, ranks, NUM_MICROBATCHES, **options)
     torch.manual_seed(3)
     model = nn.Sequential(*(mlp() for _ in range(schedule.num_stages + 1)))
-    plain = copy.deepcopy(model)
-    adam = ADAM(plain.parameters())
+    if schedule not in _GROUPED:
+        _GROUPED[schedule] = Grouped(model, schedule)
+    want = _GROUPED[schedule]
     found: list[str] = []
     pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, zero=zero, timeout=20)
-    for number, (x, y) in enumerate(batches(NUM_MICROBATCHES, 3, 8), start=1):
-        loss, want = grouped_step(plain, x, y, schedule, number)
+    for number, (x, y) in enumerate(steps()):
         result = pipe.step(x, y, update=False)
         own = {n: p.grad for n, p in pipe.named_parameters()}
-        found += differences({n: want[n] for n in own}, own)
-        found += [] if torch.equal(result.loss, loss) else [f"loss {result.loss} is not {loss}"]
+        found += differences({n: want.gradients[number][n] for n in own}, own)
+        same = torch.equal(result.loss, want.losses[number])
+        found += [] if same else [f"loss {result.loss} is not {want.losses[number]}"]
         pipe.update()
-        for n, p in plain.named_parameters():
-            p.grad = want[n]
-        adam.step()
         values = {n: p.detach() for n, p in pipe.named_parameters()}
-        found += differences({n: dict(plain.named_parameters())[n].detach() for n in values}, values)
+        found += differences({n: want.values[number][n] for n in values}, values)
     evaluated = pipe.evaluate(x, y).loss
-    expected = plain_evaluate(plain, x, y, NUM_MICROBATCHES, MSE)
-    found += [] if torch.equal(evaluated, expected) else [f"evaluated {evaluated} is not {expected}"]
+    found += [] if torch.equal(evaluated, want.evaluated) else [f"evaluated {evaluated} is not {want.evaluated}"]
     return found

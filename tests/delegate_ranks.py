@@ -7,7 +7,6 @@ A rank's function gets its number and `gather`, and makes its `DelegateTransport
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -22,9 +21,7 @@ from penstock.runtime.message import Edge, Payload
 from penstock.runtime.transports.channel import ChannelKey, Expected, Tags
 from penstock.runtime.transports.delegate import DelegateTransport
 from penstock.schedule import Op
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "penstock.runtime", "penstock.runtime.transports.delegate"])
+from processes import forkserver
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,10 @@ def run_delegate_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0
 ) -> list[Ended]:
     """Runs `function(rank, gather, *args)` in a process a rank; what is left at the deadline is killed."""
-    pairs = [_context.Pipe() for _ in range(num_ranks)]
+    context = forkserver()
+    pairs = [context.Pipe() for _ in range(num_ranks)]
     children = [
-        _context.Process(target=_child, args=(pairs[rank][1], rank, function, args)) for rank in range(num_ranks)
+        context.Process(target=_child, args=(pairs[rank][1], rank, function, args)) for rank in range(num_ranks)
     ]
     for child, (_, theirs) in zip(children, pairs, strict=True):
         child.start()

@@ -38,11 +38,19 @@ def first_tensor(value: Any) -> Tensor:
     return value
 
 
+def seed_devices(seed: int) -> None:
+    """`torch.manual_seed` for the devices that are there; that takes milliseconds where there are none, as it notes
+    from where it was called for each kind of device that may yet come."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
 def call(model: Model, value: Any, seed: int | None) -> Any:
     """The model's output. A sequential passes on one value; stages of a list pass tuples and dicts as arguments."""
     for index, layer in enumerate(model):
         if seed is not None:
-            torch.manual_seed(mix(seed, index))
+            seed_devices(mix(seed, index))
         if isinstance(model, nn.Sequential):
             value = layer(value)
         elif isinstance(value, tuple):

@@ -3,7 +3,8 @@
     outcomes = run_ranks(4, cases.train, "zb-v")
     assert [o.value for o in outcomes] == ...
 
-Processes are forked from a server that has torch loaded, so starting four takes a fraction of a second.
+Processes are forked from a server that has torch loaded, and the first optimizer made, so that starting four takes a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,13 @@ _context: list[ForkServerContext] = []
 
 
 def forkserver() -> ForkServerContext:
-    """Starts processes that have torch loaded."""
+    """Starts processes that have loaded what `loaded` has."""
     if not _context:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime"])
+        context.set_forkserver_preload(["loaded"])
+        with pytest.MonkeyPatch.context() as there:  # the server finds modules by the environment alone
+            there.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+            ensure_running()
         _context.append(context)
     return _context[0]
 
@@ -76,6 +83,15 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline
                     child.kill()
                 child.join()
         return [_outcome(Path(folder), rank, seconds, child.exitcode) for rank, (child, seconds) in enumerate(ended)]
+
+
+def appears(path: Path, within: float = 20.0) -> None:
+    """Returns when there is such a file: how one rank waits for a moment in another."""
+    end = time.monotonic() + within
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{path.name} did not appear within {within} s")
+        time.sleep(0.01)
 
 
 def _await(children: list[Any], start: float, deadline: float) -> list[tuple[Any, float | None]]:

@@ -37,7 +37,7 @@ CASES: dict[str, Callable[[], ps.Program]] = {
         ps.NewOp("LOG", 0, after={("B", 0): 4}, on=(3,)), split=True
     ),
     "after all weight gradients": lambda: program(
-        *(ps.NewOp("REDUCE", s, after={("W", s): NUM_MICROBATCHES}) for s in range(NUM_RANKS)), split=True
+        *(ps.NewOp("TALLY", s, after={("W", s): NUM_MICROBATCHES}) for s in range(NUM_RANKS)), split=True
     ),
     "more of them than microbatches": lambda: program(
         ps.NewOp("ASK", 0, num_ops=20), ps.NewOp("TELL", 3, after={("ASK", 0): 1})
@@ -73,7 +73,7 @@ def batch(step: int, rows: int = 21) -> tuple[torch.Tensor, torch.Tensor]:
 def meddle(call: OpCall) -> None:
     """Does what could disturb other ops, short of changing the model: draws, and leaves gradients switched off."""
     torch.rand(7)
-    torch.manual_seed(call.index)
+    torch.default_generator.manual_seed(call.index)
     torch.set_grad_enabled(False)
 
 

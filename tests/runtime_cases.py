@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 import penstock.runtime.split.slot as slot_module
-from plain_loop import Model, differences, plain_step
+from plain_loop import Model, differences, gradients, plain_step
 
 W = 8
 
@@ -41,53 +41,75 @@ def case(make: Callable[[int, int], Case]) -> Callable[[int, int], Case]:
     return make
 
 
+@dataclass(frozen=True)
+class Plain:
+    """What the plain loop makes of a case: after each step, after the update that follows, and at the end."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor | None]]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+_PLAIN: dict[tuple[str, int, int], Plain] = {}
+"""By name, stages and microbatches: whatever the schedule, the plain loop is the same, and is run once a process."""
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 def compare(name: str, schedule: ps.Schedule, dispatch: str, defer: bool) -> list[str]:
     """Two accumulating steps and an update, by the pipeline and by the plain loop; where they differ, in words."""
     before, slot_module.MERGE_WORK = slot_module.MERGE_WORK, 0 if defer else slot_module.MERGE_WORK
     try:
+        key = name, schedule.num_stages, schedule.num_microbatches
         torch.manual_seed(7)
-        made = CASES[name](schedule.num_stages, schedule.num_microbatches)
-        return compare_case(made, schedule, dispatch)
+        made = CASES[name](*key[1:])
+        if key not in _PLAIN:
+            _PLAIN[key] = plain_case(made, schedule.num_microbatches)
+        return compare_case(made, schedule, dispatch, _PLAIN[key])
     finally:
         slot_module.MERGE_WORK = before
 
 
-def compare_case(made: Case, schedule: ps.Schedule, dispatch: str) -> list[str]:
+def plain_case(made: Case, num_microbatches: int) -> Plain:
+    """The case by the plain loop, on a copy of its model."""
     plain = copy.deepcopy(made.model)
     module = plain if isinstance(plain, nn.Sequential) else nn.ModuleList(plain)
     names = dict(module.named_parameters())
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    losses, sums = [], []
+    for number, (inputs, targets) in enumerate(made.steps, start=1):
+        given, autocast = copy.deepcopy(inputs), made.options.get("autocast")
+        losses.append(
+            plain_step(plain, given, targets, num_microbatches, made.loss_fn, step=number, autocast=autocast)
+        )
+        sums.append(gradients(plain))
+    if names:
+        SGD(list(names.values())).step()
+    return Plain(losses, sums, {n: p.detach() for n, p in names.items()}, dict(module.named_buffers()))
+
+
+def compare_case(made: Case, schedule: ps.Schedule, dispatch: str, plain: Plain | None = None) -> list[str]:
+    """The same for a case at hand; `plain` where it is known already."""
+    plain = plain or plain_case(made, schedule.num_microbatches)
     pipe = ps.Pipeline(
-        made.model, schedule, loss_fn=made.loss_fn, dispatch=dispatch, optimizer=sgd, timeout=20, **made.options
+        made.model, schedule, loss_fn=made.loss_fn, dispatch=dispatch, optimizer=SGD, timeout=20, **made.options
     )
     found: list[str] = []
     rng = torch.get_rng_state()
     for number, (inputs, targets) in enumerate(made.steps, start=1):
-        autocast = made.options.get("autocast")
-        want = plain_step(
-            plain,
-            copy.deepcopy(inputs),
-            targets,
-            schedule.num_microbatches,
-            made.loss_fn,
-            step=number,
-            autocast=autocast,
-        )
+        loss, sums = plain.losses[number - 1], plain.gradients[number - 1]
         got = pipe.step(copy.deepcopy(inputs), targets, update=False)
-        if not torch.equal(want.double(), got.loss.double()):
-            found.append(f"step {number}: loss {got.loss.item()!r}, want {want.item()!r}")
+        if not torch.equal(loss.double(), got.loss.double()):
+            found.append(f"step {number}: loss {got.loss.item()!r}, want {loss.item()!r}")
         mine = {n: p.grad for n, p in pipe.named_parameters()}
-        found += [f"step {number}: {d}" for d in differences({n: names[n].grad for n in mine}, mine)]
+        found += [f"step {number}: {d}" for d in differences({n: sums[n] for n in mine}, mine)]
     if not torch.equal(rng, torch.get_rng_state()):
         found.append("the global random state changed")
-    if names:
-        sgd(list(names.values())).step()
     pipe.update()
     mine = {n: p.detach() for n, p in pipe.named_parameters()}
-    found += [f"after the update: {d}" for d in differences({n: names[n].detach() for n in mine}, mine)]
-    buffers = dict(module.named_buffers())
+    found += [f"after the update: {d}" for d in differences({n: plain.parameters[n] for n in mine}, mine)]
     own = {n: b for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
-    found += [f"buffer: {d}" for d in differences({n: buffers[n] for n in own}, own)]
+    found += [f"buffer: {d}" for d in differences({n: plain.buffers[n] for n in own}, own)]
     pipe.close()
     return found
 

@@ -6,17 +6,18 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.runtime.launch import launch
+from processes import forkserver
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,12 +54,14 @@ assert pass_on(rank) == (rank - 1) % num_ranks
 (folder / f"ready-{rank}").touch()
 """
 
-PARENT = """
-import sys
-from penstock.runtime.launch import launch
 
-sys.exit(launch([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3])))
-"""
+def launch_there(folder: Path) -> None:
+    """The parent of the ranks, in a session of its own; what it says goes to files."""
+    os.setsid()
+    for name, number in (("out", 1), ("err", 2)):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.exit(launch([sys.executable, str(folder / "ranks.py"), str(folder)], NUM_RANKS))
 
 
 @dataclass
@@ -124,34 +127,26 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callabl
 
 
 @pytest.fixture
-def start_parent(tmp_path: Path) -> Iterator[Callable[[str], tuple[Run, subprocess.Popen[str]]]]:
-    """Launches from a process that can be sent signals."""
-    processes = []
+def start_parent(tmp_path: Path) -> Iterator[Callable[[str], tuple[Run, int]]]:
+    """Launches from a process that can be sent signals, and gives its number."""
+    processes: list[Any] = []
 
-    def start(body: str) -> tuple[Run, subprocess.Popen[str]]:
-        script, parent = tmp_path / "ranks.py", tmp_path / "parent.py"
-        script.write_text(HEAD + body)
-        parent.write_text(PARENT)
-        process = subprocess.Popen(
-            [sys.executable, str(parent), str(script), str(tmp_path), str(NUM_RANKS)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def start(body: str) -> tuple[Run, int]:
+        (tmp_path / "ranks.py").write_text(HEAD + body)
+        process = forkserver().Process(target=launch_there, args=(tmp_path,))
         processes.append(process)
+        process.start()
 
         def outcome() -> tuple[int, str, str]:
-            out, err = process.communicate(timeout=60)
-            return process.returncode, out, err
+            process.join(60)
+            return process.exitcode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
 
-        return Run(tmp_path, NUM_RANKS, lambda: process.poll() is not None, outcome), process
+        return Run(tmp_path, NUM_RANKS, lambda: not process.is_alive(), outcome), process.pid
 
     yield start
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+        process.kill()
+        process.join()
 
 
 def once(err: str, words: str) -> None:
@@ -162,11 +157,19 @@ def once(err: str, words: str) -> None:
 
 
 def test_all_well(start) -> None:
-    run = start("print('rank', rank, torch.get_num_threads(), os.getsid(0) == os.getpid(), flush=True)")
-    code, out, err, _ = run.finish()
-    threads = max(1, len(os.sched_getaffinity(0)) // NUM_RANKS)
-    expected = [f"rank {rank} {os.environ.get('OMP_NUM_THREADS', threads)} True" for rank in range(NUM_RANKS)]
-    assert (code, sorted(out.splitlines()), err) == (0, expected, "")
+    """On a chosen port; stdout and stderr are the parent's."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    body = (
+        "told = [rank, torch.get_num_threads(), os.getsid(0) == os.getpid(), os.environ['MASTER_PORT']]\n"
+        "print('rank', *told, flush=True)\n"
+        "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
+    )
+    code, out, err, _ = start(body, port=port).finish()
+    threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
+    expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
+    assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
 
 
 def test_an_exception(start) -> None:
@@ -255,7 +258,7 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     run.ready()
     pids = run.pids()
     assert len(alive(pids)) == NUM_RANKS
-    parent.kill()
+    os.kill(parent, signal.SIGKILL)
     begin = time.monotonic()
     while alive(pids):
         assert time.monotonic() - begin < SOON
@@ -272,7 +275,7 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
         "    print('saved', pass_on(rank) == (rank - 1) % num_ranks, flush=True)\n"
     )
     run.ready()
-    parent.send_signal(signal.SIGINT)
+    os.kill(parent, signal.SIGINT)
     code, out, err, _ = run.finish()
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
 
@@ -280,7 +283,7 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
 def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     run, parent = start_parent("time.sleep(100)")
     run.ready()
-    parent.send_signal(signal.SIGINT)
+    os.kill(parent, signal.SIGINT)
     code, _, err, _ = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
 
@@ -291,9 +294,9 @@ def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     )
     run.ready()
     run.appear("deaf-*")
-    parent.send_signal(signal.SIGINT)
+    os.kill(parent, signal.SIGINT)
     time.sleep(0.3)
-    parent.send_signal(signal.SIGINT)
+    os.kill(parent, signal.SIGINT)
     code, _, err, seconds = run.finish()
     assert (code, err) == (130, "penstock: interrupted\n")
     assert seconds < SOON
@@ -302,7 +305,7 @@ def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
 def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
     run, parent = start_parent("time.sleep(100)")
     run.ready()
-    parent.terminate()
+    os.kill(parent, signal.SIGTERM)
     code, _, err, _ = run.finish()
     assert (code, err) == (143, "penstock: stopped by SIGTERM\n")
 
@@ -319,11 +322,6 @@ def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == "by the way\n" * 2
 
 
-def test_stderr_is_the_parents(start) -> None:
-    code, out, err, _ = start("if rank: print('now', file=sys.stderr); os.write(2, b'raw\\n')", num_ranks=2).finish()
-    assert (code, out, err) == (0, "", "now\nraw\n")
-
-
 def test_a_port_in_use(start) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
@@ -334,14 +332,6 @@ def test_a_port_in_use(start) -> None:
     assert code == 2
     once(err, f"port {port} is in use by another program: choose another")
     assert run.pids() == []
-
-
-def test_a_chosen_port(start) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-    code, out, err, _ = start("print(os.environ['MASTER_PORT'], flush=True)", num_ranks=2, port=port).finish()
-    assert (code, out, err) == (0, f"{port}\n" * 2, "")
 
 
 def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:

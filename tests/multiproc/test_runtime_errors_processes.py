@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
-from processes import Outcome, run_ranks
+from processes import Outcome, appears, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,13 +53,18 @@ def dies_in_rank_1(rank: int, dispatch: str) -> None:
     pipe.step(x, x)
 
 
-def sleeps_in_rank_1(rank: int, dispatch: str) -> None:
+def stands_still_in_rank_1(rank: int, dispatch: str, folder: Path) -> None:
+    """Until rank 0, which needs something from it, has given up."""
     pipe = pipeline(dispatch=dispatch, timeout=1.5)
     x = torch.randn(8, 4)
     pipe.step(x, x)
     if rank == 1:
-        time.sleep(5)
-    pipe.step(x, x)
+        appears(folder / "gave up")
+    try:
+        pipe.step(x, x)
+    finally:
+        if rank == 0:
+            (folder / "gave up").touch()
 
 
 def ended(outcomes: list[Outcome], within: float) -> None:
@@ -88,8 +93,8 @@ def test_a_rank_that_dies(dispatch: str) -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str) -> None:
-    outcomes = run_ranks(4, sleeps_in_rank_1, dispatch, deadline=30)
+def test_a_deadline_names_who_waited_for_what_from_whom(dispatch: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(4, stands_still_in_rank_1, dispatch, tmp_path, deadline=30)
     ended(outcomes, within=20)
     waited = [o.last_line for o in outcomes if "DeadlineExceeded" in o.last_line]
     assert waited, "\n".join(o.text for o in outcomes)

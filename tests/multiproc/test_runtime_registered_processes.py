@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.lines import LineTransport, lines_of
 from penstock.runtime.wiring import wire
 from plain_loop import differences, gradients, plain_step
-from processes import run_ranks
+from processes import appears, run_ranks
 from registered_cases import (
     CASES,
     NUM_MICROBATCHES,
@@ -33,6 +34,21 @@ pytestmark = pytest.mark.multiproc
 LOSS = nn.functional.mse_loss
 
 
+STEPS = ((1, 21), (2, 16), (3, 21))
+"""Numbers of steps, and how many samples each has."""
+
+_PLAIN: dict[int, tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]] = {}
+
+
+def plain(num_stages: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    """The losses and the summed gradients of the plain loop, the same for every program of so many stages."""
+    if num_stages not in _PLAIN:
+        made = model(num_stages)
+        losses = [plain_step(made, *batch(step, rows), NUM_MICROBATCHES, LOSS, step=step) for step, rows in STEPS]
+        _PLAIN[num_stages] = losses, gradients(made)
+    return _PLAIN[num_stages]
+
+
 def compare(name: str, dispatch: str, lines: bool) -> list[str]:
     """Three steps and an evaluation, shapes coming and going; what differs from the plain loop, in words."""
     schedule = CASES[name]().build()
@@ -43,22 +59,20 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
         meddle(call)
         time.sleep(0.002)
 
-    plain, piped = model(schedule.num_stages), model(schedule.num_stages)
+    losses, want = plain(schedule.num_stages)
     ops = functions(schedule, function)
-    pipe = ps.Pipeline(piped, schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=30)
+    pipe = ps.Pipeline(model(schedule.num_stages), schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=30)
     if lines:
         assert isinstance(pipe._peers, GroupPeers)
         made = lines_of(wire(schedule))
         pipe._transport = LineTransport(pipe._peers.group, pipe._tags, 30.0, made, "gloo", torch.device("cpu"))
     wrong = []
-    for step, rows in ((1, 21), (2, 16), (3, 21)):
+    for (step, rows), loss in zip(STEPS, losses, strict=True):
         x, y = batch(step, rows)
-        loss = plain_step(plain, x, y, NUM_MICROBATCHES, LOSS, step=step)
         if not torch.equal(pipe.step(x, y, update=False).loss, loss):
             wrong.append(f"the loss of step {step}")
         wrong += out_of_place(pipe.timeline())
         pipe.evaluate(x, y)
-    want = gradients(plain)
     mine = {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
     wrong += differences({n: want[n] for n in mine}, mine)
     own = [op for op in schedule.order[pipe.rank] if op.kind not in "FBIW"]
@@ -110,13 +124,23 @@ def test_an_error_in_a_function_ends_every_rank(dispatch: str) -> None:
         assert f"rank {rank} lost its connection to rank" in outcomes[rank].last_line
 
 
-def takes_too_long(rank: int) -> None:
-    seconds = iter((0, 10))
-    ask = ps.NewOp("ASK", 0, after={("B", 0): NUM_MICROBATCHES}, run=lambda call: time.sleep(next(seconds)))
-    made = program(ask, ps.NewOp("TELL", 3, after={("ASK", 0): 1}, run=print))
-    pipe = ps.Pipeline(model(NUM_RANKS), made.build(), loss_fn=LOSS, ops=made.callables, timeout=4)
+def takes_too_long(rank: int, folder: Path) -> None:
+    """In the second step ASK takes until rank 3 has given up."""
+    calls = iter(("answers", "stands still"))
+
+    def ask(call: ps.OpCall) -> None:
+        if next(calls) == "stands still":
+            appears(folder / "gave up")
+
+    asking = ps.NewOp("ASK", 0, after={("B", 0): NUM_MICROBATCHES}, run=ask)
+    made = program(asking, ps.NewOp("TELL", 3, after={("ASK", 0): 1}, run=print))
+    pipe = ps.Pipeline(model(NUM_RANKS), made.build(), loss_fn=LOSS, ops=made.callables, timeout=3)
     pipe.step(*batch(1))
-    pipe.step(*batch(1))
+    try:
+        pipe.step(*batch(1))
+    finally:
+        if rank == 3:
+            (folder / "gave up").touch()
 
 
 def given_different_functions(rank: int) -> list[str]:
@@ -139,7 +163,7 @@ def test_what_is_told_on_all_ranks() -> None:
         assert "program has ops of kind TELL, and no function was given for them" in missing
 
 
-def test_a_deadline_names_the_op_that_was_waited_for() -> None:
-    outcomes = run_ranks(NUM_RANKS, takes_too_long, deadline=30)
+def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
+    outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path, deadline=30)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
-    assert "rank 3 waited 4 s for the token of ASK0 of stage 0 from rank 0" in outcomes[3].last_line
+    assert "rank 3 waited 3 s for the token of ASK0 of stage 0 from rank 0" in outcomes[3].last_line

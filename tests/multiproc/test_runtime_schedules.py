@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 import penstock.runtime.split.slot as slot_module
 from processes import run_ranks
-from runtime_cases import Case, batches, compare_case, mlp
+from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case
 
 pytestmark = pytest.mark.multiproc
 
@@ -37,6 +37,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
     slot_module.MERGE_WORK = 0
     found = {}
+    plain: dict[int, Plain] = {}
     for name, given in SCHEDULES:
         options = dict(given)
         if "stages_a_rank" in options:
@@ -48,7 +49,10 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
             torch.manual_seed(3)
             model = nn.Sequential(*(mlp() for _ in range(schedule.num_stages + 1)))
             case = Case(model, batches(8, 3, 8))
-            found[f"{schedule.name} {given} {dispatch}"] = compare_case(case, schedule, dispatch)
+            if schedule.num_stages not in plain:
+                plain[schedule.num_stages] = plain_case(case, 8)
+            differences = compare_case(case, schedule, dispatch, plain[schedule.num_stages])
+            found[f"{schedule.name} {given} {dispatch}"] = differences
     return found
 
 
