@@ -11,6 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.rerank import Placed
+from penstock.runtime.shards import whole
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -62,7 +63,7 @@ def numbers(placed: Placed, moves: dict[int, tuple[ps.Mesh, Any]]) -> tuple[list
             received.append(placed.received)
         result = placed.pipe.step(*batch(step), update=step not in (0, 2))
         told += [result.loss, result.grad_norm]
-    named = {name: p.detach().clone() for part in [dict(placed.pipe.named_parameters())] for name, p in part.items()}
+    named = {name: whole(p.detach()).clone() for name, p in placed.pipe.named_parameters()}
     everything = {name: p for part in placed.pipe.gather(named) for name, p in part.items()}
     told += [everything[name] for name in sorted(everything)]
     told += [placed.pipe.num_steps, placed.pipe.num_updates, placed.pipe.evaluate(*batch(9)).loss]
@@ -86,13 +87,13 @@ def moved_and_not(rank: int, sizes: tuple[int, int], sharding: str, places: list
     return same(found, expected), received
 
 
-@pytest.mark.parametrize("sharding", ["none", "zero1"])
+SQUARE = [(1, (0, 2, 1, 3), "zb-h1"), (4, (3, 1, 0, 2), "1f1b")]
+LINE = [(1, (0, 3, 2, 1), "1f1b"), (3, (2, 0, 3, 1), "zb-h1")]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "places"),
-    [
-        ((2, 2), [(1, (0, 2, 1, 3), "zb-h1"), (4, (3, 1, 0, 2), "1f1b")]),
-        ((4, 1), [(1, (0, 3, 2, 1), "1f1b"), (3, (2, 0, 3, 1), "zb-h1")]),
-    ],
+    ("sizes", "places", "sharding"),
+    [((2, 2), SQUARE, "none"), ((2, 2), SQUARE, "zero1"), ((2, 2), SQUARE, "fsdp"), ((4, 1), LINE, "none")],
 )
 def test_losses_are_those_of_the_run_that_stayed(sizes: tuple[int, int], places: list[Any], sharding: str) -> None:
     outcomes = run_ranks(4, moved_and_not, sizes, sharding, places)

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from penstock.runtime.buckets import wait_for
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh import Mesh
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.shards import local
 from penstock.runtime.stage import Stage
+from penstock.runtime.transports.failure import explain
 from penstock.schedule import Placement
 
 
@@ -64,11 +67,11 @@ class Parts:
     """What a process does with other replicas where each keeps a part of everything: FSDP2 does the rest.
 
     Args:
-        stages: those here. replica: which one this is.
+        stages: those here. peers: the processes with the same stages. timeout: seconds that any wait may last.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], replica: int) -> None:
-        self._stages, self._replica = stages, replica
+    def __init__(self, stages: Sequence[nn.Module], peers: GroupPeers, timeout: float) -> None:
+        self._stages, self._peers, self._timeout = stages, peers, timeout
 
     def begin(self) -> None: ...
 
@@ -80,7 +83,15 @@ class Parts:
 
     def share_all(self) -> None: ...
 
-    def share_buffers(self) -> None: ...
+    def share_buffers(self) -> None:
+        """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
+        for buffer in [buffer for stage in self._stages for buffer in stage.buffers()]:
+            work = dist.broadcast(local(buffer), group=self._peers.group, group_src=0, async_op=True)
+            try:
+                wait_for(work, self._timeout)
+            except RuntimeError as error:
+                what = "statistics of the first replica"
+                raise explain(error, self._peers.here[0], 0, what, self._timeout) from None
 
     def rest(self) -> None:
         """Gives up the other replicas' parts of parameters, which forwards gathered."""
@@ -93,4 +104,4 @@ class Parts:
         return list(parameters)
 
     def answers_for(self, parameter: Any) -> bool:
-        return self._replica == 0
+        return self._peers.here[0] == 0

@@ -199,7 +199,7 @@ def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float
     if not isinstance(mesh.replicas, GroupPeers):
         return Alone()
     if mesh.has_parts:
-        return Parts(model.every_stage(), mesh.replica)
+        return Parts(model.every_stage(), mesh.replicas, timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
 
