@@ -10,12 +10,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
+from mesh_runs import Split
 from penstock.models import GPTConfig, gpt_stage, parallelize, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.runtime import partition
 from penstock.runtime.errors import RuntimeFailure
-from tests.mesh_runs import Split
-from tests.processes import run_ranks
+from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
