@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import Block, dropout_layer
+from penstock.models.listed import Listed, tied_ends
 from penstock.models.loss import token_losses
-from penstock.models.seeded import built, generator_of, require_sizes
+from penstock.models.seeded import require_sizes
 
 __all__ = ["BERTConfig", "BERTLoss", "bert_costs", "bert_layers", "bert_presets", "bert_tied_parameters"]
 
@@ -175,24 +176,14 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
     Draws nothing from torch's global generators. With `config.tied`, embedding and output share one Parameter if both
     are asked for; heads alone get the embedding's initial weight. `ValueError` for an index out of range.
     """
-    wanted = list(range(config.num_layers) if indices is None else indices)
-    for index in wanted:
-        if not 0 <= index < config.num_layers:
-            raise ValueError(f"layer {index} asked of a BERT of {config.num_layers} layers, counted from 0")
-    layers = [_build_layer(config, index, seed) for index in wanted]
-    embedding = next((layer for layer in layers if isinstance(layer, BERTEmbedding)), None)
-    if config.tied and embedding is not None:
-        for layer in layers:
-            if isinstance(layer, BERTHeads):
-                layer.output.weight = embedding.token.weight
-    return layers
+    return Listed("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
+        indices, seed
+    )
 
 
 def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
     """Groups of plain parameter names that are one parameter, wherever their layers lie."""
-    if not config.tied:
-        return []
-    return [["layers.0.token.weight", f"layers.{config.num_layers - 1}.output.weight"]]
+    return tied_ends(config.num_layers) if config.tied else []
 
 
 def bert_costs(config: BERTConfig) -> list[float]:
@@ -200,18 +191,6 @@ def bert_costs(config: BERTConfig) -> list[float]:
     width = config.width
     block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice
     return [3.0 * width, *[float(block)] * config.depth, 2.0 * width * (config.vocab_size + width)]
-
-
-def _build_layer(config: BERTConfig, index: int, seed: int) -> nn.Module:
-    std = 0.5 * config.width**-0.5
-    # What a block adds to the residual stream shrinks with the number of such additions.
-    residual = std * (2 * config.depth) ** -0.5
-    layer = built(lambda: _make_layer(config, index), generator_of(seed, index), std, residual)
-    if config.tied and isinstance(layer, BERTHeads):
-        with torch.no_grad():
-            # The embedding draws its tokens first, so its generator's first numbers are its token weight.
-            layer.output.weight.normal_(0.0, std, generator=generator_of(seed, 0))
-    return layer
 
 
 def _make_layer(config: BERTConfig, index: int) -> nn.Module:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import Block, dropout_layer
-from penstock.models.seeded import built, generator_of, require_sizes
+from penstock.models.listed import Listed
+from penstock.models.seeded import require_sizes
 from penstock.runtime import Stage
 
 __all__ = [
@@ -238,13 +239,6 @@ def tower_layers(
     Draws nothing from torch's global generators. `ValueError` for an unknown tower or an index out of range.
     """
     tower = config.tower(name)
-    wanted = list(range(tower.num_layers) if indices is None else indices)
-    for index in wanted:
-        if not 0 <= index < tower.num_layers:
-            raise ValueError(f"layer {index} asked of a tower of {tower.num_layers} layers, counted from 0")
-    std = 0.5 * tower.width**-0.5
-    # What a block adds to the residual stream shrinks with the number of such additions.
-    residual = std * (2 * tower.depth) ** -0.5
 
     def make(index: int) -> nn.Module:
         if index == 0:
@@ -253,10 +247,7 @@ def tower_layers(
             return Summary(tower.width, config.shared_width)
         return Block(tower.width, tower.num_heads, tower.dropout, causal=False)
 
-    return [
-        built(lambda index=index: make(index), generator_of(seed, f"{name}/{index}"), std, residual)  # type: ignore[misc]
-        for index in wanted
-    ]
+    return Listed("a tower", tower.depth, tower.width, make, prefix=f"{name}/").layers(indices, seed)
 
 
 def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int = 0) -> Stage:

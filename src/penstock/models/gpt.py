@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.block import Block, dropout_layer
-from penstock.models.seeded import built, generator_of, require_sizes
+from penstock.models.listed import Listed, tied_ends
+from penstock.models.seeded import require_sizes
 
 __all__ = ["GPTConfig", "build_layers", "presets", "tied_parameters"]
 
@@ -110,36 +111,14 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
     Draws nothing from torch's global generators. With `config.tied`, embedding and head share one Parameter if
     both are asked for; a head alone gets the embedding's initial weight. `ValueError` for an index out of range.
     """
-    wanted = list(range(config.num_layers) if indices is None else indices)
-    for index in wanted:
-        if not 0 <= index < config.num_layers:
-            raise ValueError(f"layer {index} asked of a GPT of {config.num_layers} layers, counted from 0")
-    layers = [_build_layer(config, index, seed) for index in wanted]
-    embedding = next((layer for layer in layers if isinstance(layer, Embedding)), None)
-    if config.tied and embedding is not None:
-        for layer in layers:
-            if isinstance(layer, Head):
-                layer.output.weight = embedding.token.weight
-    return layers
+    return Listed("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
+        indices, seed
+    )
 
 
 def tied_parameters(config: GPTConfig) -> list[list[str]]:
     """Groups of plain parameter names that are one parameter, wherever their layers lie."""
-    if not config.tied:
-        return []
-    return [["layers.0.token.weight", f"layers.{config.num_layers - 1}.output.weight"]]
-
-
-def _build_layer(config: GPTConfig, index: int, seed: int) -> nn.Module:
-    std = 0.5 * config.width**-0.5
-    # What a block adds to the residual stream shrinks with the number of such additions.
-    residual = std * (2 * config.depth) ** -0.5
-    layer = built(lambda: _make_layer(config, index), generator_of(seed, index), std, residual)
-    if config.tied and isinstance(layer, Head):
-        with torch.no_grad():
-            # The embedding draws its tokens first, so its generator's first numbers are its token weight.
-            layer.output.weight.normal_(0.0, std, generator=generator_of(seed, 0))
-    return layer
+    return tied_ends(config.num_layers) if config.tied else []
 
 
 def _make_layer(config: GPTConfig, index: int) -> nn.Module:

@@ -1,0 +1,81 @@
+"""A model as a flat list of layers, any of which can be built alone.
+
+    0 embedding    1 .. depth blocks    depth + 1 head
+
+Each layer's weights follow from the seed and its name. Where embedding and head are one weight and only the head is
+asked for, it is given the numbers that the embedding would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.seeded import built, generator_of
+
+__all__ = ["Listed", "tied_ends"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """How the layers of a model are built.
+
+    Attributes:
+        what: the model, for errors: "a GPT".
+        depth, width: blocks, and of what they pass on; both say how weights are drawn.
+        make: from a layer's number to the layer, its weights not filled.
+        tied: whether `token.weight` of the first layer and `output.weight` of the last are one.
+        prefix: before a layer's number, in the name that seeds it.
+    """
+
+    what: str
+    depth: int
+    width: int
+    make: Callable[[int], nn.Module]
+    tied: bool = False
+    prefix: str = ""
+
+    @property
+    def last(self) -> int:
+        """The head's number."""
+        return self.depth + 1
+
+    def layers(self, indices: Iterable[int] | None, seed: int) -> list[nn.Module]:
+        """The layers at `indices`, or all, in that order, on the CPU in float32.
+
+        Draws nothing from torch's global generators. `ValueError` for an index out of range.
+        """
+        wanted = list(range(self.depth + 2) if indices is None else indices)
+        for index in wanted:
+            if not 0 <= index <= self.last:
+                raise ValueError(f"layer {index} asked of {self.what} of {self.depth + 2} layers, counted from 0")
+        layers = [self._build(index, seed) for index in wanted]
+        if self.tied and 0 in wanted:
+            embedding: Any = layers[wanted.index(0)]
+            for index, layer in zip(wanted, layers, strict=True):
+                if index == self.last:
+                    layer.get_submodule("output").weight = embedding.token.weight
+        return layers
+
+    def _build(self, index: int, seed: int) -> nn.Module:
+        std = 0.5 * self.width**-0.5
+        # What a block adds to the residual stream shrinks with the number of such additions.
+        residual = std * (2 * self.depth) ** -0.5
+        layer = built(lambda: self.make(index), self._generator(index, seed), std, residual)
+        if self.tied and index == self.last:
+            with torch.no_grad():
+                # The embedding draws its tokens first, so its generator's first numbers are its token weight.
+                layer.get_parameter("output.weight").normal_(0.0, std, generator=self._generator(0, seed))
+        return layer
+
+    def _generator(self, index: int, seed: int) -> torch.Generator:
+        return generator_of(seed, f"{self.prefix}{index}")
+
+
+def tied_ends(num_layers: int) -> list[list[str]]:
+    """The names of an embedding and a head that are one weight."""
+    return [["layers.0.token.weight", f"layers.{num_layers - 1}.output.weight"]]
