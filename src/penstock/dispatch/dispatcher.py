@@ -40,6 +40,11 @@ class Dispatcher:
         self._cap = [cap] * graph.num_rows
         self._warmup_left = [0] * graph.num_rows
         self._left = graph.first[rank + 1] - graph.first[rank]
+        self._rows: tuple[int, ...] = (rank,)
+        if graph.has_streams:
+            stream = graph.num_ranks + rank
+            self._rows = rank, stream
+            self._left += graph.first[stream + 1] - graph.first[stream]
 
     @property
     def finished(self) -> bool:
@@ -53,7 +58,14 @@ class Dispatcher:
 
     def next(self) -> int | None:
         """The op to run now, or None to wait. The op counts as started."""
-        graph, rank = self.graph, self.rank
+        return self._next(self.rank)
+
+    def next_apart(self) -> int | None:
+        """The asynchronous op to start now, or None. It does not wait for those before it to end."""
+        return self._next(self._rows[1]) if len(self._rows) > 1 else None
+
+    def _next(self, rank: int) -> int | None:
+        graph = self.graph
         if self.dispatch is Dispatch.FROZEN:
             op = core.choose_frozen(rank, graph.first, self._next_frozen, self._missing)
         else:
@@ -74,10 +86,10 @@ class Dispatcher:
 
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        core.finish(self.rank, op, self._memory_change, self._held)
+        core.finish(self.graph.rank[op], op, self._memory_change, self._held)
         self.log.append(("finish", op))
         for successor in self.successors(op):
-            if self.graph.rank[successor] == self.rank:
+            if self.graph.rank[successor] in self._rows:
                 self._missing[successor] -= 1
 
     def arrive(self, op: int) -> None:

@@ -155,7 +155,9 @@ class EmulatedPipeline:
         plan = self._plan
         ranks, start, following = self._ranks.step(plan, self._helm)
         rows = [_scaled(rank.times, self.stretch) for rank in ranks]
-        timeline = measured_timeline(plan.wiring, rows, [rank.peak for rank in ranks], plan.dispatch.value)
+        apart = [_scaled(rank.apart, self.stretch) for rank in ranks]
+        peaks = [rank.peak for rank in ranks]
+        timeline = measured_timeline(plan.wiring, rows, peaks, plan.dispatch.value, apart)
         if following is not None:
             self._plan = replace(following.made, number=following.number)
             self.configuration = self._plan.configuration

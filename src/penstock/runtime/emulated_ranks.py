@@ -49,13 +49,16 @@ class Emulated:
 
 
 class RankStep(NamedTuple):
-    """What one rank measured of a step: its ops, the most it held, how late ops ended (ns), what came in."""
+    """What one rank measured of a step: its ops, the most it held, how late ops ended (ns), what came in; and its
+    asynchronous ops.
+    """
 
     rank: int
     times: list[tuple[Op, int, int]]
     peak: float
     late: list[int]
     crossings: list[Crossing]
+    apart: list[tuple[Op, int, int]]
 
 
 class Step(NamedTuple):
@@ -72,6 +75,8 @@ class Waiting(Transport, Protocol):
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
 
     def crossings(self) -> list[Crossing]: ...
+
+    def wake(self) -> None: ...
 
 
 class Ranks(Protocol):
@@ -98,6 +103,7 @@ def _run_rank(
     while (left := start - time.perf_counter_ns()) > 0:
         time.sleep(left / 1e9)
     device.begin(worker.rank, meeting)
+    stream = worker.run_apart(device.start, transport.wake)
     while True:
         worker.run_ready()
         if worker.finished:
@@ -107,7 +113,10 @@ def _run_rank(
         device.waited(before, time.perf_counter_ns())
         for edge in edges:
             worker.arrive(edge)
-    return RankStep(worker.rank, worker.recorder.times, worker.peak_held, device.late, transport.crossings())
+    if stream is not None:
+        stream.close()
+    times, apart = worker.recorder.times, worker.recorder.apart
+    return RankStep(worker.rank, times, worker.peak_held, device.late, transport.crossings(), apart)
 
 
 def _measured(
@@ -225,7 +234,7 @@ class Processes:
         edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
         expected = expected_by_channel(edges, self._tags)
         signatures = ["emulated"] * self._indices
-        threaded = plan.dispatch is Dispatch.DYNAMIC
+        threaded = plan.dispatch is Dispatch.DYNAMIC or bool(plan.schedule.asynchronous)
         self._run.choice.route(transport, plan.configuration.delegated)
         transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
         start = self._moment() + LEAD

@@ -16,10 +16,17 @@ RankTimes = Sequence[tuple[Op, int, int]]
 """(op, start, end) in nanoseconds of a clock that the ranks share."""
 
 
-def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequence[float], dispatch: str) -> Timeline:
-    """Builds the timeline from every rank's recorded times."""
-    origin = min((start for row in times for _, start, _ in row), default=0)
-    ended = {(op, rank): (end - origin) / 1e6 for rank, row in enumerate(times) for op, _, end in row}
+def measured_timeline(
+    wiring: Wiring,
+    times: Sequence[RankTimes],
+    peaks: Sequence[float],
+    dispatch: str,
+    apart: Sequence[RankTimes] = (),
+) -> Timeline:
+    """Builds the timeline from every rank's recorded times, and those of its asynchronous ops."""
+    everything = [*enumerate(times), *enumerate(apart)]
+    origin = min((start for _, row in everything for _, start, _ in row), default=0)
+    ended = {(op, rank): (end - origin) / 1e6 for rank, row in everything for op, _, end in row}
     ops: list[TimedOp] = []
     messages: list[Message] = []
     for rank, row in enumerate(times):
@@ -37,6 +44,8 @@ def measured_timeline(wiring: Wiring, times: Sequence[RankTimes], peaks: Sequenc
                     cause, cause_end = edge.producer, sent
             ops.append(TimedOp(rank, op, start, end, cause, max(0.0, start - previous)))
             previous = end
+        for op, start_ns, end_ns in apart[rank] if apart else ():
+            ops.append(TimedOp(rank, op, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
     return Timeline(wiring.schedule, tuple(ops), tuple(messages), tuple(peaks), "measured", dispatch)
 
 

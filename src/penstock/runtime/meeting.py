@@ -10,9 +10,9 @@ what they do together (a collective, say) is the op's.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from penstock.dispatch import Graph
-from penstock.runtime.message import Payload
 from penstock.schedule import Op
 
 
@@ -23,7 +23,7 @@ class Meeting:
         self._graph = graph
         self._sizes = [last - first for first, last in pairwise(graph.gang_first)]
         self._come: list[set[int]] = [set() for _ in self._sizes]
-        self._outcomes: dict[Op, tuple[Payload | None, int]] = {}
+        self._outcomes: dict[Op, tuple[Any, int]] = {}
 
     def come(self, number: int) -> None:
         """A rank stands ready for its part of an op."""
@@ -42,11 +42,11 @@ class Meeting:
         """Whether this part of an op is that of the first of its ranks, which runs it."""
         return self._graph.number[self._graph.ops[number]] == number
 
-    def leave(self, op: Op, outcome: Payload | None) -> None:
+    def leave(self, op: Op, outcome: Any) -> None:
         """Leaves what came of an op for the other ranks."""
         self._outcomes[op] = outcome, self._sizes[self._graph.gang[self._graph.number[op]]] - 1
 
-    def find(self, op: Op) -> Payload | None:
+    def find(self, op: Op) -> Any:
         """What the first rank left; gone once all others have it."""
         outcome, left = self._outcomes[op]
         if left > 1:
@@ -59,4 +59,4 @@ class Meeting:
         """The ranks that have not come."""
         graph, gang = self._graph, self._graph.gang[number]
         members = graph.gang_ops[graph.gang_first[gang] : graph.gang_first[gang + 1]]
-        return [graph.rank[n] for n in members if n not in self._come[gang]]
+        return [graph.host(n) for n in members if n not in self._come[gang]]

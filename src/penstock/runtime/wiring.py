@@ -52,7 +52,7 @@ class Wiring:
 
     def rank_of(self, op: Op) -> int:
         """The rank that runs an op; the one that sends what came of it, where several do."""
-        return self.graph.rank[self.graph.number[op]]
+        return self.graph.host(self.graph.number[op])
 
     def ranks_of(self, op: Op) -> tuple[int, ...]:
         """The ranks that run an op."""
@@ -70,10 +70,10 @@ class Wiring:
     @cached_property
     def stations(self) -> list[Station]:
         """The edges of each op, by its number."""
-        return [self._station(op, rank) for op, rank in zip(self.graph.ops, self.graph.rank, strict=True)]
+        return [self._station(op, self.graph.host(number)) for number, op in enumerate(self.graph.ops)]
 
     def _station(self, op: Op, rank: int) -> Station:
-        incoming = [edge for edge in self.incoming[op] if not (edge.is_token and self.sender(edge, rank) == rank)]
+        incoming = [edge for edge in self.incoming[op] if self._travels(edge, rank)]
         return Station(
             op,
             tuple(incoming),
@@ -82,27 +82,43 @@ class Wiring:
                 (edge, target)
                 for edge in self.outgoing[op]
                 for target in self.ranks_of(edge.consumer)
-                if self.sender(edge, target) == rank and not (edge.is_token and target == rank)
+                if self.sender(edge, target) == rank and self._travels(edge, target)
             ),
         )
+
+    def _travels(self, edge: Edge, target: int) -> bool:
+        """Whether a rank is told of an edge. It is not told by tokens of what it ran itself, nor of what another one
+        ran that begins an asynchronous op together with it.
+        """
+        if not edge.is_token:
+            return True
+        source = self.sender(edge, target)
+        together = edge.consumer[:2] in self.schedule.asynchronous and source in self.ranks_of(edge.consumer)
+        return source != target and not together
+
+    def _numbers_of(self, rank: int) -> list[int]:
+        """The ops of a rank, then those of its stream."""
+        first, num_ranks = self.graph.first, self.graph.num_ranks
+        own = list(range(first[rank], first[rank + 1]))
+        if self.graph.has_streams:
+            own += range(first[num_ranks + rank], first[num_ranks + rank + 1])
+        return own
 
     def numbers(self, rank: int) -> dict[Op, int]:
         """The number of each op that the rank runs, and perhaps of others."""
         if not self._together:
             return self.graph.number
-        first, last = self.graph.first[rank : rank + 2]
-        return dict(zip(self.graph.ops[first:last], range(first, last), strict=True))
+        return {self.graph.ops[number]: number for number in self._numbers_of(rank)}
 
     def num_tokens(self, rank: int) -> dict[Op, int]:
         """How many tokens come in for an op of a rank, for those that get any."""
-        first, last = self.graph.first[rank : rank + 2]
-        counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in self.stations[first:last])
+        stations = (self.stations[number] for number in self._numbers_of(rank))
+        counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in stations)
         return {op: count for op, count in counts if count}
 
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
-        first, last = self.graph.first[rank : rank + 2]
-        return [edge for station in self.stations[first:last] for edge in station.remote]
+        return [edge for number in self._numbers_of(rank) for edge in self.stations[number].remote]
 
 
 def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
@@ -140,7 +156,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     together = ranks_together(schedule)
 
     def ranks_of(op: Op) -> Sequence[int]:
-        return together.get(op) or (graph.rank[graph.number[op]],)
+        return together.get(op) or (graph.host(graph.number[op]),)
 
     edges += [
         edge for edge in _needed(schedule, number) if not set(ranks_of(edge.consumer)) <= set(ranks_of(edge.producer))

@@ -10,7 +10,7 @@ It neither waits nor knows threads or processes: the executors do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from penstock.dispatch import Dispatcher
 from penstock.dispatch.graph import ALONE
 from penstock.runtime.meeting import Meeting
 from penstock.runtime.message import Edge, Payload
+from penstock.runtime.streams import SharedThreadStream, Start, Stream, WatchedStream
 from penstock.runtime.transports.crossing import Crossing
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Op
@@ -56,6 +57,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.times: list[tuple[Op, int, int]] = []
+        self.apart: list[tuple[Op, int, int]] = []
+        """Of asynchronous ops."""
 
 
 class Worker:
@@ -87,11 +90,27 @@ class Worker:
         self._meeting = meeting
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
+        self._stream: Stream | None = None
+        self._apart: list[int] = []
+        """Asynchronous ops that this rank has come to, and others have not."""
 
     @property
     def finished(self) -> bool:
         """All ops ran and all their messages are with the transport."""
-        return self.dispatcher.finished and not self._unsent and self._standing is None
+        if not self.dispatcher.finished or self._unsent or self._standing is not None:
+            return False
+        return self._stream is None or not (self._apart or self._stream.num_open)
+
+    def run_apart(self, start: Start, wake: Callable[[], None] | None) -> Stream | None:
+        """Before the first op: says what starts asynchronous ops. Returns their stream, None where there are none.
+
+        Args:
+            wake: ends this rank's wait for messages; None where it shares its thread with other ranks.
+        """
+        if not self._wiring.graph.has_streams:
+            return None
+        self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
+        return self._stream
 
     def run_ready(self) -> bool:
         """Runs ops until the next one must wait; returns whether anything moved."""
@@ -106,6 +125,9 @@ class Worker:
             for edge in self.transport.arrivals():
                 self.dispatcher.arrive(number[edge.consumer])
                 moved = True
+            if self._stream is not None and self._go_on_apart(self._stream):
+                moved = True
+                continue
             op = self.dispatcher.next() if self._standing is None else self._standing
             if op is None:
                 return moved
@@ -148,7 +170,38 @@ class Worker:
                 f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran
             ]
             return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"
+        if self._stream is not None and self._stream.num_open:
+            return (
+                f"rank {self.rank} waits for the end of asynchronous ops, {self._stream.num_open} of which are open"
+            )
         return f"rank {self.rank} has finished"
+
+    def _go_on_apart(self, stream: Stream) -> bool:
+        """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
+        moved = False
+        for number, start, end in stream.ended():
+            station = self._wiring.stations[number]
+            self.recorder.apart.append((station.op, start, end))
+            for edge, target in station.outgoing:
+                if target != self.rank:
+                    self._unsent.append((edge, target, self._device.give(edge)))
+            self.dispatcher.finish(number)
+            moved = True
+        while (found := self.dispatcher.next_apart()) is not None:
+            if self._meeting is not None and self._wiring.graph.gang[found] != ALONE:
+                self._meeting.come(found)
+            self._apart.append(found)
+            moved = True
+        while self._apart and self._may_start(self._apart[0]):
+            number = self._apart.pop(0)
+            station = self._wiring.stations[number]
+            stream.start(number, station.op, [self.transport.take(edge) for edge in station.incoming])
+            moved = True
+        return moved
+
+    def _may_start(self, number: int) -> bool:
+        alone = self._meeting is None or self._wiring.graph.gang[number] == ALONE
+        return alone or self._meeting.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
         op, incoming, _, outgoing = self._wiring.stations[number]

@@ -52,6 +52,7 @@ class EmulatedDevice:
         self._op: Op | None = None
         self._rank, self._numbers = 0, wiring.graph.number
         self._meeting: Meeting | None = None
+        self._stream_free = 0
 
     def begin(self, rank: int = 0, meeting: Meeting | None = None) -> None:
         """Starts a step of a rank: what was owed is forgotten.
@@ -63,6 +64,7 @@ class EmulatedDevice:
         self.late = []
         self._rank, self._meeting = rank, meeting
         self._numbers = self._wiring.numbers(rank)
+        self._stream_free = 0
 
     def waited(self, start: int, end: int) -> None:
         """Takes note that the rank waited for a message, from `start` to `end` in nanoseconds."""
@@ -70,29 +72,57 @@ class EmulatedDevice:
             self._free = end
 
     def run(self, op: Op, received: Sequence[Payload]) -> int | None:
-        for edge, payload in zip(self._wiring.stations[self._numbers[op]].incoming, received, strict=True):
-            stamp = payload.leaves[0] if payload.leaves else None
-            if stamp is not None and stamp.tolist() != self._stamp(edge):
-                raise RuntimeFailure(f"{op} received something else than {edge}")
-        duration = self._durations.get(op)
-        if duration is None:
-            duration = self._durations[op] = round(self._takes(op) * 1e6 * self._stretch)
+        self._check(op, received)
+        duration = self._duration(op)
         ready = perf_counter_ns() if self._free is None else self._free
         together = self._wiring.ranks_of(op)
         if len(together) > 1 and self._meeting is not None:
             ready = self._meeting.meet(op, self._rank, together, ready)
         due = ready + duration
-        while (left := due - perf_counter_ns()) > 0:
-            sleep(left / 1e9)
-        self.late.append(perf_counter_ns() - due)
+        self._sleep(due)
         self._free, self._op = due, op
         return ready if len(together) > 1 else None
 
+    def start(self, op: Op, received: Sequence[Payload]) -> EmulatedStart:
+        """Starts an asynchronous op, which begins when the stream is free, of all ranks that run it together."""
+        self._check(op, received)
+        now = perf_counter_ns()
+        # The rank came to it when the op before was to end; or just now, when the last word that it waited for came.
+        return EmulatedStart(self, op, now if received or self._free is None else self._free)
+
+    def carry_out(self, op: Op, moment: int) -> tuple[int, int]:
+        """An asynchronous op that may begin at `moment`, in the stream's thread; returns when it began and ended."""
+        begin = max(moment, self._stream_free)
+        together = self._wiring.ranks_of(op)
+        if len(together) > 1 and self._meeting is not None:
+            begin = self._meeting.meet(op, self._rank, together, begin)
+        self._stream_free = begin + self._duration(op)
+        self._sleep(self._stream_free)
+        return begin, self._stream_free
+
+    def _check(self, op: Op, received: Sequence[Payload]) -> None:
+        for edge, payload in zip(self._wiring.stations[self._numbers[op]].incoming, received, strict=True):
+            stamp = payload.leaves[0] if payload.leaves else None
+            if stamp is not None and stamp.tolist() != self._stamp(edge):
+                raise RuntimeFailure(f"{op} received something else than {edge}")
+
+    def _duration(self, op: Op) -> int:
+        """Nanoseconds of an op."""
+        duration = self._durations.get(op)
+        if duration is None:
+            duration = self._durations[op] = round(self._takes(op) * 1e6 * self._stretch)
+        return duration
+
+    def _sleep(self, due: int) -> None:
+        while (left := due - perf_counter_ns()) > 0:
+            sleep(left / 1e9)
+        self.late.append(perf_counter_ns() - due)
+
     def give(self, edge: Edge) -> Payload:
-        if edge.producer != self._op:
-            raise RuntimeFailure(f"{edge.producer} has not just run, and can send nothing to {edge.consumer}")
         if edge.is_token:
             return Payload([])
+        if edge.producer != self._op:
+            raise RuntimeFailure(f"{edge.producer} has not just run, and can send nothing to {edge.consumer}")
         size = int(self._costs.message_size(edge.producer[:2], edge.consumer[:2]))
         stamp = torch.tensor(self._stamp(edge))
         if not size:
@@ -112,6 +142,20 @@ class EmulatedDevice:
         """What tells a message from all others."""
         number = self._wiring.graph.number
         return [number[edge.producer], number[edge.consumer]]
+
+
+class EmulatedStart:
+    """An asynchronous op under way on an emulated device."""
+
+    def __init__(self, device: EmulatedDevice, op: Op, moment: int) -> None:
+        self._device, self._op, self._moment = device, op, moment
+
+    def wait(self) -> tuple[int, int]:
+        return self._device.carry_out(self._op, self._moment)
+
+    def done(self) -> bool:
+        """Never told without waiting: it takes its time only then."""
+        return False
 
 
 def sharpen_timers() -> None:

@@ -249,6 +249,10 @@ class GroupTransport:
             return self._accept(channel, posted)
         raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
 
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one, in a step whose arrivals are reported; any thread may call it."""
+        self.inbox.put(list)
+
     def take(self, edge: Edge) -> Payload:
         if edge.slot == 0 and (room := self._incoming[ChannelKey.of(edge)].room) is not None:
             room.release()

@@ -40,7 +40,8 @@ def lines_of(wiring: Wiring) -> list[Line]:
     """
     sent: dict[Line, list[int]] = {}
     taken: dict[Line, list[int]] = {}
-    for rank, station in zip(wiring.graph.rank, wiring.stations, strict=True):
+    for number, station in enumerate(wiring.stations):
+        rank = wiring.graph.host(number)
         for edge, target in station.outgoing:
             line = Line(ChannelKey.of(edge), rank, target)
             if not edge.is_token and line.source != line.target:

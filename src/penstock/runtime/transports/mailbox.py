@@ -48,6 +48,13 @@ class Mailbox:
         self.waiting: list[Letter] = []
         self.num_sent = 0
         self.lost: int | None = None
+        self.woken = False
+
+    def wake(self) -> None:
+        """Ends its owner's wait, or the next one."""
+        with self.changed:
+            self.woken = True
+            self.changed.notify()
 
     def put(self, letter: Letter) -> None:
         with self.changed:
@@ -143,7 +150,7 @@ class MailboxTransport:
             return self._open(box)
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
-        """Waits until at least one message has come in, or the channel that was full has room.
+        """Waits until at least one message has come in, the channel that was full has room, or `wake` was called.
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
@@ -154,7 +161,8 @@ class MailboxTransport:
             while True:
                 came = self._open(box)
                 has_room = self._room_at is not None and self._room_at <= time.perf_counter_ns()
-                if came or has_room:
+                if came or has_room or box.woken:
+                    box.woken = False
                     return came
                 if box.lost is not None:
                     raise PeerLost(f"rank {box.lost} failed; {who()}")
@@ -167,6 +175,10 @@ class MailboxTransport:
                 if moments:
                     left = min(left, max(0.0, (min(moments) - time.perf_counter_ns()) / 1e9))
                 box.changed.wait(left)
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+        self._boxes[self._rank].wake()
 
     def take(self, edge: Edge) -> Payload:
         return self._came.pop(edge)
