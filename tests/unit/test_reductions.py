@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import penstock as ps
 from penstock.passes import add_reductions
@@ -69,3 +71,20 @@ def test_updates_as_ops_are_refused() -> None:
     schedule = ps.build("amdp", 4, 16, window=8)
     with pytest.raises(ScheduleError, match="updates in the order"):
         add_reductions(schedule)
+
+
+def test_regression_an_op_of_the_users_named_reduce_was_never_called() -> None:
+    called: list[int] = []
+    reduce = ps.NewOp(REDUCE, stage=1, after={("B", 1): 4}, run=lambda call: called.append(call.index))
+    program = ps.Program(ps.placements.one_to_one(2), 4, ops=[reduce])
+    pipe = ps.Pipeline(
+        [nn.Linear(2, 2), nn.Linear(2, 1)], program.build(), loss_fn=nn.MSELoss(), ops=program.callables
+    )
+    pipe.step(torch.ones(4, 2), torch.ones(4, 1), update=False)
+    assert called == [0]
+
+
+def test_a_schedule_with_reductions_runs_without_replicas() -> None:
+    stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    pipe = ps.Pipeline(stages, add_reductions(ps.build("1f1b", 2, 4)), loss_fn=nn.MSELoss())
+    assert pipe.step(torch.ones(4, 2), torch.ones(4, 1), update=False).loss >= 0

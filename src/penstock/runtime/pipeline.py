@@ -175,7 +175,7 @@ class Pipeline:
         require_meshable(place, schedule, chosen, steering is not None)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
-        reducing = reductions_of(schedule, lambda stage: self._learner.replicas.start(stage))
+        reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
         functions = functions_of(schedule, {**ops, **reducing})
         sources = stages_of(model, schedule.num_stages, costs)
         self._notices: list[str] = []

@@ -12,7 +12,7 @@ state, and after an update it gives the others the new value.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.copies import Copy
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.fsdp import Parts
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
@@ -188,10 +189,24 @@ def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
     return schedule if mesh.num_replicas == 1 or mesh.has_parts else add_reductions(schedule)
 
 
-def reductions_of(schedule: Schedule, start: Callable[[int], None]) -> dict[str, OpFunction]:
-    """What runs a schedule's REDUCE ops, if it has any: `start` with an op's stage."""
-    added = any(registered.kind == REDUCE for registered in schedule.graph.registered)
-    return {REDUCE: lambda call: start(call.stage)} if added else {}
+def reductions_of(
+    schedule: Schedule, mesh: Mesh, given: Collection[str], start: Callable[[int], None]
+) -> dict[str, OpFunction]:
+    """What runs a schedule's REDUCE ops, if it has any: `start` with an op's stage.
+
+    Args:
+        given: kinds for which the user gave functions. Where there is nothing to reduce, REDUCE may be one of them.
+
+    Raises:
+        RuntimeFailure: it is one of them where there are replicas.
+    """
+    if REDUCE in given and mesh.num_replicas > 1:
+        raise RuntimeFailure(
+            f"ops= has a function for kind {REDUCE}, which is that of the reductions over the {mesh.num_replicas} "
+            "replicas; give your own ops another kind"
+        )
+    found = any(registered.kind == REDUCE for registered in schedule.graph.registered)
+    return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
 
 
 def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float) -> Replicas | Parts | Alone:
