@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
 
 from penstock.models import (
     BERTConfig,
@@ -26,7 +28,9 @@ from penstock.models import (
     parallelize,
     tower_stage,
 )
-from penstock.models.block import Attention
+from penstock.models.block import MLP, Attention
+from penstock.models.seeded import built, generator_of
+from penstock.runtime.sharded import Sharding
 from penstock.runtime.split import Tape, prepare, slot
 from penstock.train.tasks.layers import recomputed
 
@@ -72,7 +76,7 @@ def masked(targets: Tensor) -> Tensor:
 def gpt(**changes: Any) -> Case:
     config = replace(GPT, **changes)
     inputs, targets = tokens(1, 3, 8, below=config.vocab_size), masked(tokens(2, 3, 8, below=config.vocab_size))
-    return Case(lambda: gpt_stage(config, range(4)), (inputs, targets), lambda out, y: CrossEntropy()(out, y))
+    return Case(lambda: gpt_stage(config, range(4)), (inputs, targets), CrossEntropy())
 
 
 def bert(**changes: Any) -> Case:
@@ -93,14 +97,14 @@ def tower(name: str) -> Case:
         else torch.randn(3, size.context, size.num_features or 0, generator=generator)
     )
     wanted = torch.randn(3, 32, generator=generator)
-    return Case(lambda: tower_stage(config, name, range(4)), (given, wanted), lambda out, y: (out * y).sum())
+    return Case(lambda: tower_stage(config, name, range(4)), (given, wanted), functional.mse_loss)
 
 
 def middle() -> Case:
     """A stage of blocks alone, whose input gets a gradient."""
     x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
     y = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(6))
-    return Case(lambda: gpt_stage(GPT, [1, 2]), (x, y), lambda out, y: (out * y).sum())
+    return Case(lambda: gpt_stage(GPT, [1, 2]), (x, y), functional.mse_loss)
 
 
 def head() -> Case:
@@ -111,7 +115,7 @@ def head() -> Case:
 
 def embedding() -> Case:
     y = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(6))
-    return Case(lambda: gpt_stage(GPT, [0]), (tokens(1, 3, 8), y), lambda out, y: (out * y).sum())
+    return Case(lambda: gpt_stage(GPT, [0]), (tokens(1, 3, 8), y), functional.mse_loss)
 
 
 def all_masked() -> Case:
@@ -119,7 +123,28 @@ def all_masked() -> Case:
     return replace(case, call=(case.call[0], torch.full((3, 8), -100)))
 
 
+class TorchsOwn(nn.Module):
+    """An MLP that is cut by torch's own styles, which make its activations DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = built(lambda: MLP(32), generator_of(0, "mlp"), 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def shard_over(self, sharding: Sharding) -> None:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self.inner, sharding.mesh, styles)
+        sharding.takes(self.inner)
+
+
+def torchs_own() -> Case:
+    return replace(middle(), build=TorchsOwn, split=True)
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "torch's own": torchs_own,
     "gpt": gpt,
     "gpt tied": lambda: gpt(tied=True),
     "gpt without biases": lambda: gpt(bias=False),
