@@ -30,7 +30,8 @@ def test_each_stage_is_reduced_once_after_its_last_gradient(name: str, half_rank
         for place, op in enumerate(row):
             if op.kind == REDUCE:
                 before, after = row[:place], row[place + 1 :]
-                assert before[-1].stage == op.stage and before[-1].kind in ("B", "W")
+                assert before[-1].stage == op.stage
+                assert before[-1].kind in ("B", "W")
                 assert not any(other.stage == op.stage and other.kind in ("B", "W", "I") for other in after)
     assert add_reductions(schedule) == schedule
     assert ps.parse(str(schedule)) == schedule

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.learner import Learner
 from penstock.runtime.peers import GroupPeers, Peers
 from penstock.runtime.saving import State
 from penstock.runtime.transports.failure import explain
@@ -86,16 +87,20 @@ class Carried:
         return {name: self._tensors[name].clone() for name in names}
 
 
-def hand_over(before: State, after: State, peers: Peers) -> int:
-    """Fills `after` with what `before` holds, over the same processes; every one must call this.
+def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
+    """Lets one go on where another is, over the same processes; every one must call this.
 
     Returns:
         Bytes that this process received.
 
     Raises:
-        RuntimeFailure: they are not of one model.
+        RuntimeFailure: they are not of one model, or updates are ops of a schedule.
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
+    giver.require_whole()
+    if giver.updating is not None or taker.updating is not None:
+        raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
+    before, after = giver.state(), taker.state()
     held, meta = before.held()
     kinds = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -56,6 +56,11 @@ class Mesh:
         return self.replicas.here[0]
 
     @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a batch this process's replica has, and of how many."""
+        return self.replica, self.num_replicas
+
+    @property
     def has_parts(self) -> bool:
         """Whether each replica keeps a part of every parameter."""
         return self.sharding == "fsdp" and self.num_replicas > 1
@@ -102,6 +107,7 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
         return Mesh(pipeline, LocalPeers(1), pipeline)
     if unknown := sorted(set(names) - {PIPELINE, REPLICAS, SHARDS}):
         raise RuntimeFailure(f"the device mesh has a dimension {unknown[0]!r}; the names are pp, dp and tp")
+    _require_order(mesh, names)
     sizes = dict(zip(names, mesh.shape, strict=True))
     if sizes.get(PIPELINE, 1) > 1 or (PIPELINE in sizes and num_ranks > 1):
         pipeline = peers_of(mesh.get_group(PIPELINE), num_ranks, timeout)
@@ -116,6 +122,20 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
         return Mesh(pipeline, replicas, pipeline)
     everyone = GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout)
     return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding)
+
+
+def _require_order(mesh: Any, names: Sequence[str]) -> None:
+    """Raises RuntimeFailure where groups call their processes by other numbers than the mesh's coordinates.
+
+    torch sorts the processes of a group, so that a mesh which names them in another order has groups that disagree.
+    """
+    coordinate = mesh.get_coordinate()
+    for name, place in zip(names, coordinate or (), strict=False):
+        if mesh[name].size() > 1 and (other := dist.get_rank(mesh.get_group(name))) != place:
+            raise RuntimeFailure(
+                f"process {dist.get_rank()} lies at {name} {place} of the device mesh and is number {other} of that "
+                "group, as torch sorts groups; build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))"
+            )
 
 
 def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.handing_over import hand_over
 from penstock.runtime.held_model import HeldModel
-from penstock.runtime.junctions import is_plain
+from penstock.runtime.junctions import has_many_ends, is_plain
 from penstock.runtime.learner import GivenOptimizer, Learner
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.mesh import read_mesh, require_meshable
@@ -33,7 +33,7 @@ from penstock.runtime.ranks_here import RanksHere
 from penstock.runtime.registered import OpFunction, calls_of, functions_of
 from penstock.runtime.replicas import reductions_of, with_reductions
 from penstock.runtime.rng import mix, restored
-from penstock.runtime.running import Running, choice_of, require_switchable, running, start_of
+from penstock.runtime.running import Running, choice_of, require_free, require_switchable, running, start_of
 from penstock.runtime.setup import (
     check_once,
     dispatch_of,
@@ -52,7 +52,6 @@ from penstock.runtime.step_result import StepResult
 from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions
-from penstock.runtime.tree import on_host
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Worker
 from penstock.schedule import Schedule
@@ -185,7 +184,7 @@ class Pipeline:
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         updating, here = self._learner.updating, self._peers.here
-        calls, conditions = calls_of(schedule, functions, held.stages), None if links is None else Conditions(links)
+        calls, conditions = calls_of(schedule, functions, held.stages, self._peers), None if links is None else Conditions(links)
         self._ranks = RanksHere(schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions)
         self._split_stages()
         self._transport: Any = None
@@ -276,12 +275,7 @@ class Pipeline:
             RuntimeFailure: it has another placement, stage graph or number of microbatches; the transport cannot
                 run it, or the run is steered.
         """
-        if self._helm is not None:
-            raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
-        if self._learner.updating is not None:
-            raise RuntimeFailure(
-                f"{self.schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
-            )
+        require_free(self.schedule, self._helm is not None)
         then = self._ready(configuration)
         told = [{"configuration": digest} for digest in self._peers.gather(configuration.digest)]
         require_same(told, "every rank must switch to the same")
@@ -323,12 +317,12 @@ class Pipeline:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
             DeadlineExceeded, PeerLost: another rank is late or gone.
         """
-        if self._loss_fn is None:
+        if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._part)
+        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._mesh.part)
         self._learner.begin(rates, update)
         self._num_steps += 1
         try:
@@ -395,20 +389,23 @@ class Pipeline:
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode, on every rank."""
         batch = self._run_forward(inputs, None, Purpose.PREDICT)
-        first = batch.replica * len(batch)
-        mine = {first + m: on_host(value) for runner in self._ranks.ends for m, value in runner.results.items()}
         outputs: dict[int, Any] = {}
-        for part in self._mesh.everyone.gather(mine):
+        for part in self._mesh.everyone.gather(self._ranks.outputs(batch)):
             outputs.update(part)
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+        if has_many_ends(self.schedule.graph):
+            raise RuntimeFailure(
+                f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
+                "training alone; evaluate the stages yourself"
+            )
         self._learner.require_whole()
         num = self.schedule.num_microbatches
         if is_plain(self.schedule):
             num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
-        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._part)
+        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part)
         with evaluating(self._model.every_stage()), restored(self._model.device):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         self._learner.replicas.rest()
@@ -459,21 +456,13 @@ class Pipeline:
     def hand_over(self, then: Pipeline) -> int:
         """Lets another pipeline of the same model go on where this one is: it gets all that training has made.
 
-        It may run another schedule, over the same processes in other places; every process must call this. Each fetches
-        only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure where they
-        are not of one model, or updates are ops.
+        It may run another schedule, over the same processes in other places; every process must call this. Each
+        fetches only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure
+        where they are not of one model, or updates are ops.
         """
-        self._learner.require_whole()
-        if self._learner.updating is not None or then._learner.updating is not None:
-            raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
-        fetched = hand_over(self._learner.state(), then._learner.state(), self._mesh.everyone)
+        fetched = hand_over(self._learner, then._learner, self._mesh.everyone)
         then._num_steps, then._learner.num_updates, then._seed = self._num_steps, self.num_updates, self._seed
         return fetched
-
-    @property
-    def _part(self) -> tuple[int, int]:
-        """Which part of a batch this replica has."""
-        return self._mesh.replica, self._mesh.num_replicas
 
     @property
     def num_steps(self) -> int:
@@ -498,7 +487,7 @@ class Pipeline:
         if self._last is None:
             raise RuntimeFailure("there is no timeline yet; run a step first")
         wiring, workers = self._last
-        mine = [(w.rank, w.recorder.times, w.peak_held) for w in workers]
+        mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
         rows = sorted(row for part in self._peers.gather(mine) for row in part)
         return measured_timeline(
             wiring, [r[1] for r in rows], [r[2] for r in rows], workers[0].dispatcher.dispatch.value

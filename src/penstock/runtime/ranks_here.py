@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,23 @@ from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.copies import Copy
 from penstock.runtime.devices.registered import RegisteredDevice
 from penstock.runtime.devices.torch_device import TorchDevice
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.held_model import HeldModel
-from penstock.runtime.junctions import end_of
+from penstock.runtime.junctions import end_of, has_many_ends
 from penstock.runtime.meeting import Meeting
+from penstock.runtime.microbatches import Microbatches
+from penstock.runtime.message import Payload
+from penstock.runtime.outputs import Outputs
 from penstock.runtime.plan import StepPlan
-from penstock.runtime.registered import OpCall, OpFunction
+from penstock.runtime.registered import Calls
 from penstock.runtime.running import Running
+from penstock.runtime.streams import Start, Started
 from penstock.runtime.stage_runner import StageRunner, StepSettings
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.conditioned import Conditions, local_transports
+from penstock.runtime.tree import on_host
 from penstock.runtime.updating import Updating
 from penstock.runtime.wiring import num_indices
 from penstock.runtime.worker import Device, Worker
@@ -50,7 +56,7 @@ class RanksHere:
         ranks: tuple[int, ...],
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
-        calls: Mapping[Op, tuple[OpFunction, OpCall]],
+        calls: Calls,
         updating: Updating | None,
         choice: TransportChoice,
         conditions: Conditions | None,
@@ -58,14 +64,16 @@ class RanksHere:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         self._choice, self._conditions = choice, conditions
         self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
+        by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
         self.runners: dict[Copy, StageRunner] = {
-            key: StageRunner(stage, key[1], key[1] == end, model.device, loss_fn, autocast, False)
+            key: StageRunner(stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast, False)
             for key, stage in model.copies.here.items()
         }
         ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
         self.ends = list(ends.values())
         # Of a shared stage one rank's alone: all of them have the same losses.
+        self._outputs = Outputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
 
     def run(self, settings: StepSettings, running: Running, plan: StepPlan, transport: Any) -> list[Worker]:
@@ -80,28 +88,40 @@ class RanksHere:
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
         meeting = Meeting(graph) if transport is None and graph.gang_ops else None
-        workers = []
+        workers: list[Worker] = []
+        starts: list[Start] = []
         for rank in self._ranks:
             dispatcher = Dispatcher(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             device = self._device(rank, plan, settings.training, meeting)
+            starts.append(getattr(device, "start", _nothing_starts))
             workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank), meeting))
         try:
             for runner in self.runners.values():
                 runner.begin(settings)
             if transport is None:
+                for worker, start in zip(workers, starts, strict=True):
+                    worker.run_apart(start, None)
                 run_local(workers, pause)
             else:
                 signatures = self._signatures(settings)
-                threaded = dispatch is Dispatch.DYNAMIC
+                threaded = dispatch is Dispatch.DYNAMIC or graph.has_streams
                 digest = zlib.crc32(" ".join(signatures).encode())
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
+                stream = workers[0].run_apart(starts[0], transport.wake if graph.has_streams else None)
                 run_rank(workers[0], transport)
+                if stream is not None:
+                    stream.close()
                 transport.end()
         finally:
             for runner in self.runners.values():
                 runner.end()
         return workers
+
+    def outputs(self, batch: Microbatches) -> dict[int, Any]:
+        """What the model gave for each microbatch here, by its number in the whole batch."""
+        first = batch.replica * len(batch)
+        return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
 
     def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
         model, schedule = self._model, plan.wiring.schedule
@@ -110,7 +130,8 @@ class RanksHere:
         if self._updating is not None and training:
             device = self._updating.device(device, rank)
         if schedule.graph.registered or schedule.graph.needs:
-            device = RegisteredDevice(device, self._calls, plan.wiring.num_tokens(rank), model.device)
+            tokens = plan.wiring.num_tokens(rank)
+            device = RegisteredDevice(device, rank, self._calls, tokens, self._outputs, model.device, meeting)
         return device
 
     def _signatures(self, settings: StepSettings) -> list[str]:
@@ -118,3 +139,7 @@ class RanksHere:
         texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
         signatures = [texts[shape] for shape in shapes]
         return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
+
+
+def _nothing_starts(op: Op, received: Sequence[Payload]) -> Started:
+    raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")

@@ -90,6 +90,16 @@ def running(
     return Running(configuration, plan, pairs_with(schedule, "I"), pairs_with(schedule, "R"), rank, tags)
 
 
+def require_free(schedule: Schedule, steered: bool) -> None:
+    """Raises RuntimeFailure where what runs is not its user's to switch."""
+    if steered:
+        raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
+        )
+
+
 def require_switchable(then: Schedule, now: Schedule) -> None:
     """Proves a schedule that a running pipeline is to switch to.
 

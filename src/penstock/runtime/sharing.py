@@ -47,7 +47,7 @@ def share_stages(
         return
     meshes = {
         ranks: dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shared",))
-        for ranks, group in groups_of([ranks for _, ranks in placement.shared], peers).items()
+        for ranks, group in groups_of({ranks: ranks for _, ranks in placement.shared}, peers).items()
         if group is not None
     }
     for stage, ranks in placement.shared:
@@ -77,8 +77,8 @@ def cut_stages(stages: Iterable[Stage], mesh: Mesh, parallelize: Parallelize | N
 
 
 def require_tied_alike(ties: Sequence[Tie], placement: Placement, peers: Peers) -> None:
-    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of the
-    first would have a part of it each, and those of the other the whole.
+    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of
+    the first would have a part of it each, and those of the other the whole.
     """
     if not isinstance(peers, GroupPeers):
         return
