@@ -6,8 +6,8 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-`ps.Pipeline` runs a schedule; it, `DelegateOptions`, `EmulatedPipeline`, `emulate`, `OpCall`, `Steering`
-and `StepResult` import torch, when they are first used.
+`ps.Pipeline` runs a schedule; it, `DelegateOptions`, `device_mesh`, `EmulatedMesh`, `EmulatedPipeline`, `emulate`,
+`OpCall`, `Placed`, `Steering` and `StepResult` import torch, when they are first used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,18 @@ from penstock.simulate import (
 )
 
 if TYPE_CHECKING:
-    from penstock.runtime import DelegateOptions, EmulatedPipeline, OpCall, Pipeline, Steering, StepResult, emulate
+    from penstock.runtime import (
+        DelegateOptions,
+        EmulatedMesh,
+        EmulatedPipeline,
+        OpCall,
+        Pipeline,
+        Placed,
+        Steering,
+        StepResult,
+        device_mesh,
+        emulate,
+    )
 
 __version__ = "0.1.0"
 
@@ -73,6 +84,7 @@ __all__ = [
     "Expected",
     "Decoupled",
     "DelegateOptions",
+    "EmulatedMesh",
     "EmulatedPipeline",
     "Footprint",
     "LinkCondition",
@@ -85,6 +97,7 @@ __all__ = [
     "Op",
     "OpCall",
     "Pipeline",
+    "Placed",
     "Placement",
     "Plan",
     "Program",
@@ -109,6 +122,7 @@ __all__ = [
     "count_mismatch",
     "count_versions",
     "depth_first",
+    "device_mesh",
     "earliest_first",
     "emulate",
     "footprint",
@@ -125,7 +139,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DelegateOptions", "EmulatedPipeline", "OpCall", "Pipeline", "Steering", "StepResult", "emulate"):
+    if name in (
+        "DelegateOptions", "EmulatedMesh", "EmulatedPipeline", "OpCall", "Pipeline", "Placed", "Steering",
+        "StepResult", "device_mesh", "emulate",
+    ):  # fmt: skip
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
@@ -121,13 +122,17 @@ def refused(rank: int) -> list[str]:
         said.append(str(failure.value))
     with pytest.raises(RuntimeFailure) as failure:
         Placed(maker(2, "1f1b"), ps.Mesh(3))
+    said.append(str(failure.value))
+    with pytest.raises(RuntimeFailure) as failure:  # torch's own mesh would call process 1 the second of its pipeline
+        maker(2, "1f1b")(DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("pp", "dp")))
     return [*said, str(failure.value)]
 
 
 def test_what_cannot_be_moved_is_refused_everywhere_alike() -> None:
     for outcome in run_ranks(2, refused):
         assert outcome.code == 0, outcome.text
-        sizes, model, processes = outcome.value
+        sizes, model, processes, order = outcome.value
         assert "from a mesh of 2 x 1 x 1 to one of 1 x 2 x 1: nodes can change places, not sizes" in sizes
         assert "of the same model" in model or "build both from one model" in model
         assert "has 3 processes, torch.distributed has 2" in processes
+        assert "build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in order

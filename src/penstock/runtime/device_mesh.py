@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
-
-NAMES = ("pp", "dp", "tp")
+from penstock.runtime.mesh import PIPELINE, REPLICAS, SHARDS
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
@@ -31,7 +30,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
             f"{dist.get_world_size()}; start as many or change pp, dp or tp"
         )
     made: list[Any] = [_group_of(layout, dim) for dim in range(layout.ndim)]
-    return DeviceMesh.from_group(made, device_type, mesh=layout, mesh_dim_names=NAMES)
+    return DeviceMesh.from_group(made, device_type, mesh=layout, mesh_dim_names=(PIPELINE, REPLICAS, SHARDS))
 
 
 def _group_of(layout: torch.Tensor, dim: int) -> dist.ProcessGroup:
