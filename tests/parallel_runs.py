@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ from penstock.models import (
 )
 from penstock.models.block import MLP, Attention
 from penstock.models.seeded import built, generator_of
-from penstock.runtime.sharded import Sharding
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.sharded import Sharding, summed
 from penstock.runtime.split import Tape, prepare, slot
 from penstock.train.tasks.layers import recomputed
 
@@ -266,6 +270,24 @@ def run(case: Case, stage: nn.Module) -> tuple[float, dict[str, Tensor], int]:
         {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()},
         deferred,
     )
+
+
+def left_alone(rank: int) -> list[str]:
+    """What the first of two ranks is told when the other does not come to a sum, and when it has ended."""
+    patient = init_device_mesh("cpu", (2,))
+    hasty = DeviceMesh.from_group(dist.new_group([0, 1], timeout=timedelta(seconds=1)), "cpu")
+    said: list[str] = []
+    for mesh, ends in ((hasty, False), (patient, True)):
+        if rank == 0:
+            try:
+                summed(torch.ones(2), mesh)
+            except RuntimeFailure as error:
+                said.append(f"{type(error).__name__}: {error}")
+        elif ends:
+            os._exit(0)
+        else:
+            time.sleep(2.5)
+    return said
 
 
 def half_tied() -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_runs import CASES, Distance, compare, drop, refusals
+from parallel_runs import CASES, Distance, compare, drop, left_alone, refusals
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -38,6 +38,13 @@ def test_heads_drop_out_apart_and_all_else_alike() -> None:
     assert torch.equal(one.output, other.output)
     assert torch.equal(one.output, one.again)
     assert torch.equal(one.after, other.after)
+
+
+def test_a_rank_that_is_left_alone_says_so() -> None:
+    first = run_ranks(2, left_alone)[0]
+    late, lost = first.value
+    assert late.startswith("DeadlineExceeded: shard 0 of 2 waited for the others' parts of a sum")
+    assert lost.startswith("PeerLost: shard 0 of 2 lost its connection")
 
 
 def test_what_cannot_be_shared_or_looked_up_is_refused_on_every_rank() -> None:

@@ -41,7 +41,8 @@ class RowConv1D(OnShard):
         return F.linear(x, local(self.weight).T)
 
     def forward(self, x: Tensor) -> Tensor:
-        return summed(self.on_shard(x), self.mesh) + self.bias
+        y = summed(self.on_shard(x), self.mesh)
+        return y + self.bias.to(y.dtype)
 
 
 class FusedConv1D(OnShard):

@@ -174,5 +174,5 @@ def _shard_rows(path: str, module: nn.Module, sharding: Sharding) -> None:
 
 def _drops_out(module: nn.Module) -> bool:
     """Whether a module may draw random numbers between its columns and its rows."""
-    given = [getattr(module, name, None) for name in ("attention_dropout", "attn_dropout", "dropout")]
-    return any(isinstance(each, nn.Dropout) or (isinstance(each, float) and each > 0) for each in given)
+    given = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout")]
+    return any((each.p if isinstance(each, nn.Dropout) else each) > 0 for each in given)

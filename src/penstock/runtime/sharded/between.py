@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.runtime.transports.failure import explain
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 
 __all__ = ["entered", "largest", "summed"]
 
@@ -68,7 +68,15 @@ def _over_ranks(x: Tensor, mesh: DeviceMesh, how: Any) -> Tensor:
     try:
         dist.all_reduce(out, how, group=mesh.get_group())
     except RuntimeError as error:
-        rank = mesh.get_local_rank()
-        what = "their part of a sum over a tensor-parallel group"
-        raise explain(error, rank, None, what, float("nan")) from error
+        raise _explained(error, mesh) from None
     return out
+
+
+def _explained(error: RuntimeError, mesh: DeviceMesh) -> RuntimeFailure:
+    shard = f"shard {mesh.get_local_rank()} of {mesh.size()}"
+    if "timed out" in str(error).lower():
+        return DeadlineExceeded(
+            f"{shard} waited for the others' parts of a sum for longer than torch.distributed's timeout; if they are "
+            "just slow, give init_process_group a longer one; if not, one stands still or was given other calls"
+        )
+    return PeerLost(f"{shard} lost its connection to another while it waited for the others' parts of a sum")

@@ -48,7 +48,7 @@ class RowLinear(OnShard, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = summed(self.on_shard(x), self.mesh)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabularyLinear(ColumnLinear):
