@@ -21,8 +21,10 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.learner import Learner
 from penstock.runtime.peers import GroupPeers, Peers
-from penstock.runtime.saving import State
 from penstock.runtime.transports.failure import explain
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Of a tensor."""
 
 
 class Sending(NamedTuple):
@@ -37,11 +39,13 @@ class Told(NamedTuple):
     """What a process tells the others.
 
     Attributes:
-        held: bytes of each tensor that it holds, by name. wanted: names.
+        held: shape and type of each tensor that it holds, by name.
+        wanted: names. shapes: that those of the model are to have.
     """
 
-    held: dict[str, int]
+    held: dict[str, Kind]
     wanted: list[str]
+    shapes: dict[str, tuple[int, ...]]
 
 
 def sendings(told: Sequence[Told]) -> list[Sending]:
@@ -66,7 +70,7 @@ def sendings(told: Sequence[Told]) -> list[Sending]:
                     "the same model and kind of optimizer only"
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
-            load[source] += told[source].held[name]
+            load[source] += _num_bytes(told[source].held[name])
             found.append(Sending(name, source, target))
     return found
 
@@ -102,26 +106,26 @@ def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
         raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
     before, after = giver.state(), taker.state()
     held, meta = before.held()
-    kinds = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
-    known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for part in peers.gather(kinds):
-        known.update(part)
-    metas = [each for each in peers.gather(meta) if each is not None]
-    _require_shapes(after, known)
-    told = [
-        Told(*each)
-        for each in peers.gather(
-            ({name: t.numel() * t.element_size() for name, t in held.items()}, after.wanted(known))
-        )
-    ]
+    parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
+    known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
+    meta = next((each for _, each in parts if each is not None), None)
+    wanted = peers.gather((after.wanted(known), after.expected()))
+    told = [Told(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    _require_shapes(told, known)
     came = _exchange(sendings(told), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
-    after.load(Carried(mine, metas[0] if metas else None), 0)
-    return sum(t.numel() * t.element_size() for t in came.values())
+    after.load(Carried(mine, meta), 0)
+    return sum(map(_num_bytes, (known[name] for name in came)))
 
 
-def _require_shapes(after: State, known: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    for name, shape in after.expected().items():
+def _num_bytes(kind: Kind) -> int:
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+def _require_shapes(told: Sequence[Told], known: dict[str, Kind]) -> None:
+    """The same answer in every process."""
+    for name, shape in (each for one in told for each in one.shapes.items()):
         if name in known and known[name][0] != shape:
             raise RuntimeFailure(
                 f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "
@@ -132,7 +136,7 @@ def _require_shapes(after: State, known: dict[str, tuple[tuple[int, ...], torch.
 def _exchange(
     plan: Sequence[Sending],
     held: dict[str, Tensor],
-    known: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    known: dict[str, Kind],
     peers: Peers,
 ) -> dict[str, Tensor]:
     """What comes to this process, by name. All is started, then waited for."""

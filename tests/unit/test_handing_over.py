@@ -1,0 +1,74 @@
+"""State from one pipeline to another: who sends what, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.handing_over import Told, sendings
+
+pytestmark = pytest.mark.unit
+
+NAMES = [f"model/{number}" for number in range(5)]
+KIND = ((2, 3), torch.float32)
+names = st.lists(st.sampled_from(NAMES), unique=True)
+
+
+@given(st.lists(st.tuples(names, names), min_size=1, max_size=6))
+def test_everyone_gets_what_it_lacks_once_from_one_who_has_it(processes: list[tuple[list[str], list[str]]]) -> None:
+    told = [Told(dict.fromkeys(held, KIND), wanted, {}) for held, wanted in processes]
+    anywhere = {name for held, _ in processes for name in held}
+    if lost := {name for _, wanted in processes for name in wanted} - anywhere:
+        with pytest.raises(RuntimeFailure, match="which no process holds") as failure:
+            sendings(told)
+        assert any(name in str(failure.value) for name in lost)
+        return
+    plan = sendings(told)
+    assert all(each.name in told[each.source].held for each in plan)
+    for process, (held, wanted) in enumerate(processes):
+        assert sorted(each.name for each in plan if each.target == process) == sorted(set(wanted) - set(held))
+
+
+def test_those_who_hold_the_same_share_the_sending() -> None:
+    holds = Told(dict.fromkeys(NAMES[:4], KIND), [], {})
+    plan = sendings([holds, Told({}, NAMES[:4], {}), holds])
+    assert [each.source for each in plan] == [0, 2, 0, 2]
+
+
+def test_a_pipeline_goes_on_where_another_was_under_another_schedule() -> None:
+    torch.manual_seed(1)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)])
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+
+    def made(name: str, num_ranks: int, seed: int = 0) -> ps.Pipeline:
+        schedule = ps.build(name, num_ranks, 4)
+        model = copy.deepcopy(layers)
+        return ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, seed=seed)
+
+    stays, goes = made("1f1b", 4), made("1f1b", 4)
+    for pipe in (stays, goes):
+        pipe.step(x, y)
+        pipe.step(x, y, update=False)
+    then = made("zb-h1", 2, seed=5)
+    assert goes.hand_over(then) == 0, "nothing leaves the process"
+    goes.close()
+    for _ in range(2):
+        assert torch.equal(stays.step(x, y).loss, then.step(x, y).loss)
+    expected = dict(stays.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in then.named_parameters())
+    assert (then.num_steps, then.num_updates) == (4, 3)
+
+
+def test_a_pipeline_of_another_model_takes_nothing() -> None:
+    def made(width: int) -> ps.Pipeline:
+        return ps.Pipeline([nn.Linear(8, width)], ps.build("1f1b", 1, 2), optimizer=torch.optim.SGD)
+
+    with pytest.raises(RuntimeFailure, match="build both from one model"):
+        made(8).hand_over(made(4))
