@@ -18,7 +18,7 @@ from penstock.runtime.steering import Steering
 from penstock.runtime.weights.rules import rule_of
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
-from penstock.train.mesh_sizes import check_shared
+from penstock.train.mesh_sizes import check_placement, check_ties
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
 from penstock.train.tasks.open import open_task
@@ -47,10 +47,11 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
     schedule = settings.build_schedule()
-    check_shared(settings, schedule)
+    check_placement(settings, schedule)
     device_of(settings)
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
+    check_ties(settings, schedule, task.tied)
     return Inputs(settings, schedule, task, task.read(corpus))
 
 
@@ -109,7 +110,7 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         mesh=mesh_of(settings),
         sharding=settings.sharding,
         parallelize=parallelize,
-        dispatch=settings.dispatch,
+        dispatch=_dispatch(settings, inputs.schedule),
         device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
         clip_norm=settings.clip or None,
@@ -123,6 +124,12 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         steering=steering,
         zero=settings.zero == "on",
     )
+
+
+def _dispatch(settings: Settings, schedule: Schedule) -> str:
+    """Frozen where "auto" may not choose: what several processes run together they run in one order."""
+    together = settings.tp > 1 or bool(schedule.placement.shared)
+    return "frozen" if together and settings.dispatch == "auto" else settings.dispatch
 
 
 def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:

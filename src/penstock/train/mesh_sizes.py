@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.train.checks import SettingsError, is_schedule_file
@@ -37,8 +38,13 @@ def check_mesh(settings: Settings) -> None:
         _check_in_process(settings)
 
 
-def check_shared(settings: Settings, schedule: Schedule) -> None:
-    """Raises SettingsError for stages that several ranks share where they cannot."""
+def check_placement(settings: Settings, schedule: Schedule) -> None:
+    """Raises SettingsError for stages that several ranks share, or have copies of, where they cannot."""
+    if settings.sharding == "fsdp" and (schedule.placement.shared or schedule.placement.num_pipelines > 1):
+        raise SettingsError(
+            f"--sharding fsdp shares out stages that one rank runs, and those of {schedule.name} are on several; "
+            "give --sharding zero1, or another schedule"
+        )
     if not schedule.placement.shared:
         return
     if settings.tp > 1:
@@ -50,6 +56,22 @@ def check_shared(settings: Settings, schedule: Schedule) -> None:
         raise SettingsError(
             f"{schedule.name} has stages that several ranks run together, each of which would decide for itself; "
             "leave out --dispatch"
+        )
+
+
+def check_ties(settings: Settings, schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
+    """Raises SettingsError for a weight of two stages that are updated at different times, or each in parts."""
+    if not tied or schedule.num_stages == 1:
+        return
+    if schedule.updates is not None:
+        raise SettingsError(
+            f"embedding and head share one weight, and {schedule.name} updates their stages at different times; give "
+            "--no-tied, or a schedule that updates all stages together"
+        )
+    if settings.sharding == "fsdp":
+        raise SettingsError(
+            "embedding and head share one weight, which --sharding fsdp would keep in parts of each; give --no-tied, "
+            "or --sharding zero1"
         )
 
 

@@ -13,7 +13,7 @@ from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.chain import chain_bytes, require_untied
+from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.sizes import changed, preset_of, require_shards
 from penstock.train.tasks.task import Data
@@ -36,7 +36,6 @@ class GPTTask:
         self.tied = tied_parameters(config)
         self._parts = stage_layers(gpt_costs(config), schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
-        require_untied(self.tied, schedule)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [self._builder(part) for part in self._parts]

@@ -19,7 +19,7 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
-from penstock.train.tasks.chain import chain_bytes, require_untied
+from penstock.train.tasks.chain import chain_bytes
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.sizes import refuse, require_shards
 from penstock.train.tasks.task import Data
@@ -69,7 +69,6 @@ class DecoderTask:
         self.tied = decoder.tied
         self._parts = stage_layers(decoder.costs(), schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
-        require_untied(self.tied, schedule)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
