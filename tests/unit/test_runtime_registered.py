@@ -171,22 +171,6 @@ def test_a_program_s_functions() -> None:
         _ = program(*(ps.NewOp("LOG", s, after={("F", s): 2}, run=f) for s, f in ((0, print), (1, repr)))).callables
 
 
-REFUSED = {
-    "together": (
-        lambda: program(ps.NewOp("GATHER", 3, after={("F", 3): 4}, on=(0, 3))).build(),
-        "ops of registered kind GATHER that ranks 0, 3 run together; the runtime runs each op on one rank",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_run_is_named(name: str) -> None:
-    make, message = REFUSED[name]
-    schedule = make()
-    with pytest.raises(RuntimeFailure, match=message):
-        pipeline(schedule, ops=functions(schedule, print))
-
-
 def test_they_are_timed_and_drawn() -> None:
     made = CASES["after a stage of another rank"]()
     pipe = pipeline(made.build(), ops={"OFFLOAD": meddle})

@@ -21,6 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.tree import Skeleton
 from penstock.schedule import Op, Schedule, StageGraph
+from penstock.schedule.op import BACKWARD
 
 
 class Junctions:
@@ -106,17 +107,29 @@ def require_matching(graph: StageGraph, num_microbatches: int) -> None:
                 f"stage {a} works on {counts[0]} microbatches and stage {b}, which it feeds, on {counts[1]}; one "
                 "must be a multiple of the other, so that whole microbatches are joined"
             )
-    ends = [stage for stage, targets in enumerate(graph.targets) if not targets]
-    if len(ends) > 1:
+    ends = ends_of(graph)
+    waiting = {need.after[1] for need in graph.needs if need.after[0] == BACKWARD}
+    if len(ends) > 1 and set(ends) - waiting:
         raise RuntimeFailure(
             f"stages {', '.join(map(str, ends))} feed no other stage, and the loss is one stage's; lead every branch "
-            "to the stage with the loss"
+            "to the stage with the loss, or give each of these stages an op that its backwards wait for and that "
+            "adds the loss (OpCall.add_loss)"
         )
 
 
+def ends_of(graph: StageGraph) -> list[int]:
+    """The stages that feed no other."""
+    return [stage for stage, targets in enumerate(graph.targets) if not targets]
+
+
+def has_many_ends(graph: StageGraph) -> bool:
+    """Whether several stages feed no other, so that ops of the user's kinds make the loss."""
+    return len(ends_of(graph)) > 1
+
+
 def end_of(graph: StageGraph) -> int:
-    """The stage with the loss."""
-    return next(stage for stage, targets in enumerate(graph.targets) if not targets)
+    """The stage with the loss; the first of those that tell losses, where ops make them."""
+    return ends_of(graph)[0]
 
 
 def starts_of(graph: StageGraph) -> list[int]:

@@ -22,6 +22,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.handing_over import hand_over
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import has_many_ends, is_plain
+from penstock.runtime.leading import Shards
 from penstock.runtime.learner import GivenOptimizer, Learner
 from penstock.runtime.measured import idle_share, measured_timeline
 from penstock.runtime.mesh import read_mesh, require_meshable
@@ -184,8 +185,12 @@ class Pipeline:
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         updating, here = self._learner.updating, self._peers.here
-        calls, conditions = calls_of(schedule, functions, held.stages, self._peers), None if links is None else Conditions(links)
-        self._ranks = RanksHere(schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions)
+        calls = calls_of(schedule, functions, held.stages, self._peers)
+        conditions = None if links is None else Conditions(links)
+        shards = None if place.shards is None else Shards(place.shards.get_group(), timeout)
+        self._ranks = RanksHere(
+            schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
+        )
         self._split_stages()
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
@@ -489,9 +494,8 @@ class Pipeline:
         wiring, workers = self._last
         mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
         rows = sorted(row for part in self._peers.gather(mine) for row in part)
-        return measured_timeline(
-            wiring, [r[1] for r in rows], [r[2] for r in rows], workers[0].dispatcher.dispatch.value
-        )
+        _, times, peaks, apart = zip(*rows, strict=True)
+        return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, apart)
 
     def close(self) -> None:
         """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers."""

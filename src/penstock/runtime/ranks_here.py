@@ -18,15 +18,16 @@ from penstock.runtime.executors.group import run_rank
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import end_of, has_many_ends
+from penstock.runtime.leading import Shards
 from penstock.runtime.meeting import Meeting
-from penstock.runtime.microbatches import Microbatches
 from penstock.runtime.message import Payload
+from penstock.runtime.microbatches import Microbatches
 from penstock.runtime.outputs import Outputs
 from penstock.runtime.plan import StepPlan
 from penstock.runtime.registered import Calls
 from penstock.runtime.running import Running
-from penstock.runtime.streams import Start, Started
 from penstock.runtime.stage_runner import StageRunner, StepSettings
+from penstock.runtime.streams import Start, Started
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.conditioned import Conditions, local_transports
 from penstock.runtime.tree import on_host
@@ -43,6 +44,7 @@ class RanksHere:
         calls: of each registered op its function and what that is told.
         updating: the updates that are ops; None where there are none.
         choice, conditions: how messages travel, and what is injected into links.
+        shards: those who hold these ranks' stages together, and so decide together; None where there are none.
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
@@ -60,7 +62,9 @@ class RanksHere:
         updating: Updating | None,
         choice: TransportChoice,
         conditions: Conditions | None,
+        shards: Shards | None,
     ) -> None:
+        self._shards = shards
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         self._choice, self._conditions = choice, conditions
         self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
@@ -88,10 +92,12 @@ class RanksHere:
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
         meeting = Meeting(graph) if transport is None and graph.gang_ops else None
+        together = self._shards if dispatch is Dispatch.DYNAMIC else None
+        decides = Dispatcher if together is None else together.dispatcher
         workers: list[Worker] = []
         starts: list[Start] = []
         for rank in self._ranks:
-            dispatcher = Dispatcher(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
+            dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
             device = self._device(rank, plan, settings.training, meeting)
             starts.append(getattr(device, "start", _nothing_starts))
             workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank), meeting))
@@ -113,6 +119,8 @@ class RanksHere:
                 if stream is not None:
                     stream.close()
                 transport.end()
+            if together is not None:
+                together.end()
         finally:
             for runner in self.runners.values():
                 runner.end()

@@ -15,11 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.groups import meeting_groups
+from penstock.runtime.outputs import Forward, Gathering, Outputs, Values
+from penstock.runtime.peers import GroupPeers, Peers
+from penstock.runtime.weak_group import WeakGroup
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import predecessors
+from penstock.schedule.op import FORWARD
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class OpCall:
             registered ops. Empty where it needs nothing.
         module: the stage, its parameters under their plain names; None where the op runs on a rank that does not
             host the stage.
+        forwards: (stage, microbatch) of each forward that it comes after, itself or through other registered ops.
+        ranks: those that run it together, `rank` alone where nobody else does. Between processes the function is
+            called on each of them; in one process once, on the first of them, when all have come to it, and it stands
+            there for all.
+        group: of these ranks' processes; None where they are all in this one.
     """
 
     rank: int
@@ -43,10 +54,55 @@ class OpCall:
     index: int
     microbatches: tuple[int, ...]
     module: nn.Module | None
+    forwards: tuple[Forward, ...] = ()
+    ranks: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    """Those of the ranks that the call stands for: `rank`, or all `ranks` in one process."""
+    _group: WeakGroup | None = None
+    _timeout: float = 60.0
+    _outputs: Outputs | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self._group is None else self._group()
+
+    @property
+    def outputs(self) -> Values:
+        """What those of the forwards returned that ran where the call stands for, by (stage, microbatch): leaves, of
+        which a loss has a gradient.
+        """
+        return self._here().values(self.forwards, self.stages)
+
+    def gather(self) -> Values:
+        """The outputs of all the forwards on all ranks of the op. Waits for them: DeadlineExceeded, PeerLost."""
+        gathering = self.gathering()
+        gathering.wait()
+        assert gathering.result is not None
+        return gathering.result
+
+    def gathering(self) -> Gathering:
+        """The same, to be waited for: what an asynchronous op returns, and an op that comes after it reads."""
+        return Gathering(self.outputs, self._group, self.rank, self._timeout)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds a loss of the forwards, a mean over their samples, which has a gradient in what `outputs` gave: their
+        backwards start from that. Where several ranks call it with the same loss, it counts once.
+
+        Raises:
+            RuntimeFailure: it is not one number, or one stage has the loss.
+        """
+        self._here().add_loss(loss, self.forwards, self.stages)
+
+    def _here(self) -> Outputs:
+        if self._outputs is None:
+            raise RuntimeFailure(f"{self.op} was called outside a step")
+        return self._outputs
 
 
 OpFunction = Callable[[OpCall], Any]
-"""Called at an op's place in the order of its rank; what it returns is ignored."""
+"""Called at an op's place in the order of its rank. What it returns is ignored; an asynchronous op's returns what to
+wait for, by `wait()` (a torch.distributed work, say) or `result()` (a future), or None where it has ended.
+"""
 
 
 def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[str, OpFunction]:
@@ -73,31 +129,53 @@ def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[st
     return dict(given)
 
 
+Calls = Mapping[tuple[int, Op], tuple[OpFunction, OpCall]]
+"""By rank and registered op its function and what that is told."""
+
+
 def calls_of(
-    schedule: Schedule, functions: Mapping[str, OpFunction], stages: Mapping[int, nn.Module]
-) -> dict[Op, tuple[OpFunction, OpCall]]:
-    """For each registered op of a schedule its function and what that is told. `stages` are those in this process."""
+    schedule: Schedule, functions: Mapping[str, OpFunction], stages: Mapping[int, nn.Module], peers: Peers
+) -> Calls:
+    """The calls of a schedule's registered ops. `stages` are those in this process. Every process must call it."""
     if not functions:
         return {}
+    between = isinstance(peers, GroupPeers)
+    groups = meeting_groups(schedule, peers) if isinstance(peers, GroupPeers) else {}
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
-    followed: dict[Op, frozenset[int]] = {}
+    followed: dict[Op, frozenset[Op]] = {}
 
-    def follow(op: Op) -> frozenset[int]:
+    def follow(op: Op) -> frozenset[Op]:
         if op not in followed:
-            found: set[int] = set()
+            found: set[Op] = set()
             for before in predecessors(op, schedule.graph, number):
-                found |= follow(before) if before.kind in functions else {before.microbatch}
+                found |= follow(before) if before.kind in functions else {before}
             followed[op] = frozenset(found)
         return followed[op]
 
-    calls: dict[Op, tuple[OpFunction, OpCall]] = {}
+    calls: dict[tuple[int, Op], tuple[OpFunction, OpCall]] = {}
     for rank, row in enumerate(schedule.order):
         for op in row:
             if op.kind in functions:
                 module = stages.get(op.stage) if op.stage in schedule.stages_of(rank) else None
-                microbatches = tuple(sorted(follow(op)))
-                call = OpCall(rank, op.stage, op, op.microbatch, microbatches, module)
-                calls[op] = functions[op.kind], call
+                before = sorted(follow(op))
+                ranks = schedule.hosts(op)
+                here = (rank,) if between else ranks
+                calls[rank, op] = (
+                    functions[op.kind],
+                    OpCall(
+                        rank,
+                        op.stage,
+                        op,
+                        op.microbatch,
+                        tuple(sorted({each.microbatch for each in before})),
+                        module,
+                        tuple((each.stage, each.microbatch) for each in before if each.kind == FORWARD),
+                        ranks,
+                        tuple(sorted({stage for r in here for stage in schedule.stages_of(r)})),
+                        groups.get((op.kind, op.stage)),
+                        peers.timeout if isinstance(peers, GroupPeers) else 0.0,
+                    ),
+                )
     return calls
 
 

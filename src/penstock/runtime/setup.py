@@ -75,18 +75,8 @@ def check_once(schedule: Schedule, peers: Peers) -> None:
 
 def require_runnable(schedule: Schedule) -> None:
     """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
-    graph, placement = schedule.graph, schedule.placement
-    found = None
-    require_one_copy_a_rank(placement)
-    if together := [registered for registered in graph.registered if len(registered.ranks) > 1]:
-        one = together[0]
-        found = (
-            f"ops of registered kind {one.kind} that ranks {_listed(one.ranks)} run together; the runtime runs "
-            "each op on one rank"
-        )
-    require_matching(graph, schedule.num_microbatches)
-    if found is not None:
-        raise RuntimeFailure(f"{schedule.name} has {found} (ps.simulate and ps.check take it as it is)")
+    require_one_copy_a_rank(schedule.placement)
+    require_matching(schedule.graph, schedule.num_microbatches)
 
 
 def _listed(values: Iterable[int]) -> str:

@@ -106,6 +106,10 @@ class StageRunner:
         self._held: dict[int, Held] = {}
         self._kept: dict[int, Payload | None] = {}
         """What microbatches between F and R came in with; None on the first stage."""
+        self._leaves: dict[int, list[Tensor]] = {}
+        """Outputs that ops have read."""
+        self._starts: dict[int, list[Tensor | None]] = {}
+        """Gradients of outputs that ops have given."""
         self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
@@ -130,6 +134,8 @@ class StageRunner:
         self._first = settings.first(self.index)
         self._held.clear()
         self._kept.clear()
+        self._leaves.clear()
+        self._starts.clear()
         self._buffers.begin()
         self.losses.clear()
         self.results.clear()
@@ -139,6 +145,8 @@ class StageRunner:
         self._settings = None
         self._held.clear()
         self._kept.clear()
+        self._leaves.clear()
+        self._starts.clear()
         self._buffers.begin()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
@@ -252,6 +260,27 @@ class StageRunner:
         outputs = [leaf for leaf in leaves if leaf.requires_grad]
         return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
 
+    def leaves(self, m: int) -> list[Tensor]:
+        """The outputs of a microbatch that want a gradient, as leaves.
+
+        Raises:
+            RuntimeFailure: its forward is run again, so that nothing is held of it yet.
+        """
+        if m not in self._leaves:
+            if m not in self._held:
+                raise RuntimeFailure(
+                    f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
+                    "between F and the backward, and the forward is not run again (R)"
+                )
+            self._leaves[m] = [output.detach().requires_grad_() for output in self._held[m].outputs]
+        return self._leaves[m]
+
+    def start_from(self, m: int, gradient: Tensor | None) -> None:
+        """Adds a gradient of the only output of a microbatch, from which its backward starts."""
+        before = self._starts.setdefault(m, [None])
+        if gradient is not None:
+            before[0] = gradient if before[0] is None else before[0] + gradient
+
     def backward(
         self, kind: str, m: int, received: Payload | None, also: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> Payload:
@@ -262,6 +291,14 @@ class StageRunner:
             also: tensors of the graph, and gradients that they have from elsewhere.
         """
         held = self._held[m]
+        if received is None and not self._is_last:
+            if m not in self._starts:
+                raise RuntimeFailure(
+                    f"no loss was given for microbatch {m} of stage {self.index}, which feeds no other stage; an op "
+                    "that comes before its backward must call add_loss"
+                )
+            received = Payload.gradients(self._starts.pop(m))
+        self._leaves.pop(m, None)
         if self._fully_sharded:
             sum_after_this(self.stage, m == self.settings.counts[self.index] - 1)
         pairs: list[tuple[Tensor, Tensor | None]]

@@ -142,6 +142,10 @@ class Worker:
             self._run(op)
             moved = True
 
+    def settle(self) -> bool:
+        """Where this rank shares its thread: waits for the first of its asynchronous ops; whether there was one."""
+        return self._stream is not None and self._stream.settle()
+
     def arrive(self, edge: Edge) -> None:
         """Takes note of a message that the executor waited for."""
         self.dispatcher.arrive(self._number[edge.consumer])

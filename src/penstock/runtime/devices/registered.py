@@ -5,12 +5,17 @@ Only such schedules have it, so others pay nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from penstock.runtime.meeting import Meeting
 from penstock.runtime.message import Edge, Payload
-from penstock.runtime.registered import OpCall, OpFunction, name_of
+from penstock.runtime.outputs import Outputs
+from penstock.runtime.registered import Calls, name_of
+from penstock.runtime.streams import Awaited, Started
 from penstock.runtime.worker import Device
 from penstock.schedule import Op
 
@@ -19,38 +24,65 @@ class RegisteredDevice:
     """Around the device that runs the other ops.
 
     Args:
+        rank: whose device it is.
         calls: of each registered op its function and what that is told.
         tokens: how many of the messages that come in for an op are tokens; they come last.
+        outputs: what forwards made here.
         device: where the stages lie; on a GPU an op ends when its work is done, as with all other ops.
+        meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
     """
 
     def __init__(
         self,
         inner: Device,
-        calls: Mapping[Op, tuple[OpFunction, OpCall]],
+        rank: int,
+        calls: Calls,
         tokens: Mapping[Op, int],
+        outputs: Outputs,
         device: torch.device,
+        meeting: Meeting | None = None,
     ) -> None:
         self._inner = inner
-        self._calls = calls
-        self._tokens = tokens
+        self._rank, self._calls, self._tokens = rank, calls, tokens
+        self._outputs, self._meeting = outputs, meeting
         self._gpu = device if device.type == "cuda" else None
 
     def run(self, op: Op, received: Sequence[Payload]) -> int | None:
         if num_tokens := self._tokens.get(op, 0):
             received = received[:-num_tokens]
-        if op not in self._calls:
+        if (self._rank, op) not in self._calls:
             return self._inner.run(op, received)
-        function, call = self._calls[op]
+        self._once(op, self._call)
+        return None
+
+    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+        """Starts an asynchronous op."""
+        started: Started = self._once(op, lambda op: Awaited(self._call(op)))
+        return started
+
+    def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
+        """Calls a function on the first rank of those in this process that run it together; the others get what that
+        returned."""
+        meeting, ranks = self._meeting, self._calls[self._rank, op][1].ranks
+        if meeting is None or len(ranks) == 1:
+            return call(op)
+        if self._rank != ranks[0]:
+            return meeting.find(op)
+        outcome = call(op)
+        meeting.leave(op, outcome)
+        return outcome
+
+    def _call(self, op: Op) -> Any:
+        function, call = self._calls[self._rank, op]
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
-                function(call)
+                returned = function(replace(call, _outputs=self._outputs))
                 if self._gpu is not None:
                     torch.cuda.synchronize(self._gpu)
+                return returned
         except Exception as error:
             error.add_note(f"in function {name_of(function)}, which ops= has for kind {op.kind}")
             raise
-        return None
 
     def give(self, edge: Edge) -> Payload:
         return Payload([]) if edge.is_token else self._inner.give(edge)
