@@ -74,8 +74,11 @@ class Dispatcher:
                 self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
                 self._warmup_left, graph.gang,
             )  # fmt: skip
-        if op == core.NOTHING:
-            return None
+        return None if op == core.NOTHING else self._take(rank, op)
+
+    def _take(self, rank: int, op: int) -> int:
+        """Counts an op as started."""
+        graph = self.graph
         core.start(
             rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
             self._memory_change, self._held, self._warmup_left,

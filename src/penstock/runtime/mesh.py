@@ -165,10 +165,6 @@ def require_meshable(mesh: Mesh, schedule: Schedule, dispatch: Dispatch, steered
         )
     if steered:
         raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
-    if mesh.num_shards > 1 and dispatch is Dispatch.DYNAMIC:
-        raise RuntimeFailure(
-            f"{what}: the shards of a stage run its ops together and must take the same decisions; run it frozen"
-        )
     if mesh.num_shards > 1 and schedule.placement.shared:
         raise RuntimeFailure(
             f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "

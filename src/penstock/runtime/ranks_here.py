@@ -88,7 +88,9 @@ class RanksHere:
             transport: between processes; None where all ranks are here.
         """
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
-        dispatch = running.dispatch if settings.training else Dispatch.FROZEN
+        # Of shards, ranks that are all in one process would have to take turns alike too; nothing comes late to them.
+        is_free = settings.training and (transport is not None or self._shards is None)
+        dispatch = running.dispatch if is_free else Dispatch.FROZEN
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
         meeting = Meeting(graph) if transport is None and graph.gang_ops else None
@@ -114,7 +116,7 @@ class RanksHere:
                 digest = zlib.crc32(" ".join(signatures).encode())
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
-                stream = workers[0].run_apart(starts[0], transport.wake if graph.has_streams else None)
+                stream = workers[0].run_apart(starts[0], lambda: transport.wake())
                 run_rank(workers[0], transport)
                 if stream is not None:
                     stream.close()
