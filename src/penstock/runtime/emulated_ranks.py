@@ -103,7 +103,7 @@ def _run_rank(
     while (left := start - time.perf_counter_ns()) > 0:
         time.sleep(left / 1e9)
     device.begin(worker.rank, meeting)
-    stream = worker.run_apart(device.start, transport.wake)
+    stream = worker.run_apart(device.start, lambda: transport.wake())
     while True:
         worker.run_ready()
         if worker.finished:

@@ -149,6 +149,11 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
+        if wiring.schedule.asynchronous and self.name in ("nccl", "delegate"):
+            raise RuntimeFailure(
+                f"{wiring.schedule.name} has asynchronous ops, whose end must wake a rank that waits for messages, "
+                f"and transport {self.name!r} can't; use 'host' or 'direct'"
+            )
         if self.name == "nccl":
             self.require_dispatch(dispatch)
             return _nccl(peers.group, tags, timeout, wiring, device, conditions)

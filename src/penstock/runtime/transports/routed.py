@@ -119,6 +119,10 @@ class RoutedTransport:
         found = self._delegates.wait(awaited, who)
         return found + (self._base.inbox.poll() or [])
 
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+        self._base.wake()
+
     def take(self, edge: Edge) -> Payload:
         return self._source[edge].take(edge)
 
