@@ -22,6 +22,7 @@ from penstock.control.events import (
     Transfers,
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
+from penstock.control.orchestrator import Orchestrator
 from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.replay import replay
 from penstock.control.rerank import Moving, Reranking, rerank
@@ -51,6 +52,7 @@ __all__ = [
     "Moving",
     "Offered",
     "OpTimes",
+    "Orchestrator",
     "Prices",
     "Rehearsal",
     "Rehearsed",

@@ -5,6 +5,11 @@
     placed.move(ps.Mesh(pp=4, dp=2, nodes=(0, 2, 1, 3, 4, 5, 6, 7)))    nodes 1 and 2 have changed places
     placed.pipe.step(inputs, targets)                                   with the loss it would have had
 
+    for step, batch in enumerate(batches):
+        placed.pipe.step(*batch)
+        if step % 20 == 0:
+            placed.watch(orchestrator)                                  measures links, and moves where that pays
+
 Groups are made anew, processes that run another rank fetch its state from one that held it, and training goes on:
 the same losses, to the bit, since a replica's place and not its process says which microbatches it runs.
 """
@@ -14,10 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from penstock.control import Reranking
+from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.device_mesh import device_mesh, end_groups
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.probe import probe
 
 Make = Callable[[Any], Pipeline]
 """Builds the pipeline over a device mesh with dimensions pp, dp and tp."""
@@ -69,6 +77,29 @@ class Placed:
         before.close()
         end_groups(groups)
         return self.pipe
+
+    def watch(self, orchestrator: Orchestrator, timeout: float = 60.0) -> Reranking | None:
+        """Measures all links, and does what the orchestrator says of them. Between two steps, once in a while: it
+        takes a few round trips for each other node.
+
+        Args:
+            orchestrator: each process has one of its own, made alike; its job starts with what `make` runs.
+            timeout: seconds that any wait may last.
+
+        Returns:
+            What was done; None where nothing was.
+        """
+        found = orchestrator.feed(probe(self.mesh, timeout))
+        if found is None:
+            return None
+        runs = orchestrator.now
+        if found.mesh != self.mesh:
+            self.move(found.mesh)
+            runs = orchestrator.job.start
+        if found.configuration != runs:
+            self.pipe.reconfigure(found.configuration)
+        orchestrator.switched(found.mesh, found.configuration)
+        return found
 
 
 def _sizes(mesh: Mesh) -> str:
