@@ -104,12 +104,23 @@ def in_one_process(case: Case, num_stages: int = 1) -> Numbers:
     return trained(pipe, case)
 
 
+class Scaled(nn.Module):
+    """Has a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def linear_case(**options: Any) -> Case:
-    """A small network of linears, with dropout and a ragged last microbatch."""
+    """A small network of linears, with dropout, learned scales and a ragged last microbatch."""
 
     def stages(num: int) -> list[nn.Module]:
         torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(8)]
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Scaled(), nn.Dropout(0.3)) for _ in range(8)]
         layers[-1] = nn.Sequential(nn.Linear(6, 1))
         size = 8 // num
         return [nn.Sequential(*layers[k * size : (k + 1) * size]) for k in range(num)]

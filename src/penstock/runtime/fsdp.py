@@ -10,20 +10,17 @@ Weight gradients come out of autograd alone, so a split backward runs whole (I d
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from penstock.runtime.buckets import wait_for
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh import Mesh
-from penstock.runtime.peers import GroupPeers
 from penstock.runtime.shards import local
 from penstock.runtime.stage import Stage
-from penstock.runtime.transports.failure import explain
 from penstock.schedule import Placement
 
 
@@ -48,9 +45,10 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
     for stage in stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
             dist.broadcast(local(tensor.data), group=group, group_src=0)
+        whole = {p for p in stage.parameters() if stays_whole(p)}
         for module in (*stage.in_order, stage):
-            if any(True for _ in module.parameters()):
-                fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False)
+            if set(module.parameters()) - whole:
+                fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False, ignored_params=whole)
         for part in stage.modules():
             if isinstance(part, FSDPModule):
                 # Losses are weighed within the whole batch, so gradients are summed.
@@ -58,50 +56,19 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
                 part.set_force_sum_reduction_for_comms(True)
 
 
+def stays_whole(parameter: Parameter) -> bool:
+    """Whether a parameter is one number, which FSDP2 does not take: every replica keeps it."""
+    return parameter.dim() == 0
+
+
+def rest(stages: Iterable[nn.Module]) -> None:
+    """Gives up the other replicas' parts of parameters, which forwards gathered."""
+    for stage in stages:
+        for module in stage.modules():
+            if is_fully_sharded(module):
+                module.reshard()  # type: ignore[operator]
+
+
 def sum_after_this(stage: Any, is_last: bool) -> None:
     """Says whether the backward that follows is the last of a step, in which gradients are added up."""
     stage.set_requires_gradient_sync(is_last)
-
-
-class Parts:
-    """What a process does with other replicas where each keeps a part of everything: FSDP2 does the rest.
-
-    Args:
-        stages: those here. peers: the processes with the same stages. timeout: seconds that any wait may last.
-    """
-
-    def __init__(self, stages: Sequence[nn.Module], peers: GroupPeers, timeout: float) -> None:
-        self._stages, self._peers, self._timeout = stages, peers, timeout
-
-    def begin(self) -> None: ...
-
-    def start(self, stage: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def share_parameters(self) -> None: ...
-
-    def share_all(self) -> None: ...
-
-    def share_buffers(self) -> None:
-        """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
-        for buffer in [buffer for stage in self._stages for buffer in stage.buffers()]:
-            work = dist.broadcast(local(buffer), group=self._peers.group, group_src=0, async_op=True)
-            try:
-                wait_for(work, self._timeout)
-            except RuntimeError as error:
-                what = "statistics of the first replica"
-                raise explain(error, self._peers.here[0], 0, what, self._timeout) from None
-
-    def rest(self) -> None:
-        """Gives up the other replicas' parts of parameters, which forwards gathered."""
-        for stage in self._stages:
-            for module in stage.modules():
-                if is_fully_sharded(module):
-                    module.reshard()  # type: ignore[operator]
-
-    def owned(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        return list(parameters)
-
-    def answers_for(self, parameter: Any) -> bool:
-        return self._peers.here[0] == 0

@@ -24,7 +24,7 @@ from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.copies import Copy
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import Parts
+from penstock.runtime.fsdp import rest, stays_whole
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
@@ -68,9 +68,13 @@ class Replicas:
         """Of each copy of a stage the parameters that want a gradient, each once."""
         seen = set(apart)
         for key, stage in sorted(self._model.copies.here.items()):
-            mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen]
+            mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen and self._takes(p)]
             seen.update(map(id, mine))
             yield key, mine
+
+    def _takes(self, parameter: Parameter) -> bool:
+        """Whether this adds up a parameter's gradients."""
+        return True
 
     def _owner_of(self, parameter: Tensor) -> int | None:
         return self._owner.get(id(parameter))
@@ -88,7 +92,7 @@ class Replicas:
 
     def begin(self) -> None:
         """Starts a step: gradients of earlier ones are sums already, and kept aside."""
-        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
+        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None and self._takes(p)]
         for parameter, _ in self._kept:
             parameter.grad = None
         self._ready.clear()
@@ -209,14 +213,27 @@ def reductions_of(
     return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
 
 
-def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float) -> Replicas | Parts | Alone:
+def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float) -> Replicas | Alone:
     """What there is of other replicas. `schedule` has its REDUCE ops."""
     if not isinstance(mesh.replicas, GroupPeers):
         return Alone()
     if mesh.has_parts:
-        return Parts(model.every_stage(), mesh.replicas, timeout)
+        return Parts(model, mesh.replicas, (), False, timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
+
+
+class Parts(Replicas):
+    """Replicas that keep a part of everything each: FSDP2 adds gradients up, but for what each keeps whole."""
+
+    def _takes(self, parameter: Parameter) -> bool:
+        return stays_whole(parameter)
+
+    def share_all(self) -> None:
+        """They started alike, before each kept its part."""
+
+    def rest(self) -> None:
+        rest(self._model.every_stage())
 
 
 class Alone:
