@@ -1,0 +1,70 @@
+"""Figure 15: weak scaling of GPT 5B with 1M words from 16 to 64 GPUs.
+
+    python experiments/flexpipe/figure15.py             a minute, with the choices that figure12.py found
+    python experiments/flexpipe/figure15.py --show      what was found last
+
+As the paper says: each method keeps what was best for it on 32 GPUs and scales dp with the GPUs. The batch grows with
+them, so that a replica's work stays the same, and only rings of gradients grow and nodes are shared otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from methods import METHODS
+from results import RESULTS, Row, draw, find, load, save, table
+from setups import GPT_5B
+from sweep import chosen, facts
+
+from penstock.draw.chart import Axis, Figure, Line, line_chart
+
+VOCABULARY = 1000
+GPUS = (16, 32, 64)
+
+
+def rows_of(figure12: Sequence[Row]) -> Iterator[Row]:
+    for method in METHODS:
+        row = find(figure12, vocabulary=VOCABULARY, method=method)
+        for num_gpus in GPUS:
+            yield {"method": method, "gpus": num_gpus, **facts(chosen(GPT_5B, row, num_gpus))}
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "samples a second, in brackets FlexPipe as a multiple"
+    body = []
+    for method in METHODS:
+        cells = []
+        for num_gpus in GPUS:
+            ours, its = (find(rows, method=name, gpus=num_gpus)["samples"] for name in ("FlexPipe", method))
+            cells.append(f"{its:.1f} ({ours / its:.2f})")
+        body.append([method, *cells])
+    yield from table(["", *(f"{num} GPUs" for num in GPUS)], body)
+
+
+def chart(rows: Sequence[Row]) -> Figure:
+    return line_chart(
+        [Line(method, GPUS, [find(rows, method=method, gpus=num)["samples"] for num in GPUS]) for method in METHODS],
+        title="Figure 15: weak scaling of GPT 5B with 1000K words",
+        note="4 samples a GPU; each method as it was best on 32 GPUs; simulated",
+        x=Axis("GPUs", low=0.0),
+        y=Axis("samples/s", low=0.0),
+        comment="made by: python experiments/flexpipe/figure15.py",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true", help="only print what was found last")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of figure 12's raw results, and for these")
+    given = parser.parse_args()
+    if not given.show:
+        save(given.out, "figure15", list(rows_of(load(given.out, "figure12"))))
+    rows = load(given.out, "figure15")
+    print("\n".join(lines(rows)))
+    draw(given.out, "figure15", chart(rows))
+
+
+if __name__ == "__main__":
+    main()

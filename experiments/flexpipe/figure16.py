@@ -1,0 +1,177 @@
+"""Figure 16: CLIPs of 4.7B, 8.2B and 9.7B on 40 GPUs, DistMM-Pipe's schedule and FlexPipe's.
+
+    python experiments/flexpipe/figure16.py               simulated, MINUTES
+    python experiments/flexpipe/figure16.py --measured    what it found, all 40 ranks on emulated devices, a minute
+    python experiments/flexpipe/figure16.py --show        what was found last
+
+The paper: FlexPipe is 1.26, 1.29 and 1.18 times as fast. Every method has the layout that is best for it: GPUs a
+tower, ranks and replicas, microbatches, and how many of them meet in a gather. Which towers make up the latter two
+the paper does not say, see `clip.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from math import inf
+from pathlib import Path
+
+from clip import BATCH, CLIPS, Share
+from clip_methods import CLIP_METHODS, DISTMM, ClipRun, best_run
+from measured import measure
+from results import RESULTS, Row, draw, find, known, load, save, table
+
+from penstock.draw.chart import Axis, Bars, Figure, bar_chart
+
+PAPER = {"4.7B": 1.26, "8.2B": 1.29, "9.7B": 1.18}
+BASE = DISTMM
+FREE = {"launch_ms": 0.0}
+VARIANTS: dict[str, tuple[str, dict[str, float]]] = {
+    **{method: (method, {}) for method in CLIP_METHODS},
+    "FlexPipe, all samples in a gather": ("FlexPipe", {"least_group": 128}),
+    "DistMM-Pipe, kernels cost nothing": (BASE, FREE),
+    "FlexPipe, kernels cost nothing": ("FlexPipe", FREE),
+}
+"""Names of rows: the method, and what is other than in the figure."""
+
+
+def is_shown(clip: str, name: str) -> bool:
+    """Where kernels cost nothing most layouts are alike, and a search of three towers takes long."""
+    return VARIANTS[name][1] is not FREE or len(CLIPS[clip]) == 2
+
+
+def row_of(clip: str, name: str) -> Row:
+    method, changed = VARIANTS[name]
+    began = time.perf_counter()
+    run = best_run(method, clip, **changed)
+    return {"clip": clip, "method": name, **facts(run), "seconds": time.perf_counter() - began}
+
+
+def chosen(row: Row) -> ClipRun:
+    """What a row of a method chose, made anew."""
+    layout = tuple(
+        Share(tower, each["pp"], each["dp"], BATCH // (each["dp"] * each["mbs"]))
+        for tower, each in zip(CLIPS[row["clip"]], row["towers"], strict=True)
+    )
+    stages = [each["stages a rank"] for each in row["towers"]]
+    return next(
+        run
+        for run in CLIP_METHODS[row["method"]](layout, inf)
+        if (run.group, list(run.stages), run.split) == (row["group"], stages, row["split"])
+    )
+
+
+def facts(run: ClipRun) -> Row:
+    return {
+        "towers": [
+            {"tower": share.tower.name, "pp": share.pp, "dp": share.dp, "mbs": share.microbatch, "stages a rank": v}
+            for share, v in zip(run.layout, run.stages, strict=True)
+        ],
+        "group": run.group,
+        "split": run.split,
+        "iteration_ms": run.iteration_ms(),
+        "makespan_ms": run.timeline.makespan,
+        "bubble": run.timeline.bubble_ratio,
+        "gather_share": run.gather_share(),
+        "peak_gb": max(run.peaks()) / 1e9,
+        "samples": run.samples(),
+        "measured": None,
+    }
+
+
+def speedup(rows: Sequence[Row], clip: str, method: str, kind: str = "samples", over: str = BASE) -> float | None:
+    """How many times as fast as DistMM-Pipe."""
+    its, base = (find(rows, clip=clip, method=name)[kind] for name in (method, over))
+    return its / base if its and base else None
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "samples a second, and how: ranks x replicas, samples a microbatch, stages a rank of each tower"
+    body = []
+    for row in rows:
+        towers = "; ".join(
+            f"{each['tower']} {each['pp']}x{each['dp']}, {each['mbs']}, {each['stages a rank']}"
+            for each in row["towers"]
+        )
+        measured = "" if row["measured"] is None else f"{row['measured']:.1f}"
+        numbers = [
+            f"{row['samples']:.1f}",
+            measured,
+            str(row["group"]),
+            f"{row['gather_share']:.1%}",
+            f"{row['bubble']:.1%}",
+        ]
+        body.append([f"{row['clip']}, {row['method']}", *numbers, towers])
+    yield from table(["", "samples/s", "measured", "in a gather", "gathers", "idle", "towers"], body)
+    yield ""
+    yield "as a multiple of DistMM-Pipe"
+    kinds = ("samples", "measured") if any(row["measured"] for row in rows) else ("samples",)
+    body = [["FlexPipe, paper", *(f"{each:.2f}" for each in PAPER.values())]]
+    for method in ("FlexPipe", "ours"):
+        for kind in kinds:
+            said = "simulated" if kind == "samples" else "measured"
+            body.append([f"{method}, {said}", *(f"{speedup(rows, clip, method, kind):.2f}" for clip in CLIPS)])
+    name = "FlexPipe, all samples in a gather"
+    body.append([name, *(f"{speedup(rows, clip, name):.2f}" for clip in CLIPS)])
+    free = [f"{name}, kernels cost nothing" for name in ("FlexPipe", BASE)]
+    body.append(
+        [free[0], *(f"{speedup(rows, c, free[0], over=free[1]):.2f}" if is_shown(c, free[0]) else "" for c in CLIPS)]
+    )
+    yield from table(["", *CLIPS], body)
+
+
+def chart(rows: Sequence[Row]) -> Figure:
+    base = [find(rows, clip=clip, method=BASE)["samples"] for clip in CLIPS]
+    series = []
+    for method in CLIP_METHODS:
+        paper = [PAPER[clip] * each for clip, each in zip(CLIPS, base, strict=True)] if method == "FlexPipe" else ()
+        series.append(Bars(method, [find(rows, clip=clip, method=method)["samples"] for clip in CLIPS], paper=paper))
+    return bar_chart(
+        [f"CLIP {clip}" for clip in CLIPS],
+        series,
+        title="Figure 16: CLIPs on 40 GPUs",
+        note="each method with the layout that is best for it; simulated",
+        paper="paper's speedup",
+        y=Axis("samples/s", low=0.0),
+        show="{:.0f}".format,
+        comment="made by: python experiments/flexpipe/figure16.py",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", action="store_true", help="run the figure's schedules on emulated devices too")
+    parser.add_argument("--resume", action="store_true", help="go on with what is there already")
+    parser.add_argument("--show", action="store_true", help="only print what was found last")
+    parser.add_argument("--stretch", type=float, default=2.0, help="seconds of the clock to one of an op")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
+    given = parser.parse_args()
+    if not (given.show or given.measured):
+        rows = known(given.out, "figure16", given.resume)
+        for clip in CLIPS:
+            for name in VARIANTS:
+                if [row for row in rows if (row["clip"], row["method"]) == (clip, name)] or not is_shown(clip, name):
+                    continue
+                rows.append(row_of(clip, name))
+                print(
+                    f"{clip}, {name}: {rows[-1]['samples']:.1f} samples/s ({rows[-1]['seconds']:.0f} s)", flush=True
+                )
+                save(given.out, "figure16", rows)
+    rows = load(given.out, "figure16")
+    if given.measured:
+        for row in rows:
+            if row["method"] in CLIP_METHODS:
+                run = chosen(row)
+                row["measured_ms"] = measure(run.whole(), given.stretch)
+                row["measured"] = run.samples(row["measured_ms"])
+                print(
+                    f"{row['clip']}, {row['method']}: {row['samples']:.1f} simulated, {row['measured']:.1f} measured"
+                )
+        save(given.out, "figure16", rows, stretch=given.stretch)
+    print("\n".join(lines(rows)))
+    draw(given.out, "figure16", chart(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Table 5: seconds that a search takes, by the number of devices; and Figure 11: what is found on four.
+
+    python experiments/flexpipe/table5.py             a minute
+    python experiments/flexpipe/table5.py --show      what was found last
+
+The placement is Tessel's: embedding and head on all devices. The paper says neither how many microbatches were
+searched for nor with which times; here it is GPT 5B with 256K words and 4 microbatches a device. `FlexPipe` is the
+whole of its grid, its best schedules' gradients separated, `ours` the wider one (`grid.py`); one core, compiled code
+loaded before. The library's `mllm` has Tessel's makespan in Tessel's times for every number of devices by a formula,
+without a search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from methods import METHODS, SEARCHED
+from results import RESULTS, Row, load, save, table
+from search import alternatives
+from setups import GPT_5B, Setup
+
+import penstock as ps
+from penstock.draw import to_svg
+
+PAPER: dict[int, tuple[float | None, float | None, float]] = {
+    2: (1.29, 0.26, 4.73),
+    4: (163.62, 11.1, 8.28),
+    8: (None, 729.74, 71.28),
+    16: (None, None, 107.34),
+    32: (None, None, 534.78),
+}
+"""Tessel, Tessel-fast, FlexPipe; None where the search fails."""
+VOCABULARY = 256
+MICROBATCHES_A_DEVICE = 4
+DRAWN, DRAWN_MICROBATCHES = 4, 8
+
+
+def setup_of(num_devices: int, num_microbatches: int) -> Setup:
+    """One replica."""
+    return Setup(GPT_5B, VOCABULARY, num_devices, 1, 1, batch=num_microbatches)
+
+
+def row_of(num_devices: int) -> Row:
+    setup = setup_of(num_devices, MICROBATCHES_A_DEVICE * num_devices)
+    row: Row = {"devices": num_devices}
+    for method in SEARCHED:
+        began = time.perf_counter()
+        best = min(alternatives(method, setup), key=lambda run: run.timeline.makespan)
+        row |= {
+            f"{method} seconds": time.perf_counter() - began,
+            f"{method} makespan_ms": best.timeline.makespan,
+            f"{method} bubble": best.timeline.bubble_ratio,
+            f"{method} placement": best.placement,
+        }
+    began = time.perf_counter()
+    mllm = ps.build("mllm", num_devices, setup.num_microbatches)
+    row["mllm seconds"] = time.perf_counter() - began
+    return row | {"mllm makespan_ms": ps.simulate(mllm, setup.ends_shared(num_devices), links=setup.links).makespan}
+
+
+def pictures() -> Iterator[tuple[str, ps.Timeline]]:
+    """Figure 11: on four devices Tessel's schedule and the best of FlexPipe's grid for the best two placements."""
+    setup = setup_of(DRAWN, DRAWN_MICROBATCHES)
+    (tessel,) = METHODS["Tessel"](setup)
+    found = sorted(alternatives("FlexPipe", setup), key=lambda run: run.timeline.makespan)
+    second = next(run for run in found if shape_of(run.placement) != shape_of(found[0].placement))
+    for run in (tessel, found[0], second):
+        yield f"{run.method}: {run.placement}", run.timeline
+
+
+def shape_of(placement: str) -> str:
+    """Its name among those of the grid."""
+    return placement.split(", ")[1]
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "seconds of a search; X: fails"
+    body = []
+    for row in rows:
+        paper = ["X" if seconds is None else f"{seconds:.2f}" for seconds in PAPER[row["devices"]]]
+        body.append(
+            [
+                str(row["devices"]),
+                *paper,
+                *(f"{row[f'{m} seconds']:.2f}" for m in SEARCHED),
+                f"{row['mllm seconds']:.3f}",
+            ]
+        )
+    yield from table(["devices", "Tessel", "Tessel-fast", "FlexPipe", "FlexPipe's grid here", "ours", "mllm"], body)
+    yield ""
+    yield "what is found: ms of a replica's iteration, and how long devices stand idle"
+    body = [
+        [
+            str(row["devices"]), f"{row['mllm makespan_ms']:.0f}",
+            *(
+                f"{row[f'{m} makespan_ms']:.0f} {row[f'{m} bubble']:.1%} {shape_of(row[f'{m} placement'])}"
+                for m in SEARCHED
+            ),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    yield from table(["devices", "Tessel", *SEARCHED], body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true", help="only print what was found last")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the picture")
+    given = parser.parse_args()
+    if not given.show:
+        row_of(2)  # which loads the compiled code
+        save(given.out, "table5", [row_of(num_devices) for num_devices in PAPER])
+        named = list(pictures())
+        path = given.out / "figure11.svg"
+        path.write_text(to_svg([each for _, each in named], titles=[name for name, _ in named]), encoding="utf-8")
+        print(f"picture: {path}")
+    print("\n".join(lines(load(given.out, "table5"))))
+
+
+if __name__ == "__main__":
+    main()
