@@ -1,0 +1,84 @@
+"""What several ranks run together, between processes: shared stages, whole and cut, gathers, asynchronous ones."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import gang_runs as runs
+import penstock as ps
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+TOWERS = [(False, False, "frozen", "host"), (True, True, "frozen", "host"), (True, False, "dynamic", "direct")]
+
+
+def ran(function: Any, *args: Any) -> list[Any]:
+    outcomes = run_ranks(runs.NUM_RANKS, function, *args)
+    assert all(outcome.value is not None for outcome in outcomes), outcomes[0].text
+    return [pickle.loads(outcome.value) for outcome in outcomes]
+
+
+def gpt(rank: int) -> bytes:
+    """All the ways to share stages, in one start of the processes."""
+    made = [
+        runs.train_gpt(ps.build("mllm", runs.NUM_RANKS, runs.NUM), tied, cut, transport=transport)
+        for tied, cut, transport in ((False, False, "host"), (False, True, "host"), (True, True, "direct"))
+    ]
+    return pickle.dumps(made)
+
+
+def test_a_gpt_whose_embedding_and_head_are_on_all_ranks() -> None:
+    torch.set_num_threads(1)
+    plain = ps.build("gpipe", runs.NUM_RANKS + 2, runs.NUM)
+    want = [runs.train_gpt(plain, tied, False) for tied in (False, False, True)]
+    for found in ran(gpt):
+        for place, ((steps, told), (wanted, evaluated)) in enumerate(zip(found, want, strict=True)):
+            assert not runs.differences(wanted, steps, exact=place == 0), place
+            assert told == pytest.approx(evaluated, rel=1e-5)
+            assert any("layers.0" in name for name in steps[0][1])
+
+
+def towers(rank: int) -> bytes:
+    made = []
+    for asynchronous, split, dispatch, transport in TOWERS:
+        program = runs.towers(asynchronous, split)
+        steps, timeline = runs.train_towers(program, dispatch=dispatch, transport=transport)
+        made.append((steps, timeline.executed().order, [[t.op for t in row] for row in timeline.streams]))
+    return pickle.dumps(made)
+
+
+def test_towers_whose_loss_a_gather_makes() -> None:
+    torch.set_num_threads(1)
+    want = runs.plain_towers()
+    for found in ran(towers):
+        for (asynchronous, split, dispatch, _), (steps, order, streams) in zip(TOWERS, found, strict=True):
+            schedule = runs.towers(asynchronous, split).build()
+            assert not runs.differences(want, steps), (asynchronous, split, dispatch)
+            if dispatch == "frozen":
+                assert order == schedule.order
+            gathers = [ps.Op("GATHER", 1, k) for k in range(runs.NUM // runs.EVERY)] if asynchronous else []
+            assert streams == [[], gathers, [], gathers]
+
+
+def emulated(rank: int) -> bytes:
+    found = []
+    for schedule, costs in runs.emulations():
+        run = ps.emulate(schedule, costs, timeout=20)
+        measured, simulated = run.timelines[0], run.simulated[0]
+        same = [
+            [timed.op for timed in row] == [timed.op for timed in other]
+            for row, other in zip(
+                [*measured.rows, *measured.streams], [*simulated.rows, *simulated.streams], strict=True
+            )
+        ]
+        found.append((all(same), measured.makespan >= 0.98 * simulated.makespan))
+    return pickle.dumps(found)
+
+
+def test_emulated_ranks_meet_for_what_they_run_together() -> None:
+    for found in ran(emulated):
+        assert found == [(True, True)] * len(found)
