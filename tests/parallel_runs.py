@@ -187,8 +187,18 @@ def decoder(config: Any) -> Case:
     return Case(build, (given, labels.masked_fill(mask == 0, -100)), NextTokenLoss())
 
 
+KINDS = (
+    "gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "phi", "bloom", "gemma", "gemma2"
+)  # fmt: skip
+
+
 def decoders() -> dict[str, Callable[[], Case]]:
     """By kind of model, small ones."""
+    return {kind: lambda kind=kind: decoder(decoders_config(kind)) for kind in KINDS}  # type: ignore[misc]
+
+
+def decoders_config(kind: str, **changes: Any) -> Any:
+    """Of a small one."""
     from transformers import AutoConfig
 
     common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 27}
@@ -212,10 +222,7 @@ def decoders() -> dict[str, Callable[[], Case]]:
     without = dict.fromkeys(
         ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "attention_dropout", "hidden_dropout"), 0.0
     )
-    return {
-        kind: lambda kind=kind, more=more: decoder(AutoConfig.for_model(kind, **{**without, **more}))  # type: ignore[misc]
-        for kind, more in sizes.items()
-    }
+    return AutoConfig.for_model(kind, **{**without, **sizes[kind], **changes})
 
 
 def compare(rank: int, names: Sequence[str]) -> dict[str, Distance | str]:
@@ -305,6 +312,9 @@ class Drawn:
     output: Tensor
     again: Tensor
     after: Tensor
+    grads: list[Tensor]
+    recomputed: list[Tensor]
+    decoder: list[Tensor]
 
 
 def drop(rank: int) -> Drawn:
@@ -324,7 +334,22 @@ def drop(rank: int) -> Drawn:
     for _ in range(2):
         torch.manual_seed(7)
         made.append(attention(x).detach())
-    return Drawn(heads[0], *made, torch.rand(3))
+    after = torch.rand(3)
+    plain, again = (
+        dropping_grads(gpt_stage(replace(GPT, dropout=0.3), range(4), wrap=w)) for w in (None, recomputed)
+    )
+    case = decoder(decoders_config("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
+    return Drawn(heads[0], *made, after, plain, again, dropping_grads(case.build(), case))
+
+
+def dropping_grads(stage: nn.Module, case: Case | None = None) -> list[Tensor]:
+    """The loss and this rank's gradients, from one seed."""
+    case = case or gpt()
+    parallelize(stage, init_device_mesh("cpu", (dist.get_world_size(),)))
+    torch.manual_seed(7)
+    loss = case.loss(stage(case.call[0]), case.call[1])
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in stage.parameters() if not isinstance(p.grad, DTensor))]
 
 
 def refusals(rank: int) -> list[str]:

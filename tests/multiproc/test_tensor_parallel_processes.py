@@ -38,6 +38,11 @@ def test_heads_drop_out_apart_and_all_else_alike() -> None:
     assert torch.equal(one.output, other.output)
     assert torch.equal(one.output, one.again)
     assert torch.equal(one.after, other.after)
+    # What stays whole has the same gradient on both, also where its draws were made again for the backward.
+    for name in ("grads", "recomputed", "decoder"):
+        pairs = zip(getattr(one, name), getattr(other, name), strict=True)
+        assert all(torch.equal(mine, yours) for mine, yours in pairs), name
+    assert all(torch.equal(now, again) for now, again in zip(one.grads, one.recomputed, strict=True))
 
 
 def test_a_rank_that_is_left_alone_says_so() -> None:

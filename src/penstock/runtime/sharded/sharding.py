@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.rng import mix, restored, seed_generators
+from penstock.runtime.sharded.apart import Apart
 from penstock.runtime.sharded.between import entered
 from penstock.runtime.sharded.entering import enter_parameters
 from penstock.runtime.sharded.modules import (
@@ -88,7 +86,7 @@ class Sharding:
         Where `last` is given, the module that ends the region, random numbers between are drawn by each rank for
         itself: its heads drop out other numbers than those of other ranks. Before and after all draw alike.
         """
-        apart = _Apart(self.mesh)
+        apart = Apart(self.mesh)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
             x: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -123,20 +121,3 @@ class Sharding:
         """Turns a module, in place, into another with the same parameters."""
         module.__class__ = kind
         module.__dict__["mesh"] = self.mesh
-
-
-class _Apart:
-    """Random numbers that each rank draws for itself, in a region."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._stack = ExitStack()
-
-    def begin(self, device: torch.device) -> None:
-        self._stack.close()  # where the last time ended in an error
-        drawn = int(torch.randint(1 << 62, ()))  # from the generator that all ranks have alike
-        self._stack.enter_context(restored(device))
-        seed_generators(mix(drawn, self._mesh.get_local_rank()), device)
-
-    def end(self) -> None:
-        self._stack.close()
