@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
+from penstock.runtime.shards import as_shard, local
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stages import build_stage
 from penstock.schedule import Placement
@@ -162,8 +163,9 @@ class Copies:
                 yield [ranks[index] for ranks in self._pipelines], copies
 
     def _sent(self, tensor: Tensor | None, like: Tensor, source: int, targets: Sequence[int]) -> Tensor | None:
-        value = None if tensor is None else tensor.detach()
-        return self._peers.share(value, like.detach(), source, sorted({source, *targets}))
+        value = None if tensor is None else local(tensor.detach())
+        part = self._peers.share(value, local(like.detach()), source, sorted({source, *targets}))
+        return None if part is None else as_shard(part, like.detach())
 
 
 def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -29,11 +29,6 @@ def check_mesh(settings: Settings) -> None:
         )
     if settings.adapt:
         raise SettingsError(f"--adapt plans for one pipeline of whole layers; leave out {option}, or --adapt")
-    if settings.tp > 1 and settings.dispatch == "dynamic":
-        raise SettingsError(
-            f"processes that share a layer must run its ops in the same order, so dispatch is frozen with {option}; "
-            "leave out --dispatch"
-        )
     if settings.in_process:
         _check_in_process(settings)
 
@@ -51,11 +46,6 @@ def check_placement(settings: Settings, schedule: Schedule) -> None:
         raise SettingsError(
             f"{schedule.name} shares its first and last stage out over the ranks, and --tp {settings.tp} would share "
             "them out again; use one of both"
-        )
-    if settings.dispatch == "dynamic":
-        raise SettingsError(
-            f"{schedule.name} has stages that several ranks run together, each of which would decide for itself; "
-            "leave out --dispatch"
         )
 
 

@@ -11,6 +11,7 @@ from penstock.models import ParallelError, require_parallel
 from penstock.models.dividing import require_vocabulary
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
+from penstock.train.kinds import is_path
 from penstock.train.settings import Settings
 
 Config = TypeVar("Config")
@@ -57,7 +58,8 @@ def require_shards(settings: Settings, schedule: Schedule, config: Any, vocab_si
     try:
         require_parallel(config, settings.tp)
     except ParallelError as error:
-        raise SettingsError(f"--tp {settings.tp}: {error}") from None
+        other = ", or other --heads" if "heads" in str(error) and not is_path(settings.model) else ""
+        raise SettingsError(f"--tp {settings.tp}: {error}{other}") from None
     for _, ranks in schedule.placement.shared if vocab_size is not None else ():
         try:
             require_vocabulary(f"{schedule.name} with {settings.model}", vocab_size or 0, len(ranks))
