@@ -172,7 +172,7 @@ class Pipeline:
         check_once(schedule, place.everyone)
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known)
-        require_meshable(place, schedule, chosen, steering is not None)
+        require_meshable(place, schedule, steering is not None)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -387,7 +387,7 @@ class Pipeline:
 
         A batch with fewer samples than the schedule has microbatches runs in fewer.
         """
-        if self._loss_fn is None:
+        if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to evaluate")
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
