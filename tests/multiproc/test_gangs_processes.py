@@ -13,6 +13,7 @@ import penstock as ps
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
+SHARED = [(False, False, "host", "frozen"), (False, True, "host", "dynamic"), (True, True, "direct", "frozen")]
 TOWERS = [(False, False, "frozen", "host"), (True, True, "frozen", "host"), (True, False, "dynamic", "direct")]
 
 
@@ -25,8 +26,8 @@ def ran(function: Any, *args: Any) -> list[Any]:
 def gpt(rank: int) -> bytes:
     """All the ways to share stages, in one start of the processes."""
     made = [
-        runs.train_gpt(ps.build("mllm", runs.NUM_RANKS, runs.NUM), tied, cut, transport=transport)
-        for tied, cut, transport in ((False, False, "host"), (False, True, "host"), (True, True, "direct"))
+        runs.train_gpt(ps.build("mllm", runs.NUM_RANKS, runs.NUM), tied, cut, transport=transport, dispatch=dispatch)
+        for tied, cut, transport, dispatch in SHARED
     ]
     return pickle.dumps(made)
 

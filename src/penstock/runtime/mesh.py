@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.setup import peers_of
@@ -148,13 +147,8 @@ def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
-def require_meshable(mesh: Mesh, schedule: Schedule, dispatch: Dispatch, steered: bool) -> None:
+def require_meshable(mesh: Mesh, schedule: Schedule, steered: bool) -> None:
     """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
-    if schedule.placement.shared and dispatch is Dispatch.DYNAMIC:
-        raise RuntimeFailure(
-            f"{schedule.name} has stages that several ranks run together, each of which would take decisions of its "
-            "own; run it frozen"
-        )
     if mesh.is_flat:
         return
     what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
