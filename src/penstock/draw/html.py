@@ -101,6 +101,16 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
             "sent": [_ms(m.sent - panel.origin) for m in messages],
             "arrived": [_ms(m.arrived - panel.origin) for m in messages],
         },
+        "streams": [
+            {
+                "rank": t.rank,
+                "start": _ms(t.start - panel.origin),
+                "end": _ms(t.end - panel.origin),
+                "color": shade(t.op.kind, panel.chunk(t.rank, t.op), panel.num_chunks),
+            }
+            for row in panel.streams
+            for t in row
+        ],
         "held": [[[_ms(time - panel.origin), held] for time, held in held_over_time(row)] for row in panel.rows],
     }
 

@@ -262,7 +262,16 @@
       paintOp(t, i, p, y);
       drawnTo = x1;
     }
+    for (const one of t.streams) if (one.rank === rank) paintBeside(one, p, y);
     if (show.held) paintHeld(t, rank, p, y);
+  }
+
+  // An asynchronous op: a thin bar below the row of its rank.
+  function paintBeside(one, p, y) {
+    const x0 = Math.max(x(one.start), LABEL), x1 = Math.min(x(one.end), width - RIGHT);
+    if (x1 <= x0) return;
+    g.fillStyle = one.color;
+    g.fillRect(x0, y + p.bar, Math.max(x1 - x0, 0.6), GAP);
   }
 
   function paintOp(t, i, p, y) {

@@ -49,6 +49,11 @@ class Panel:
         return [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.rows]
 
     @cached_property
+    def streams(self) -> list[list[TimedOp]]:
+        """The asynchronous ops of each rank by start."""
+        return [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.streams]
+
+    @cached_property
     def kinds(self) -> list[str]:
         return kind_order(t.op.kind for t in self.timeline.ops)
 
@@ -112,7 +117,8 @@ class Panel:
     def sentence(self, timed: TimedOp) -> str:
         """All that is known of one op, for a tooltip."""
         op, start = timed.op, timed.start - self.origin
-        text = f"{op}: rank {timed.rank}, {short(start)} to {self.time(timed.end - self.origin)}"
+        beside = ", asynchronous" if op[:2] in self.schedule.asynchronous else ""
+        text = f"{op}{beside}: rank {timed.rank}, {short(start)} to {self.time(timed.end - self.origin)}"
         if update := self.update(op):
             text += f", update {update[0]}"
             text += ", by its owner" if update[1] == OWNER else f", taken over by pipeline {update[1]}'s copy"

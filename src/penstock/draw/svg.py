@@ -21,6 +21,8 @@ MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
 LEAST, LEAST_OF_UPDATES = 0.2, 1.5
 """Narrowest bars, in pixels; updates may take no time at all, and are to be seen."""
 ROW, ROW_GAP, TALLEST = 26.0, 4.0, 1400.0
+BESIDE = 3.0
+"""Height of an asynchronous op's bar, below the row of its rank."""
 HEAD, PANEL_GAP, AXIS, LEGEND = 30.0, 20.0, 26.0, 26.0
 DIGIT, SMALL_DIGIT, RADIUS = 6.4, 5.0, 2
 
@@ -154,7 +156,22 @@ def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float) -> lis
             share = f"{100 * panel.busy_shares[rank]:.0f}%"
             out.append(f'<text class="soft" x="{_n(end + 7)}" y="{middle}">{share}</text>')
         out += _row(panel, frame, kinds, row, y)
+        out += _beside(panel, frame, kinds, panel.streams[rank], y)
     return out
+
+
+def _beside(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedOp], y: float) -> list[str]:
+    """Thin bars below a rank's row: its asynchronous ops."""
+    top, height = _n(y + frame.row), _n(min(BESIDE, frame.pitch - frame.row))
+    bars = []
+    for timed in row:
+        left, right = frame.x(timed.start - panel.origin), frame.x(timed.end - panel.origin)
+        name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
+        bars.append(
+            f'<rect class="k{name}" x="{_n(left)}" y="{top}" width="{_n(max(right - left, LEAST))}" '
+            f'height="{height}"><title>{escape(panel.sentence(timed))}</title></rect>'
+        )
+    return ["<g>", *bars, "</g>"] if bars else []
 
 
 def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedOp], y: float) -> list[str]:
@@ -212,6 +229,8 @@ def _legend(shown: Sequence[Panel], width: int, y: float) -> tuple[list[str], fl
     notes = ["number: microbatch", "right: busy"]
     if any(panel.schedule.updates is not None for panel in shown):
         notes[0] += " (of U the update, ' on a copy)"
+    if any(panel.schedule.asynchronous for panel in shown):
+        notes.append("thin bars: asynchronous")
     if any(len(colors) > 1 for colors in used.values()):
         notes.insert(1, "lighter: later stage of the rank")
     note = ", ".join(notes)

@@ -97,6 +97,9 @@ def _bars(panel: Panel, color: bool, width: int) -> list[str]:
     for rank, row in enumerate(panel.rows):
         body = _bar_row(panel, row, length, scale, color)
         lines.append(f"rank {rank}".ljust(label - 2) + " |" + body + f"|{100 * panel.busy_shares[rank]:4.0f}%")
+        if panel.streams[rank]:
+            body = _bar_row(panel, panel.streams[rank], length, scale, color)
+            lines.append("beside".ljust(label - 2)[: label - 2] + " |" + body + "|")
     lines += _axis(panel, label, length, scale)
     narrow = sum(1 for t in timeline.ops if (t.end - t.start) * scale < 1)
     if narrow:

@@ -17,6 +17,7 @@ from penstock.schedule.dependencies import predecessors
 from penstock.simulate import Message, TimedOp, Timeline
 
 COMPUTE_TRACK = 1
+ASYNCHRONOUS_TRACK = 2
 FIRST_LINK_TRACK = 10
 CHROME_COLORS = {
     "F": "thread_state_running",
@@ -124,6 +125,8 @@ class _Trace:
             timed += [event for t in row for event in self._op(t)]
         for rank, row in enumerate(self.timeline.rows):
             timed += self._held(rank, row)
+        for row in self.timeline.streams:
+            timed += [event for t in row for event in self._op(t)]
         named, sent = self._messages()
         timed += sent
         # A flow step binds to the slice around it, so at equal times slices come first; longer ones outside.
@@ -137,6 +140,12 @@ class _Trace:
             yield _meta("process_sort_index", process, {"sort_index": process})
             yield _meta("thread_name", process, {"name": "compute"}, COMPUTE_TRACK)
             yield _meta("thread_sort_index", process, {"sort_index": 0}, COMPUTE_TRACK)
+            if self.timeline.streams[rank]:
+                yield _meta("thread_name", process, {"name": "asynchronous"}, ASYNCHRONOUS_TRACK)
+                yield _meta("thread_sort_index", process, {"sort_index": 0}, ASYNCHRONOUS_TRACK)
+
+    def _track(self, op: Op) -> int:
+        return ASYNCHRONOUS_TRACK if op[:2] in self.timeline.schedule.asynchronous else COMPUTE_TRACK
 
     def _op(self, timed: TimedOp) -> Iterator[Event]:
         op = timed.op
@@ -152,7 +161,7 @@ class _Trace:
         if timed.blocked > 0:
             args["blocked_ms"] = timed.blocked
         event = self._slice(
-            f"{op.kind} {op.microbatch}", "compute", timed.rank, COMPUTE_TRACK, timed.start, timed.end
+            f"{op.kind} {op.microbatch}", "compute", timed.rank, self._track(op), timed.start, timed.end
         )
         if op.kind in CHROME_COLORS:
             event["cname"] = CHROME_COLORS[op.kind]
@@ -198,7 +207,7 @@ class _Trace:
             source, target = self.ran.get(message.source), self.ran.get(message.target)
             if source is None or target is None:
                 continue
-            steps = [(message.source_rank, COMPUTE_TRACK, self._inside_end(source))]
+            steps = [(message.source_rank, self._track(message.source), self._inside_end(source))]
             if recorded and self._time(message.arrived) > self._time(message.sent):
                 ends = lanes.setdefault((message.source_rank, message.target_rank), [])
                 lane = next((k for k, end in enumerate(ends) if end <= message.sent), len(ends))
@@ -213,7 +222,7 @@ class _Trace:
                 args = {"from": str(message.source), "to": str(message.target), "to_rank": message.target_rank}
                 events.append(sent | {"args": args})
                 steps.append((message.source_rank, tracks[key], self._time(message.sent)))
-            steps.append((message.target_rank, COMPUTE_TRACK, self._time(target.start)))
+            steps.append((message.target_rank, self._track(message.target), self._time(target.start)))
             events += self._flow(self.first_flow + index, steps)
         return named, events
 
