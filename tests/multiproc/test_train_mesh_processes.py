@@ -45,7 +45,7 @@ def one_process(folder: Path, options: str) -> list[float]:
 
 
 def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
-    """Replicas of two ranks, then shards of one; its losses are those of one process that does all in turn."""
+    """Replicas, then shards of two pipelines that cross; its losses are those of one process that does all in turn."""
     expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 6")
     folder = tmp_path / "run"
     told = ended(
@@ -53,10 +53,10 @@ def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
     )
     assert (told.json["mesh"], told.json["sharding"]) == ({"pp": 2, "dp": 2, "tp": 1}, "zero1")
     assert len(told.json["peak_memory"]) == 4
-    told = ended(folder, f"--resume {folder} --pp 1 --dp 1 --tp 2 --microbatches 4 --steps 6")
-    assert told.json["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+    told = ended(folder, f"--resume {folder} --schedule chimera --dp 1 --tp 2 --microbatches 4 --steps 6")
+    assert told.json["mesh"] == {"pp": 2, "dp": 1, "tp": 2}
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
-    assert [(line["pp"], line["dp"], line["tp"]) for line in metrics(folder)] == [(2, 2, 1)] * 3 + [(1, 1, 2)] * 3
+    assert [(line["pp"], line["dp"], line["tp"]) for line in metrics(folder)] == [(2, 2, 1)] * 3 + [(2, 1, 2)] * 3
 
 
 def test_towers_under_torchrun(tmp_path: Path) -> None:
