@@ -19,7 +19,7 @@ FIGURES = (
     "figure1", "figure5", "figure8", "figure14", "figure15", "figure16", "figure17", "figure18", "figure19",
     "figure20", "figure21", "figure22",
 )  # fmt: skip
-OTHERS = ("memory", "reaction", "uneven")
+OTHERS = ("memory", "moved", "reaction", "uneven")
 
 
 @pytest.fixture

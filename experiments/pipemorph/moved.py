@@ -1,0 +1,193 @@
+"""A link that turns late under a real all-reduce: found by probes, and the nodes moved away from it while training.
+
+    python experiments/pipemorph/moved.py            a minute; needs what `penstock lab` needs
+
+Four hosts in a box train a small model as (DP 2, PP 2) with real TCP between them. After some steps the link between
+hosts 2 and 3, the ring of the last stage, turns 30 ms late. Hosts probe all links now and then, and move. The raw
+results are the time of every step, and the losses: those of the same run without a late link and without a move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HOSTS, LINK = 4, (2, 3)
+RESULTS = Path(__file__).with_name("results")
+DELAY_MS = 30.0
+BATCH, MICROBATCHES = 32, 4
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What hosts are to do: so many steps, probes after every few, the link late from one on, layers so wide."""
+
+    steps: int = 36
+    late_from: int = 12
+    probe_every: int = 3
+    width: int = 512
+    moves: bool = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results")
+    parser.add_argument("--rank", metavar="FOLDER", help="one host of the lab; who starts it gives this")
+    given = parser.parse_args()
+    if given.rank is not None:
+        rank(Path(given.rank))
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-moved-") as folder:
+        rows = [run(Path(folder), Order(moves=moves)) for moves in (False, True)]
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = given.out / "moved-lab.json"
+    value = {"figure": "moved", "backend": "lab", "rows": [], "runs": rows}
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines(rows)))
+
+
+def run(folder: Path, order: Order) -> dict[str, Any]:
+    """Trains in a lab of its own; the link turns late where nodes may move, and in the other run it does not."""
+    (folder / "order").write_text(json.dumps(asdict(order)))
+    from penstock.lab import Lab
+
+    with Lab(HOSTS) as lab:
+        command = [sys.executable, __file__, "--rank", str(folder)]
+        ranks = [lab.start(host, command) for host in range(HOSTS)]
+        try:
+            if order.moves:
+                _await(folder / "late", ranks)
+                lab.link(*LINK, f"latency:{DELAY_MS:g}ms")
+                (folder / "is-late").touch()
+            codes = [process.wait(4 * TIMEOUT) for process in ranks]
+        finally:
+            for process in ranks:
+                process.stop()
+    if any(codes):
+        raise SystemExit(f"hosts ended with exit codes {codes}; why is said above")
+    found: dict[str, Any] = json.loads((folder / "result").read_text())
+    for path in folder.iterdir():
+        path.unlink()
+    return found
+
+
+def _await(path: Path, ranks: list[Any]) -> None:
+    end = time.monotonic() + 2 * TIMEOUT
+    while not path.exists():
+        if time.monotonic() > end or any(process.poll() for process in ranks):
+            raise SystemExit(f"{path.name} did not appear: a host has failed")
+        time.sleep(0.01)
+
+
+def rank(folder: Path) -> None:
+    """One host."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import penstock as ps
+    from penstock.control import Configuration, Job, Orchestrator
+    from penstock.control.configuration import peaks
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://", rank=_host(), world_size=HOSTS)
+    order = Order(**json.loads((folder / "order").read_text()))
+    width = order.width
+    schedule = ps.build("zb-h1", 2, MICROBATCHES)
+
+    def make(device_mesh: Any) -> ps.Pipeline:
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(2)]
+        return ps.Pipeline(
+            stages, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, mesh=device_mesh, timeout=TIMEOUT
+        )
+
+    placed = ps.Placed(make, ps.Mesh(pp=2, dp=2))
+    weights = 4.0 * 2 * (width * width + width)
+    costs = ps.Costs.uniform(2, f=2.0, i=2.0, w=2.0)
+    costs = ps.Costs(costs.f, costs.i, costs.w, gradient_bytes=[weights] * 2)
+    job = Job(
+        costs,
+        Configuration(schedule, "frozen", (), tuple(peaks(schedule, costs))),
+        may_delegate=False,
+        may_replan=False,
+        least_delay=2.0,
+    )
+    orchestrator = Orchestrator(job, placed.mesh, ring=ps.Ring(window=2e6))
+    generator = torch.Generator().manual_seed(1)
+    told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
+    for step in range(order.steps):
+        if order.moves and step == order.late_from:
+            if dist.get_rank() == 0:
+                (folder / "late").touch()
+            while not (folder / "is-late").exists():
+                time.sleep(0.01)
+        x, y = (torch.randn(BATCH, width, generator=generator) for _ in range(2))
+        dist.barrier()
+        begin = time.perf_counter()
+        told["losses"].append(float(placed.pipe.step(x, y).loss))
+        dist.barrier()
+        told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
+        if order.moves and (step + 1) % order.probe_every == 0:
+            begin = time.perf_counter()
+            found = placed.watch(orchestrator, TIMEOUT)
+            ms = (time.perf_counter() - begin) * 1e3
+            if found is None:
+                told["probes_ms"].append(ms)
+            else:
+                told["done"].append(
+                    {
+                        "after_step": step,
+                        "ms": ms,
+                        "mesh": str(found.mesh),
+                        "late": {f"{a}:{b}": delay for (a, b), delay in orchestrator.late.items()},
+                        "use": str(found.mesh.use(*LINK)),
+                        "predicted_ms": [found.ms_now, found.ms_then],
+                        "received_bytes": placed.pipe.gather(placed.received),
+                    }
+                )
+    if dist.get_rank() == 0:
+        (folder / "result").write_text(json.dumps(told))
+    placed.pipe.close()
+    dist.destroy_process_group()
+
+
+def _host() -> int:
+    import os
+
+    return int(os.environ["PENSTOCK_HOST"])
+
+
+def lines(rows: list[dict[str, Any]]) -> list[str]:
+    stays, moves = rows
+    said = []
+    for done in moves["done"]:
+        said.append(
+            f"after step {done['after_step']}: {done['late']} ms late; nodes {done['mesh']}, the link {done['use']}, "
+            f"in {done['ms']:.0f} ms, {max(done['received_bytes']) / 1e6:.1f} MB fetched at most"
+        )
+    if not moves["done"]:
+        return ["nothing was moved"]
+    after, late_from = moves["done"][-1]["after_step"] + 1, moves["order"]["late_from"]
+    parts = {
+        "healthy": moves["steps_ms"][2:late_from],
+        "late": moves["steps_ms"][late_from:after],
+        "moved": moves["steps_ms"][after + 1 :],
+    }
+    said.append(", ".join(f"{name} {median(part):.0f} ms a step" for name, part in parts.items()))
+    said.append(f"a probe of all links: {median(moves['probes_ms']):.1f} ms")
+    same = "are" if stays["losses"] == moves["losses"] else "are NOT"
+    said.append(f"losses of all {len(moves['losses'])} steps {same} those of the run that stayed")
+    return said
+
+
+if __name__ == "__main__":
+    main()

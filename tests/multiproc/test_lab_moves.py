@@ -1,0 +1,24 @@
+"""Hosts whose link turns late while they train find it and change places: a sample of `pipemorph/moved.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments import scripts
+from labs import needs_lab
+
+pytestmark = [pytest.mark.multiproc, needs_lab]
+
+
+def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> None:
+    with scripts("pipemorph") as load:
+        module = load("moved")
+        found = module.run(tmp_path, module.Order(steps=9, late_from=4, probe_every=1, width=64))
+    (done,) = found["done"]
+    assert list(done["late"]) == ["2:3"]
+    assert done["use"] == "unused"
+    assert done["after_step"] < 8
+    assert done["received_bytes"].count(0) == 2, "two nodes keep what they hold"
+    assert len(found["losses"]) == 9
