@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -237,7 +238,10 @@ def distance(case: Case, mesh: DeviceMesh) -> Distance:
     """Two microbatches alike through the whole and the shards."""
     wanted_loss, wanted, _ = run(case, case.build())
     stage = case.build()
+    wholes = [weakref.ref(p) for p in stage.parameters()]
     parallelize(stage, mesh)
+    kept = {id(p) for p in stage.parameters()}
+    assert all(whole() is None or id(whole()) in kept for whole in wholes), "the whole stage is still held"
     loss, found, deferred = run(case, stage)
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     whole = max(float(g.abs().max()) for g in wanted.values())

@@ -86,13 +86,13 @@ class Sharding:
         Where `last` is given, the module that ends the region, random numbers between are drawn by each rank for
         itself: its heads drop out other numbers than those of other ranks. Before and after all draw alike.
         """
-        apart = Apart(self.mesh)
+        mesh, apart = self.mesh, Apart(self.mesh)  # and not this sharding, which has the whole parameters
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
             x: Tensor = args[0] if args else kwargs["hidden_states"]
             if last is not None and module.training:
                 apart.begin(x.device)
-            x = entered(x, self.mesh)
+            x = entered(x, mesh)
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
