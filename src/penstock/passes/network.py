@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.streams import require_no_streams
 from penstock.schedule.updates import OWNER
 
 
@@ -92,6 +93,9 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
     """
     check_costs(schedule, costs)
     links.check_ranks(schedule.num_ranks)
+    require_no_streams(
+        schedule, "this pass moves what one rank after the other runs; a program splits its backwards itself"
+    )
     graph = lower(schedule)
     node_of = [
         o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)

@@ -10,6 +10,7 @@ from penstock.dispatch import Graph, lower
 from penstock.passes.memory import Memory, memory_of
 from penstock.passes.network import check_costs
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
+from penstock.schedule.streams import require_no_streams
 
 
 def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> Schedule:
@@ -34,6 +35,7 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
         ScheduleError: the schedule is not valid, or a rank is above its limit even with every R that helps.
         CostError: costs for another number of stages.
     """
+    require_no_streams(schedule, "recompute counts what ranks run themselves")
     require_no_updates(schedule, "a forward that recompute runs again would read newer parameters than the first")
     check(schedule)
     check_costs(schedule, costs)

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.schedule.dependencies import predecessors
+from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import StageGraph
 
-__all__ = ["joined", "launches", "rows_of", "with_launches"]
+__all__ = ["joined", "launches", "require_no_streams", "rows_of", "with_launches"]
 
 
 def rows_of(schedule: Schedule) -> tuple[tuple[Op, ...], ...]:
@@ -80,3 +81,13 @@ def joined(
             put[latest + 1].append(op)
         found.append((*put[0], *(each for op, more in zip(row, put[1:], strict=True) for each in (op, *more))))
     return tuple(found)
+
+
+def require_no_streams(schedule: Schedule, what: str) -> None:
+    """Raises ScheduleError where ops are asynchronous; `what` says who takes none."""
+    if schedule.asynchronous:
+        kinds = ", ".join(sorted({kind for kind, _ in schedule.asynchronous}))
+        raise ScheduleError(
+            f"{schedule.name} has asynchronous ops ({kinds}), and {what}; give the schedule without them (rule: kind)",
+            rule="kind",
+        )
