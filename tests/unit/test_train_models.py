@@ -123,6 +123,22 @@ def test_a_decoder_begins_with_the_weights_in_its_folder(train: Train, place: Pa
     assert again == stored
 
 
+def test_a_decoder_comes_with_its_tokenizer(train: Train, place: Path, tmp_path: Path) -> None:
+    folder = place / "words"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    vocabulary = {word: number for number, word in enumerate(["rank", "stage", "op", "plan", "[UNK]"])}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    words = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [], "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    report = train("words", "--model words --context 16 --batch 16 --sample 4 --steps 1 --ranks 2")
+    assert report["unigram"] < 1.5, "four words, and not letters"
+    settings = json.loads((tmp_path / "words/settings.json").read_text())
+    assert (settings["tokenizer"], settings["lr"]) == (str(folder / "tokenizer.json"), 1e-3)
+    written = (tmp_path / "words/sample.txt").read_text().split()
+    assert set(written) <= set(vocabulary), "the model has 300 words, its tokenizer five"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_recomputing_changes_no_number(train: Train, tmp_path: Path, model: str) -> None:
     options = f"{MODELS[model]} --steps 2 --ranks 2"

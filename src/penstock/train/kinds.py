@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.train.checks import SettingsError
@@ -19,7 +20,8 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     CLIP: {"preset": "nano", "schedule": MIXED, "batch": 64, "microbatches": 2, "steps": 200, "lr": 5e-3},
 }
 """Settings in place of the usual ones, where they are not given."""
-OF_A_FILE: Mapping[str, Any] = {"lr": 1e-3}
+FRESH, STORED = 1e-3, 1e-4
+"""Learning rates of a decoder whose weights are drawn, and of one that has learnt before."""
 
 
 def is_path(model: str) -> bool:
@@ -29,7 +31,19 @@ def is_path(model: str) -> bool:
 
 def usual_of(model: str) -> Mapping[str, Any]:
     """What is usual for a kind of model."""
-    return USUAL.get(model, OF_A_FILE)
+    if not is_path(model):
+        return USUAL[model]
+    folder, has_weights = place_of(model)
+    own = folder / "tokenizer.json"
+    return {"lr": STORED if has_weights else FRESH, **({"tokenizer": str(own)} if own.is_file() else {})}
+
+
+def place_of(model: str) -> tuple[Path, bool]:
+    """The folder that a path means, and whether weights are to be read from it: a config.json alone draws them."""
+    path = Path(model)
+    if path.name == "config.json":
+        return path.parent, False
+    return path, any(path.glob("*.safetensors"))
 
 
 def check_model(model: str, towers: str | None) -> None:

@@ -17,6 +17,7 @@ from penstock.models.huggingface.decoder import COMPARED
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
+from penstock.train.kinds import place_of
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
@@ -93,15 +94,14 @@ class DecoderTask:
 
 
 def find(model: str) -> tuple[Path, bool]:
-    """The folder that a path means, and whether its weights lie there. Raises SettingsError."""
-    path = Path(model)
-    folder = path.parent if path.name == "config.json" else path
+    """The folder that a path means, and whether its weights are read. Raises SettingsError."""
+    folder, has_weights = place_of(model)
     if not (folder / "config.json").is_file():
         raise SettingsError(
             f"--model {model}: there is no config.json; give gpt, bert, clip, a folder that save_pretrained left, or "
             "the config.json of a Hugging Face model (nothing is downloaded)"
         )
-    return folder, path.name != "config.json" and any(folder.glob("*.safetensors"))
+    return folder, has_weights
 
 
 def sizes_in(folder: Path) -> dict[str, Any]:
