@@ -12,6 +12,7 @@ from torch import nn
 
 import gang_runs as runs
 import penstock as ps
+from penstock import passes
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
@@ -277,6 +278,14 @@ def test_what_is_wrong_about_a_loss_of_ops_is_said(name: str) -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ps.ScheduleError, match="op kind COPY is asynchronous and has memory=1, last=False"):
         ps.NewOp("COPY", 0, {("F", 0): 1}, memory=1.0, asynchronous=True)
+    beside = runs.towers(True)
+    for refuse in (passes.retime, passes.separate_gradients, passes.merge_gradients):
+        with pytest.raises(
+            ps.ScheduleError, match=r"towers has asynchronous ops \(GATHER\), and this pass times what"
+        ):
+            refuse(beside.build(), beside.all_costs)
+    with pytest.raises(ps.ScheduleError, match="asynchronous ops .GATHER., and recompute counts what ranks run"):
+        passes.recompute(beside.build(), beside.all_costs, 5)
     ends = ps.StageGraph(2, ())
     schedule = ps.Program(ps.placements.one_to_one(2), 2, stages=ends).build()
     with pytest.raises(RuntimeFailure, match="stages 0, 1 feed no other stage, and the loss is one stage's"):

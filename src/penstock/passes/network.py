@@ -93,9 +93,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
     """
     check_costs(schedule, costs)
     links.check_ranks(schedule.num_ranks)
-    require_no_streams(
-        schedule, "this pass moves what one rank after the other runs; a program splits its backwards itself"
-    )
+    require_no_streams(schedule, "this pass times what ranks run themselves")
     graph = lower(schedule)
     node_of = [
         o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)

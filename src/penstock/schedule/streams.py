@@ -88,6 +88,6 @@ def require_no_streams(schedule: Schedule, what: str) -> None:
     if schedule.asynchronous:
         kinds = ", ".join(sorted({kind for kind, _ in schedule.asynchronous}))
         raise ScheduleError(
-            f"{schedule.name} has asynchronous ops ({kinds}), and {what}; give the schedule without them (rule: kind)",
+            f"{schedule.name} has asynchronous ops ({kinds}), and {what}; give it without them (rule: kind)",
             rule="kind",
         )
