@@ -32,10 +32,10 @@ def stages(num_stages: int, width: int = 8) -> list[nn.Module]:
     return made
 
 
-def maker(pp: int, schedule: str, **options: Any) -> Any:
+def maker(pp: int, schedule: str, made: list[nn.Module] | None = None, **options: Any) -> Any:
     def make(device_mesh: Any) -> ps.Pipeline:
         return ps.Pipeline(
-            stages(pp),
+            stages(pp) if made is None else made,
             ps.build(schedule, pp, NUM_MICROBATCHES),
             loss_fn=nn.MSELoss(),
             optimizer=torch.optim.AdamW,
@@ -116,10 +116,17 @@ def refused(rank: int) -> list[str]:
     other: Any = lambda mesh: ps.Pipeline(  # noqa: E731
         [nn.Linear(8, 8), nn.Linear(8, 4)], ps.build("1f1b", 2, 4), optimizer=torch.optim.AdamW, mesh=mesh, timeout=20
     )
-    for then, make in ((ps.Mesh(1, 2), None), (ps.Mesh(2, nodes=(1, 0)), other)):
+    kept = stages(2)
+    again = maker(2, "1f1b", kept)
+    turned = ps.Mesh(2, nodes=(1, 0))
+    placed.move(ps.Mesh(2), again)
+    for then, make in ((ps.Mesh(1, 2), None), (turned, other), (ps.Mesh(2), again)):
         with pytest.raises(RuntimeFailure) as failure:
             placed.move(then, make)
         said.append(str(failure.value))
+    loss = placed.pipe.step(*batch(1)).loss  # it goes on where it is
+    stays = Placed(maker(2, "1f1b"), ps.Mesh(2))
+    assert [stays.pipe.step(*batch(step)).loss for step in (0, 1)][1] == loss
     with pytest.raises(RuntimeFailure) as failure:
         Placed(maker(2, "1f1b"), ps.Mesh(3))
     said.append(str(failure.value))
@@ -131,8 +138,9 @@ def refused(rank: int) -> list[str]:
 def test_what_cannot_be_moved_is_refused_everywhere_alike() -> None:
     for outcome in run_ranks(2, refused):
         assert outcome.code == 0, outcome.text
-        sizes, model, processes, order = outcome.value
+        sizes, model, fresh, processes, order = outcome.value
         assert "from a mesh of 2 x 1 x 1 to one of 1 x 2 x 1: nodes can change places, not sizes" in sizes
         assert "of the same model" in model or "build both from one model" in model
+        assert "build fresh stages in `make`" in fresh
         assert "has 3 processes, torch.distributed has 2" in processes
         assert "build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in order

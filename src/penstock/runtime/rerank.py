@@ -68,15 +68,31 @@ class Placed:
             raise RuntimeFailure(
                 f"from a mesh of {_sizes(self.mesh)} to one of {_sizes(then)}: nodes can change places, not sizes"
             )
-        before, groups = self.pipe, self._groups
-        self._make = make or self._make
-        self._groups = device_mesh(then, self._device_type)
-        self.pipe = self._make(self._groups)
-        self.received = before.hand_over(self.pipe)
-        self.mesh = then
-        before.close()
-        end_groups(groups)
-        return self.pipe
+        make, groups = make or self._make, device_mesh(then, self._device_type)
+        pipe = None
+        try:
+            pipe = make(groups)
+            self._require_fresh(pipe)
+            received = self.pipe.hand_over(pipe)
+        except BaseException:  # the pipeline before goes on
+            if pipe is not None:
+                pipe.close()
+            end_groups(groups)
+            raise
+        self.pipe.close()
+        end_groups(self._groups)
+        self.pipe, self.mesh, self.received, self._make, self._groups = pipe, then, received, make, groups
+        return pipe
+
+    def _require_fresh(self, pipe: Pipeline) -> None:
+        """Raises RuntimeFailure, in every process, where one made a pipeline of the stages that are there already."""
+        known = {id(parameter) for parameter in self.pipe.parameters()}
+        (num_known,) = self.pipe.agree([sum(id(parameter) in known for parameter in pipe.parameters())])
+        if num_known:
+            raise RuntimeFailure(
+                "the pipeline to move to has parameters of the one before: build fresh stages in `make`, into which "
+                "state is then put"
+            )
 
     def watch(self, orchestrator: Orchestrator, timeout: float = 60.0) -> Reranking | None:
         """Measures all links, and does what the orchestrator says of them. Between two steps, once in a while: it
