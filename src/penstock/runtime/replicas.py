@@ -49,11 +49,15 @@ class Replicas:
         self._model, self._peers, self._timeout = model, peers, timeout
         self._order = tuple(order)
         self._owner = _owners(model.parameters, peers.num_ranks) if owners else {}
-        tied = [tied.parameter(slot) for tied in model.tied for slot in range(1, len(model.ties) + 1)]
-        apart = {id(p): p for p in tied if p is not None}
+        slots = [(tied, slot) for tied in model.tied for slot in range(1, len(model.ties) + 1)]
+        apart = {id(p): p for tied, slot in slots if (p := tied.parameter(slot)) is not None}
+        # Of a tie's several parameters in this process the first alone is summed, and the others take its sum.
+        self._follow = [(p, tied.parameter(slot)) for tied, slot in slots for p in tied.followers(slot)]
+        followers = {id(p) for p, _ in self._follow}
+        self._owner |= {id(p): self._owner[id(first)] for p, first in self._follow if id(first) in self._owner}
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = [[p] for p in apart.values() if p.requires_grad]
-        for (_, stage), parameters in self._parameters(set(apart)):
+        for (_, stage), parameters in self._parameters({*apart, *followers}):
             buckets = cut_into_buckets(reversed(parameters), self._owner_of)
             if stage in self._order:
                 self._early[stage] = buckets
@@ -92,6 +96,8 @@ class Replicas:
 
     def begin(self) -> None:
         """Starts a step: gradients of earlier ones are sums already, and kept aside."""
+        for parameter, _ in self._follow:
+            parameter.grad = None
         self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None and self._takes(p)]
         for parameter, _ in self._kept:
             parameter.grad = None
@@ -124,6 +130,8 @@ class Replicas:
         for parameter, before in self._kept:
             parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._kept.clear()
+        for parameter, first in self._follow:
+            parameter.grad = None if first is None else first.grad
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         bucket, owner = GradientBucket(parameters), self._owner_of(parameters[0])
