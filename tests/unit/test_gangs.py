@@ -284,7 +284,7 @@ def test_what_cannot_be_is_refused() -> None:
             ps.ScheduleError, match=r"towers has asynchronous ops \(GATHER\), and this pass times what"
         ):
             refuse(beside.build(), beside.all_costs)
-    with pytest.raises(ps.ScheduleError, match="asynchronous ops .GATHER., and recompute counts what ranks run"):
+    with pytest.raises(ps.ScheduleError, match=r"asynchronous ops \(GATHER\), and recompute counts what ranks run"):
         passes.recompute(beside.build(), beside.all_costs, 5)
     ends = ps.StageGraph(2, ())
     schedule = ps.Program(ps.placements.one_to_one(2), 2, stages=ends).build()
