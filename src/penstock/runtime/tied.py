@@ -142,10 +142,6 @@ class TiedGradients:
         first = self.parameter(slot)
         return [p for (own, _), p in self._local.items() if own == slot and p is not first]
 
-    def parameters(self, slot: int) -> list[Parameter]:
-        """All of this rank's parameters of a tie, each once: several where it hosts several of the stages."""
-        return list({id(p): p for (own, _), p in self._local.items() if own == slot}.values())
-
     def put(self, slot: int, gradient: Tensor | None) -> None:
         """Sets the summed gradient on this rank's parameters."""
         for (own_slot, _), parameter in self._local.items():
