@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-SIMULATED = ("figure2", "figure12", "figure13", "figure14", "figure15", "figure16", "table5")
+SIMULATED = ("figure2", "figure12", "figure13", "figure14", "figure15", "figure16", "table5", "assumptions")
 MEASURED = ("figure12", "figure13", "figure16")
 
 

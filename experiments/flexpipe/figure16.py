@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--measured", action="store_true", help="run the figure's schedules on emulated devices too")
     parser.add_argument("--resume", action="store_true", help="go on with what is there already")
     parser.add_argument("--show", action="store_true", help="only print what was found last")
-    parser.add_argument("--stretch", type=float, default=2.0, help="seconds of the clock to one of an op")
+    parser.add_argument("--stretch", type=float, default=5.0, help="seconds of the clock to one of an op")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw results and the chart")
     given = parser.parse_args()
     if not (given.show or given.measured):

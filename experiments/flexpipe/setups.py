@@ -101,6 +101,7 @@ class Setup:
     Attributes:
         vocabulary: thousands of words. microbatch: samples.
         batch: samples of all replicas together.
+        node_gb: GB a second out of a node. loss_bytes: of a logit. embedding_bytes: of a parameter.
     """
 
     model: Model
@@ -112,6 +113,8 @@ class Setup:
     batch: int = BATCH
     updates: Updates = "all-reduce"
     node_gb: float = NODE_GB
+    loss_bytes: float = LOSS_BYTES
+    embedding_bytes: float = EMBEDDING_BYTES
 
     @property
     def num_microbatches(self) -> int:
@@ -158,7 +161,7 @@ class Setup:
     def embedding(self, sharing: int = 1) -> Layer:
         """The embedding, or one of `sharing` parts of it: with an all-reduce of what it looks up."""
         found = self._timed(self._shape(sharing).layers()[0])
-        gradient = A800.move_ms(EMBEDDING_BYTES * found.parameters)
+        gradient = A800.move_ms(self.embedding_bytes * found.parameters)
         return found._replace(f=found.f + self._reduce_ms(sharing), w=found.w + gradient)
 
     def head(self, sharing: int = 1) -> Layer:
@@ -167,7 +170,7 @@ class Setup:
         found = self._timed(shape.layers()[-1])
         tokens = shape.sequence * shape.microbatch_size
         logits = tokens * float(shape.vocab_size)
-        loss = A800.move_ms(LOSS_BYTES * logits)
+        loss = A800.move_ms(self.loss_bytes * logits)
         statistics = 3 * self.mesh.pipeline_ring_ms(4.0 * tokens) if sharing > 1 else 0.0
         return found._replace(
             f=found.f + LOSS_FORWARD * loss + statistics,
