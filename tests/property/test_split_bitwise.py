@@ -152,6 +152,7 @@ sizes = st.one_of(st.integers(1, 4), st.sampled_from([7, 16, 33, 64]))
     order=orders,
     seed=st.integers(0, 99),
 )
+@example([], (1, 16), False, "", False, "plain", "weighted", False, False, False, [], 0)
 @example([64], (33, 17), True, "", True, "plain", "weighted", False, True, False, [], 0)
 @example([64], (33, 17), True, "", False, "column-major", "weighted", False, True, False, [], 0)
 @example([64], (33, 17), True, "", False, "plain", "row mean", False, True, True, [], 0)

@@ -51,7 +51,8 @@ class LinearRule(Rule):
         return y.view(*x.shape[:-1], weight.shape[0]).data
 
     def input_grad(self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.is_contiguous() and g.is_contiguous():
+        # A single number is column-major too, which autograd looks at first.
+        if x.is_contiguous() and g.is_contiguous() and x.numel() != 1:
             return torch.matmul(g, weight)
         if x.dim() == 2:
             return _left_grad(g, x, weight)
