@@ -153,7 +153,7 @@ def test_a_link_costs_what_it_serves():
     [
         (ps.build("zb", 3, 6), Mesh(4, 2), COSTS, "3 ranks, the mesh has 4 a replica: give pp=3"),
         (ps.build("zb", 3, 6), Mesh(3, 2), ps.Costs.uniform(3), "neither gradient_bytes nor weight_bytes"),
-        (ps.build("amdp", 4, 8, window=4), Mesh(4, 2), ps.Costs.uniform(4), "give dp=1, or another schedule"),
+        (ps.build("amdp", 4, 8, window=4), Mesh(4, 2), ps.Costs.uniform(4), "use ps.simulate, or another schedule"),
     ],
 )
 def test_meshes_that_are_not_simulated(schedule, mesh, costs, said):
@@ -161,6 +161,7 @@ def test_meshes_that_are_not_simulated(schedule, mesh, costs, said):
         simulate_mesh(schedule, costs, mesh)
 
 
-def test_links_name_nodes_that_are_there():
-    with pytest.raises(ps.CostError, match="link 0:6: nodes go from 0 to 5"):
-        simulate_mesh(ps.build("zb", 3, 6), COSTS, Mesh(3, 2), links=ps.Links({(0, 6): 1.0}))
+@pytest.mark.parametrize("mesh", [Mesh(3, 2), Mesh(3)])
+def test_links_name_nodes_that_are_there(mesh):
+    with pytest.raises(ps.CostError, match=f"link 0:6: nodes go from 0 to {mesh.num_nodes - 1}"):
+        simulate_mesh(ps.build("zb", 3, 6), COSTS, mesh, links=ps.Links({(0, 6): 1.0}))

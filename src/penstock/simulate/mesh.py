@@ -130,21 +130,19 @@ def require_mesh(schedule: Schedule, costs: Costs, mesh: Mesh, conditions: LinkC
             f"give pp={schedule.num_ranks}",
             rule="mesh",
         )
-    if mesh.dp == 1:
-        return
     if schedule.updates is not None or schedule.placement.num_pipelines > 1:
         raise ScheduleError(
-            f"{schedule.name} adds gradients up between its own copies; replicas are simulated for schedules with "
-            "one pipeline whose updates are no ops: give dp=1, or another schedule",
+            f"{schedule.name} adds gradients up between its own copies, or has its updates in the order; a mesh is "
+            "simulated for schedules with one pipeline whose updates are no ops: use ps.simulate, or another schedule",
             rule="mesh",
-        )
-    if not gradient_bytes(costs):
-        raise CostError(
-            "replicas add gradients up, and the costs have neither gradient_bytes nor weight_bytes; give one"
         )
     for a, b in conditions.conditions:
         if not (0 <= a < mesh.num_nodes and 0 <= b < mesh.num_nodes):
             raise CostError(f"link {a}:{b}: nodes go from 0 to {mesh.num_nodes - 1}")
+    if mesh.dp > 1 and not gradient_bytes(costs):
+        raise CostError(
+            "replicas add gradients up, and the costs have neither gradient_bytes nor weight_bytes; give one"
+        )
 
 
 def gradient_bytes(costs: Costs) -> Sequence[float]:
