@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_runs import CASES, KINDS, Distance, compare, drop, left_alone, refusals
+from parallel_cases import CASES, KINDS
+from parallel_runs import Distance, compare, drop, left_alone, refusals
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
