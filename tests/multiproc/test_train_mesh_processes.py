@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.cli import main
+from penstock.cost import Mesh
+from penstock.train.folder import RunFolder
+from penstock.train.settings import Settings
+from processes import run_ranks
 from train_runs import COMMAND, Ended, Run, losses, metrics
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
@@ -45,7 +51,7 @@ def one_process(folder: Path, options: str) -> list[float]:
 
 
 def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
-    """Replicas, then shards of two pipelines that cross; its losses are those of one process that does all in turn."""
+    """Replicas, then shards of two pipelines that cross; its losses are those of one process."""
     expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 6")
     folder = tmp_path / "run"
     told = ended(
@@ -68,3 +74,36 @@ def test_towers_under_torchrun(tmp_path: Path) -> None:
     assert told.json["mesh"] == {"pp": 2, "dp": 2, "tp": 1}
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     assert told.json["num_parameters"] == 81_921
+
+
+def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list[float]]:
+    """A run whose fourth round of probes, and all after it, find link 2:3 late; what it did, and its losses."""
+    from penstock.runtime import rerank
+    from penstock.train.inputs import gather_inputs
+    from penstock.train.rank import RankRun
+
+    rounds = []
+
+    def late(mesh: Mesh, timeout: float) -> dict[tuple[int, int], float]:
+        rounds.append({(a, b): 0.1 for b in range(mesh.num_nodes) for a in range(b)})
+        return rounds[-1] | ({(2, 3): 300.0} if len(rounds) > 3 else {})
+
+    rerank.probe = late
+    run = RankRun(gather_inputs(settings), RunFolder(folder), first=rank == 0, quiet=True)
+    run.run()
+    assert run.moving is not None
+    return run.moving.told, losses(folder) if rank == 0 else []
+
+
+def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path) -> None:
+    """Link 2:3 carries the gradients of the last rank; afterwards it does not."""
+    steps = "--steps 27 --save-every 0"
+    expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 {steps}")
+    before = Settings.from_mapping(json.loads((tmp_path / "one/settings.json").read_text()))
+    outcomes = run_ranks(4, moving, tmp_path / "run", replace(before, in_process=False, adapt=True))
+    assert all(outcome.code == 0 for outcome in outcomes), outcomes[0].text
+    told = [outcome.value[0] for outcome in outcomes]
+    assert told[0] == told[1] == told[2] == told[3]
+    assert "after step 25: late links between nodes: 2:3 300 ms; nodes" in told[0][0]
+    assert "have changed places" in told[0][0]
+    assert outcomes[0].value[1] == pytest.approx(expected, rel=1e-5)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.data import Corpus
 from penstock.models import parallelize
@@ -99,18 +100,18 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
         ) from None
 
 
-def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline:
-    """The pipeline of a run, over torch.distributed where it is set up."""
+def build_pipeline(inputs: Inputs, steering: Steering | None = None, mesh: DeviceMesh | None = None) -> Pipeline:
+    """The pipeline of a run, over torch.distributed where it is set up, or some mesh of its processes."""
     settings, task = inputs.settings, inputs.task
     return Pipeline(
         task.stages(),
         inputs.schedule,
         loss_fn=loss_of(inputs),
         optimizer=optimizer_class(settings),
-        mesh=mesh_of(settings),
+        mesh=mesh or mesh_of(settings),
         sharding=settings.sharding,
         parallelize=parallelize,
-        dispatch=_dispatch(settings, inputs.schedule),
+        dispatch=settings.dispatch,
         device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
         clip_norm=settings.clip or None,
@@ -124,12 +125,6 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None) -> Pipeline
         steering=steering,
         zero=settings.zero == "on",
     )
-
-
-def _dispatch(settings: Settings, schedule: Schedule) -> str:
-    """Frozen where "auto" may not choose: what several processes run together they run in one order."""
-    together = settings.tp > 1 or bool(schedule.placement.shared)
-    return "frozen" if together and settings.dispatch == "auto" else settings.dispatch
 
 
 def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:

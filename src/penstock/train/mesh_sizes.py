@@ -19,7 +19,7 @@ def check_mesh(settings: Settings) -> None:
             f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
             "it out"
         )
-    if settings.dp == settings.tp == 1:
+    if settings.is_flat:
         return
     option = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
     if settings.is_asynchronous:
@@ -27,8 +27,12 @@ def check_mesh(settings: Settings) -> None:
             f"{settings.schedule} has its updates among the other ops, each on its stage alone, and runs in one "
             f"replica of whole layers; leave out {option}, or give a schedule without such updates"
         )
-    if settings.adapt:
-        raise SettingsError(f"--adapt plans for one pipeline of whole layers; leave out {option}, or --adapt")
+    for name in ("store", "host_memory", "delegates", "interfaces"):
+        if settings.adapt and getattr(settings, name) is not None:
+            raise SettingsError(
+                f"--{name.replace('_', '-')} is for --adapt with one pipeline; over a mesh --adapt moves nodes, and "
+                f"delegates nothing: leave it out, or {option}"
+            )
     if settings.in_process:
         _check_in_process(settings)
 
@@ -68,6 +72,8 @@ def check_ties(settings: Settings, schedule: Schedule, tied: Sequence[Sequence[s
 def _check_in_process(settings: Settings) -> None:
     if settings.tp > 1:
         raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
+    if settings.adapt:
+        raise SettingsError("over a mesh --adapt moves nodes, which one process has none of; leave out --in-process")
     if settings.sharding != "none":
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"

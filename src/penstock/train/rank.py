@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import newest_checkpoint
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
+from penstock.train.moving import Moving
 from penstock.train.progress import ProgressView
 from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
@@ -69,7 +71,8 @@ class RankRun:
     ) -> None:
         self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
         settings = inputs.settings
-        self.pipe = build_pipeline(inputs, self._steering(folder))
+        self.moving = Moving(inputs, partial(build_pipeline, inputs, None)) if settings.moves else None
+        self.pipe = self.moving.pipe if self.moving is not None else build_pipeline(inputs, self._steering(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
@@ -82,7 +85,7 @@ class RankRun:
 
     def _steering(self, folder: RunFolder) -> Steering | None:
         settings = self.inputs.settings
-        if not settings.adapt:
+        if not settings.is_steered:
             return None
         return Steering(folder.path, settings.store, host_memory=settings.host_units)
 
@@ -123,12 +126,14 @@ class RankRun:
                 values = {"tokens_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
-                if settings.adapt and self.first:
+                if settings.is_steered and self.first:
                     values["plan"] = _number(self.pipe.decisions, running)
                     view.decisions(self.pipe.decisions)
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     profile.append(Profiled(self.pipe.timeline(), running))
+                if self.moving is not None and not asked:
+                    self._move(self.moving, view)
                 if asked and not last:
                     self.interrupted = True
                     view.say(f"stopping after step {training.steps}: saving a checkpoint")
@@ -186,10 +191,17 @@ class RankRun:
         self.training.probe()
         return Profiled(self.pipe.timeline(), running)
 
+    def _move(self, moving: Moving, view: ProgressView) -> None:
+        """Watches the links, and goes on with the pipeline where its nodes lie then."""
+        done = moving.after_step(self.training.steps)
+        if done is not None:
+            self.pipe = self.training.pipe = moving.pipe
+            view.say(done)
+
     def _mesh_values(self) -> dict[str, float]:
         """What each line of the metrics says of a mesh, as a resumed run may have another."""
         settings = self.inputs.settings
-        if settings.dp == settings.tp == 1:
+        if settings.is_flat:
             return {}
         return {"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp}
 
@@ -236,6 +248,7 @@ class RankRun:
             notices=[
                 *self.notices,
                 *self.pipe.notices,
+                *(self.moving.told if self.moving is not None else ()),
                 *_injected(settings),
                 *_crowded(settings),
                 *notices_of(settings),
@@ -247,9 +260,9 @@ class RankRun:
                 "checkpoints": str(folder.checkpoints),
                 **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
                 **({} if self.export is None else {"model": self.export}),
-                **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
+                **({"page": f"penstock report {folder.path} writes it"} if settings.is_steered else {}),
             },
-            steered=read_steered(folder.path) if settings.adapt else None,
+            steered=read_steered(folder.path) if settings.is_steered else None,
             updating=updating,
             state=ending.state,
             model=settings.model,
@@ -295,7 +308,7 @@ def _crowded(settings: Settings) -> list[str]:
         replicas = "" if settings.dp == 1 else f", with the microbatches of {settings.dp} replicas one after another"
         return [f"{settings.ranks} ranks took turns in one process{replicas}; they are simulated side by side"]
     if settings.device == "cpu" and settings.num_processes > num_cores():
-        what = f"{settings.ranks} ranks" if settings.dp == settings.tp == 1 else f"{settings.num_processes} processes"
+        what = f"{settings.ranks} ranks" if settings.is_flat else f"{settings.num_processes} processes"
         return [f"{what} shared {num_cores()} cores; they are simulated with one each"]
     return []
 

@@ -153,6 +153,21 @@ class Settings(RunSettings):
         return self.ranks * self.dp * self.tp
 
     @property
+    def is_flat(self) -> bool:
+        """Whether there is one pipeline of whole layers."""
+        return self.dp == self.tp == 1
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether it adapts as one pipeline does; a mesh moves its nodes."""
+        return self.adapt and self.is_flat
+
+    @property
+    def moves(self) -> bool:
+        """Whether the nodes of its mesh may move."""
+        return self.adapt and not self.is_flat
+
+    @property
     def replicas_here(self) -> int:
         """Replicas whose microbatches one pipeline runs: in one process all, else its own."""
         return self.dp if self.in_process else 1
