@@ -133,7 +133,7 @@ def require_mesh(schedule: Schedule, costs: Costs, mesh: Mesh, conditions: LinkC
     if schedule.updates is not None or schedule.placement.num_pipelines > 1:
         raise ScheduleError(
             f"{schedule.name} adds gradients up between its own copies, or has its updates in the order; a mesh is "
-            "simulated for schedules with one pipeline whose updates are no ops: use ps.simulate, or another schedule",
+            "simulated for schedules of one pipeline whose updates are no ops: use ps.simulate, or another schedule",
             rule="mesh",
         )
     for a, b in conditions.conditions:
