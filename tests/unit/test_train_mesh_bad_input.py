@@ -44,7 +44,11 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding of one weight": (f"{SIZES} --tied --dp 2 --sharding fsdp", ["share one weight", "--no-tied", "zero1"]),
     "asynchronous replicas": ("--schedule amdp --dp 2", ["amdp", "leave out --dp 2"]),
     "asynchronous shards": ("--schedule vnag --tp 2", ["vnag", "leave out --tp 2"]),
-    "adapting replicas": ("--adapt --dp 2", ["--adapt plans for one pipeline", "leave out --dp 2"]),
+    "delegates of a mesh": (
+        "--adapt --delegates 2 --dp 2",
+        ["--delegates", "moves nodes", "leave it out, or --dp 2"],
+    ),
+    "moving in one process": ("--adapt --dp 2 --in-process", ["moves nodes", "leave out --in-process"]),
     "shards in one process": ("--tp 2 --in-process", ["--tp 2", "leave out --in-process"]),
     "sharding in one process": ("--dp 2 --sharding zero1 --in-process", ["--sharding zero1", "processes"]),
     "a file in one process": ("--dp 2 --schedule four.json --in-process", ["four.json", "leave out --in-process"]),
