@@ -54,6 +54,7 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
                 # Losses are weighed within the whole batch, so gradients are summed.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
+                part.set_reshard_after_backward(False)  # or every microbatch would gather them again
 
 
 def stays_whole(parameter: Parameter) -> bool:

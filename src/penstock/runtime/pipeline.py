@@ -25,7 +25,7 @@ from penstock.runtime.junctions import has_many_ends, is_plain
 from penstock.runtime.leading import Shards
 from penstock.runtime.learner import GivenOptimizer, Learner
 from penstock.runtime.measured import idle_share, measured_timeline
-from penstock.runtime.mesh import read_mesh, require_meshable
+from penstock.runtime.mesh import read_mesh, require_meshable, require_one_order
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
 from penstock.runtime.outcome import Outcome
 from penstock.runtime.peers import GroupPeers
@@ -173,6 +173,7 @@ class Pipeline:
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known)
         require_meshable(place, schedule, steering is not None)
+        require_one_order(place, chosen)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -213,6 +214,7 @@ class Pipeline:
         configuration = replace(configuration, schedule=with_reductions(configuration.schedule, self._mesh))
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
+        require_one_order(self._mesh, configuration.dispatch)
         self._choice.require_schedule(configuration.schedule, configuration.delegated)
         self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
