@@ -19,7 +19,7 @@ from typing import Any
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links, Mesh, Ring
-from penstock.dispatch import Dispatch, Dispatcher
+from penstock.dispatch import Dispatch
 from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulated_plan import EmulatedPlan, plan_of
 from penstock.runtime.emulated_ranks import Emulated, Step, Threads
@@ -29,7 +29,6 @@ from penstock.runtime.measured import measured_timeline
 from penstock.runtime.message import Payload
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.conditioned import Conditions
-from penstock.runtime.worker import Transport, Worker
 from penstock.schedule import Op
 from penstock.schedule.messages import remove_communication
 from penstock.simulate.mesh import (
@@ -91,12 +90,10 @@ class _ReplicaPlan(EmulatedPlan):
 
     note: Callable[[Op], None] = field(default=lambda op: None)
 
-    def worker(self, rank: int, transport: Transport, costs: Costs, stretch: float) -> tuple[Worker, EmulatedDevice]:
+    def device(self, costs: Costs, stretch: float) -> EmulatedDevice:
         device = _WatchedDevice(self.wiring, costs, stretch)
         device.note = self.note
-        cap = self.configuration.caps[rank]
-        dispatcher = Dispatcher(self.wiring.graph, rank, self.dispatch, self.change, cap)
-        return Worker(self.wiring, rank, dispatcher, device, transport), device
+        return device
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,13 @@ class EmulatedPlan:
     def dispatch(self) -> Dispatch:
         return self.configuration.dispatch
 
+    def device(self, costs: Costs, stretch: float) -> EmulatedDevice:
+        """What runs a rank's ops."""
+        return EmulatedDevice(self.wiring, costs, stretch)
+
     def worker(self, rank: int, transport: Transport, costs: Costs, stretch: float) -> tuple[Worker, EmulatedDevice]:
         """A rank at the begin of a step, and its device."""
-        device = EmulatedDevice(self.wiring, costs, stretch)
+        device = self.device(costs, stretch)
         cap = self.configuration.caps[rank]
         dispatcher = Dispatcher(self.wiring.graph, rank, self.dispatch, self.change, cap)
         return Worker(self.wiring, rank, dispatcher, device, transport), device
