@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant, Trace
 from penstock.cost.ring import Ring
+from penstock.passes import add_reductions
 from penstock.simulate.mesh import simulate_mesh
 
 pytestmark = pytest.mark.unit
@@ -134,6 +136,22 @@ def test_a_rank_adds_up_one_stage_after_the_other():
         assert (first.stage, second.stage) == (rank + 2, rank), "deeper stages end first"
         assert first.start == first.ready
         assert second.start == max(second.ready, first.end)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("interleaved-1f1b", 4), ("zb-v", 4), ("zb-h1", 2)])
+def test_reductions_are_what_the_engine_makes_of_them_as_asynchronous_ops(name, num_stages):
+    costs = ps.Costs([5, 9, 7, 8][:num_stages], [9, 9, 6, 7][:num_stages], [4, 8, 6, 9][:num_stages])
+    costs = replace(costs, weight_bytes=[40e6, 10e6, 30e6, 50e6][:num_stages])
+    links = LinkConditions(default=LinkCondition(bandwidth=Constant(1e9)))
+    schedule = ps.build(name, 2, 6, **({"num_stages": num_stages} if name == "interleaved-1f1b" else {}))
+    found = simulate_mesh(schedule, costs, Mesh(2, 2), links=links)
+    reducing = add_reductions(schedule)
+    started = tuple(replace(each, asynchronous=True) for each in reducing.graph.registered)
+    reducing = replace(reducing, stage_graph=replace(reducing.graph, registered=started))
+    takes = {("REDUCE", stage): num_bytes / 1e6 for stage, num_bytes in enumerate(costs.weight_bytes)}
+    timeline = ps.simulate(reducing, costs.with_other(takes))
+    ended = {timed.op.stage: timed.end for timed in timeline.ops if timed.op.kind == "REDUCE"}
+    assert ended == pytest.approx({each.stage: each.end for each in found.reductions})
 
 
 def test_a_link_costs_what_it_serves():
