@@ -12,7 +12,7 @@ rank follows, which the core takes for one more rank (see `schedule.streams`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule import Op, Schedule, ScheduleError
@@ -118,18 +118,13 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         number[op] = next((n for n in found if rank[n] == sender), found[0])
     edges = _needed(schedule, number, rank)
     _check_closed(number, edges)
-    num_ranks, apart = schedule.num_ranks, schedule.asynchronous
-    for producer, consumer in [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]:
-        targets = numbers.get(consumer, (number[consumer],))
-        for target in targets:
-            # What several ranks made together is at hand on each of them; the first sends it to others.
-            sources = (n for n in numbers.get(producer, ()) if (rank[n] - rank[target]) % num_ranks == 0)
-            source = next(sources, number[producer])
-            if consumer[:2] in apart and _begins_together(rank, num_ranks, source, target, targets):
-                continue
-            successors[source].append(target)
-            num_needed[target] += 1
-    for source, target in _launches(schedule, number, numbers, rank):
+    between: Iterator[tuple[int, int]]
+    pairs = [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]
+    if numbers or schedule.asynchronous:
+        between = _between_gangs(schedule, pairs, number, numbers, rank)
+    else:
+        between = ((number[producer], number[consumer]) for producer, consumer in pairs)
+    for source, target in between:
         successors[source].append(target)
         num_needed[target] += 1
     edge_first = [0]
@@ -163,27 +158,37 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         queue_of=queue_of,
         priority=[PRIORITY.get(op.kind, 0) for op in ops],
         **_gangs(len(ops), list(numbers.values())),
-        num_ranks=num_ranks,
+        num_ranks=schedule.num_ranks,
     )
 
 
-def _begins_together(rank: list[int], num_ranks: int, source: int, target: int, targets: Sequence[int]) -> bool:
-    """Whether an asynchronous op of several ranks needs no word of `source` on the rank of `target`: that lies on
-    another of its ranks, which does not begin without it, and they begin together."""
-    at = rank[source] % num_ranks
-    return at != rank[target] % num_ranks and any(rank[t] % num_ranks == at for t in targets)
+def _between_gangs(
+    schedule: Schedule,
+    pairs: Iterable[tuple[Op, Op]],
+    number: dict[Op, int],
+    numbers: dict[Op, list[int]],
+    rank: list[int],
+) -> Iterator[tuple[int, int]]:
+    """Edges from producers to consumers, either of which several ranks may run together; and to asynchronous ops from
+    what their rank runs before it comes to them.
 
-
-def _launches(
-    schedule: Schedule, number: dict[Op, int], numbers: dict[Op, list[int]], rank: list[int]
-) -> list[tuple[int, int]]:
-    """Edges to asynchronous ops from what their rank runs before it comes to them."""
-    num_ranks = schedule.num_ranks
+    What several ranks made together is at hand on each of them; the first sends it to others. Ranks that begin an
+    asynchronous op together need no word of what ran on one of them.
+    """
+    num_ranks, apart = schedule.num_ranks, schedule.asynchronous
 
     def at(op: Op, host: int) -> int:
         return next((n for n in numbers.get(op, ()) if rank[n] % num_ranks == host), number[op])
 
-    return [(at(before, host), at(op, host)) for before, op, host in launches(schedule)]
+    for producer, consumer in pairs:
+        targets = numbers.get(consumer, (number[consumer],))
+        hosts = {rank[target] % num_ranks for target in targets} if consumer[:2] in apart else set()
+        for target in targets:
+            source = at(producer, host := rank[target] % num_ranks)
+            if rank[source] % num_ranks == host or rank[source] % num_ranks not in hosts:
+                yield source, target
+    for before, op, host in launches(schedule):
+        yield at(before, host), at(op, host)
 
 
 def _needed(schedule: Schedule, number: dict[Op, int], rank: list[int]) -> list[tuple[Op, Op]]:

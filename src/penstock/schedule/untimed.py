@@ -62,7 +62,7 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
         while steps[rank] < len(row):
             op = row[steps[rank]]
             needs = predecessors(op, graph, rank_of_op)
-            if op in reached:
+            if reached and op in reached:
                 needs = [*needs, *reached[op]]
             missing = [needed for needed in needs if needed not in done]
             if missing:
