@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.split import Tape, prepare
+from plain_loop import seed_devices
 
 Grads = dict[str, Tensor | None]
 
@@ -21,7 +22,7 @@ def plain_loop(stage: nn.Module, inputs: Sequence[Tensor]) -> Grads:
     grads: Grads = {}
     for m, x in enumerate(inputs):
         x = leaf(x)
-        torch.manual_seed(m)
+        seed_devices(m)
         stage(x).square().sum().backward()
         grads[f"input {m}"] = x.grad
     return grads | {name: p.grad for name, p in stage.named_parameters()}
@@ -36,7 +37,7 @@ def split_loop(stage: nn.Module, inputs: Sequence[Tensor], held: Callable[[int],
     for turn in range(len(inputs) + 2):
         if turn < len(inputs):
             tapes.append(Tape())
-            torch.manual_seed(turn)
+            seed_devices(turn)
             with tapes[turn].recording():
                 losses.append(stage(leaves[turn]).square().sum())
         if 0 < turn <= len(inputs):
