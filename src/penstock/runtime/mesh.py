@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -118,6 +119,8 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
     if replica_mesh is not None:
         replicas = GroupPeers(replica_mesh.get_group(), timeout)
     shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
+    if shards is not None:  # whose waits are torch's own, inside ops
+        shards.get_group().set_timeout(timedelta(seconds=timeout))
     if shards is None and isinstance(replicas, LocalPeers):
         return Mesh(pipeline, replicas, pipeline)
     everyone = GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout)
