@@ -76,7 +76,7 @@ def _explained(error: RuntimeError, mesh: DeviceMesh) -> RuntimeFailure:
     shard = f"shard {mesh.get_local_rank()} of {mesh.size()}"
     if "timed out" in str(error).lower():
         return DeadlineExceeded(
-            f"{shard} waited for the others' parts of a sum for longer than the timeout; if they are just slow, give a "
-            "longer one; if not, one stands still or was given other batches or calls"
+            f"{shard} waited for the others' parts of a sum for longer than the timeout; if they are just slow, "
+            "give a longer one; if not, one stands still or was given other batches or calls"
         )
     return PeerLost(f"{shard} lost its connection to another while it waited for the others' parts of a sum")
