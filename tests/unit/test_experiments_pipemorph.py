@@ -176,9 +176,7 @@ def test_measured_on_threads_through_the_closed_loop(load: Any, tmp_path: Path) 
 def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) -> None:
     module, rows = simulated(load, "figure19", delays=(0.0, 30.0))
     find = load("results").find
-    ms = {
-        (row["kind"], row["system"]): row["simulated_ms"][0] for row in rows if row["delay_ms"] == 30.0
-    }  # fmt: skip
+    ms = {(row["kind"], row["system"]): row["simulated_ms"][0] for row in rows if row["delay_ms"] == 30.0}
     undelayed = find(rows, system="zb", kind="latency", delay_ms=0.0)["simulated_ms"][0]
     assert ms["latency", "zb"] / undelayed == pytest.approx(module.PAPER["zb"], rel=0.02)  # calibrated on it
     for kind in load("meshes").KINDS:
@@ -191,10 +189,12 @@ def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) ->
     assert ms["queue", "falcon"] >= module.TARGETS["absorbed"] * ms["queue", "pipemorph"]
 
 
-def test_figure_19_is_measured_as_it_is_simulated(load: Any) -> None:
+def test_figure_19_is_measured_on_emulated_devices(load: Any) -> None:
     module, meshes = load("figure19"), load("meshes")
     backend = replace(load("backends").Backend("threads"), stretch=0.25, steps=1, jobs=1)
     mesh, configuration = module.systems(10.0, "queue")["falcon"]
     case = meshes.MeshCase({}, module.COSTS, configuration, mesh, module.RING, module.LINK, 10.0, "queue")
     row = meshes.mesh_row(backend, case)
-    assert row["measured_ms"][0] > 0.99 * row["simulated_ms"][0], "no run is shorter than its ops and links"
+    busy = sum(12 * ms for ms in (module.COSTS.f[1], module.COSTS.i[1], module.COSTS.w[1]))
+    assert row["measured_ms"][0] > busy, "no run is shorter than a rank's ops"
+    assert row["use"] == "PP link 2:3 of replica 0"
