@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock import passes
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
-from penstock.runtime import RuntimeFailure
+from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.devices.null import NullDevice
 from penstock.runtime.executors.local import run_local
 from penstock.runtime.meeting import Meeting
@@ -212,7 +213,7 @@ class Meets(NullDevice):
 
     def start(self, op: ps.Op, received: Any) -> Awaited:
         self.meet(op)
-        return Awaited(None)
+        return Awaited(op, None, 1.0)
 
     def meet(self, op: ps.Op) -> None:
         ranks = self._schedule.hosts(op)
@@ -273,6 +274,32 @@ def test_what_is_wrong_about_a_loss_of_ops_is_said(name: str) -> None:
     with pytest.raises((RuntimeFailure, ZeroDivisionError), match=message):
         pipe.step(runs.pairs())
     assert all(p.grad is None for p in pipe.parameters())
+
+
+def fails() -> None:
+    raise ValueError("the link is gone")
+
+
+ENDLESS: dict[str, tuple[Any, type[Exception], str]] = {
+    "never": (Future, DeadlineExceeded, "1GATHER0 did not end within 0.2 s; what its function returned waits"),
+    "a failure": (lambda: ThreadPoolExecutor(1).submit(fails), ValueError, "the link is gone"),
+    "a number": (
+        lambda: 3,
+        RuntimeFailure,
+        "the function of 1GATHER0, which is asynchronous, returned int; return what",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_an_asynchronous_op_waits_for_has_a_deadline_and_may_fail(name: str) -> None:
+    handle, error, message = ENDLESS[name]
+    functions = {"GATHER": lambda call: handle(), "LOSS": lost}
+    pipe = ps.Pipeline(runs.tower_stages(), runs.towers(True).build(), ops=functions, timeout=0.2)
+    with pytest.raises(error, match=message) as caught:
+        pipe.step(runs.pairs())
+    if name == "a failure":
+        assert any("at the end of 1GATHER0, which is asynchronous" in note for note in caught.value.__notes__)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -104,17 +104,19 @@ def _run_rank(
         time.sleep(left / 1e9)
     device.begin(worker.rank, meeting)
     stream = worker.run_apart(device.start, lambda: transport.wake())
-    while True:
-        worker.run_ready()
-        if worker.finished:
-            break
-        before = time.perf_counter_ns()
-        edges = transport.wait(worker.awaited(), worker.stuck_on)
-        device.waited(before, time.perf_counter_ns())
-        for edge in edges:
-            worker.arrive(edge)
-    if stream is not None:
-        stream.close()
+    try:
+        while True:
+            worker.run_ready()
+            if worker.finished:
+                break
+            before = time.perf_counter_ns()
+            edges = transport.wait(worker.awaited(), worker.stuck_on)
+            device.waited(before, time.perf_counter_ns())
+            for edge in edges:
+                worker.arrive(edge)
+    finally:
+        if stream is not None:
+            stream.close()
     times, apart = worker.recorder.times, worker.recorder.apart
     return RankStep(worker.rank, times, worker.peak_held, device.late, transport.crossings(), apart)
 

@@ -186,7 +186,7 @@ class Pipeline:
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)
         updating, here = self._learner.updating, self._peers.here
-        calls = calls_of(schedule, functions, held.stages, self._peers)
+        calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
         conditions = None if links is None else Conditions(links)
         shards = None if place.shards is None else Shards(place.shards.get_group(), timeout)
         self._ranks = RanksHere(

@@ -117,9 +117,11 @@ class RanksHere:
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
                 stream = workers[0].run_apart(starts[0], lambda: transport.wake())
-                run_rank(workers[0], transport)
-                if stream is not None:
-                    stream.close()
+                try:
+                    run_rank(workers[0], transport)
+                finally:
+                    if stream is not None:
+                        stream.close()
                 transport.end()
             if together is not None:
                 together.end()

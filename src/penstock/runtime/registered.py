@@ -59,7 +59,8 @@ class OpCall:
     stages: tuple[int, ...] = ()
     """Those of the ranks that the call stands for: `rank`, or all `ranks` in one process."""
     _group: WeakGroup | None = None
-    _timeout: float = 60.0
+    timeout: float = 60.0
+    """Seconds that any wait may last."""
     _outputs: Outputs | None = None
 
     @property
@@ -82,7 +83,7 @@ class OpCall:
 
     def gathering(self) -> Gathering:
         """The same, to be waited for: what an asynchronous op returns, and an op that comes after it reads."""
-        return Gathering(self.outputs, self._group, self.rank, self._timeout)
+        return Gathering(self.outputs, self._group, self.rank, self.timeout)
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds a loss of the forwards, a mean over their samples, which has a gradient in what `outputs` gave: their
@@ -134,7 +135,11 @@ Calls = Mapping[tuple[int, Op], tuple[OpFunction, OpCall]]
 
 
 def calls_of(
-    schedule: Schedule, functions: Mapping[str, OpFunction], stages: Mapping[int, nn.Module], peers: Peers
+    schedule: Schedule,
+    functions: Mapping[str, OpFunction],
+    stages: Mapping[int, nn.Module],
+    peers: Peers,
+    timeout: float,
 ) -> Calls:
     """The calls of a schedule's registered ops. `stages` are those in this process. Every process must call it."""
     if not functions:
@@ -173,7 +178,7 @@ def calls_of(
                         ranks,
                         tuple(sorted({stage for r in here for stage in schedule.stages_of(r)})),
                         groups.get((op.kind, op.stage)),
-                        peers.timeout if isinstance(peers, GroupPeers) else 0.0,
+                        timeout,
                     ),
                 )
     return calls

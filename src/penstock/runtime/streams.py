@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
+from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.message import Payload
 from penstock.schedule import Op
 
@@ -29,6 +30,9 @@ class Started(Protocol):
 
     def done(self) -> bool:
         """Whether it has ended, as far as that can be told without waiting."""
+
+    def settle(self) -> None:
+        """Waits for its end where nothing else goes on meanwhile. Raises DeadlineExceeded."""
 
 
 Start = Callable[[Op, Sequence[Payload]], Started]
@@ -142,7 +146,7 @@ class SharedThreadStream:
     def settle(self) -> bool:
         if not self._open:
             return False
-        self._open[0][1].wait()
+        self._open[0][1].settle()
         return True
 
     def close(self) -> None:
@@ -150,20 +154,33 @@ class SharedThreadStream:
 
 
 class Awaited:
-    """An op under way behind something with `wait()`: a torch.distributed work, a future; or nothing, where it has
-    ended already.
+    """An op under way behind something with `wait()` or `result()`: a torch.distributed work, a future; or nothing,
+    where it has ended already.
+
+    Args:
+        timeout: seconds that a rank waits for it when it can do nothing else.
     """
 
-    def __init__(self, handle: Any) -> None:
-        self._handle, self._start = handle, perf_counter_ns()
+    def __init__(self, op: Op, handle: Any, timeout: float) -> None:
+        self._op, self._handle, self._timeout = op, handle, timeout
+        self._start = perf_counter_ns()
         self._times: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> tuple[int, int]:
         with self._lock:  # the ranks that run it together all wait for it
             if self._times is None:
+                if self._handle is not None and not any(hasattr(self._handle, name) for name in ("wait", "result")):
+                    raise RuntimeFailure(
+                        f"the function of {self._op}, which is asynchronous, returned {type(self._handle).__name__}; "
+                        "return what to wait for, with wait() or result(), or None"
+                    )
                 if self._handle is not None:
-                    (self._handle.wait if hasattr(self._handle, "wait") else self._handle.result)()
+                    try:
+                        (self._handle.wait if hasattr(self._handle, "wait") else self._handle.result)()
+                    except Exception as error:
+                        error.add_note(f"at the end of {self._op}, which is asynchronous")
+                        raise
                 self._times = self._start, perf_counter_ns()
             return self._times
 
@@ -174,3 +191,22 @@ class Awaited:
             if hasattr(self._handle, name):
                 return bool(getattr(self._handle, name)())
         return False
+
+    def settle(self) -> None:
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=wait, name="penstock-settle", daemon=True)
+        waiting.start()
+        waiting.join(self._timeout)
+        if waiting.is_alive():
+            raise DeadlineExceeded(
+                f"{self._op} did not end within {self._timeout:g} s; what its function returned waits"
+            )
+        if failed:
+            raise failed[0]

@@ -157,6 +157,9 @@ class EmulatedStart:
         """Never told without waiting: it takes its time only then."""
         return False
 
+    def settle(self) -> None:
+        self.wait()
+
 
 def sharpen_timers() -> None:
     """Asks the system not to put off this thread's timers to save power (Linux does, by 50 us)."""

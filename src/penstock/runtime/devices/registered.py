@@ -57,7 +57,9 @@ class RegisteredDevice:
 
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Starts an asynchronous op."""
-        started: Started = self._once(op, lambda op: Awaited(self._call(op)))
+        started: Started = self._once(
+            op, lambda op: Awaited(op, self._call(op), self._calls[self._rank, op][1].timeout)
+        )
         return started
 
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
