@@ -106,6 +106,11 @@ def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
             f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
             "steering out"
         )
+    if schedule.has_shared_ops or schedule.asynchronous:
+        raise RuntimeFailure(
+            f"{schedule.name} has ops that several ranks run together, or that run beside others, and steering plans "
+            "for ops of one rank; leave steering out"
+        )
     if not is_plain(schedule):
         raise RuntimeFailure(
             f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave steering out"
