@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.peers import GroupPeers, LocalPeers, MeshPeers, Peers
 from penstock.runtime.setup import peers_of
 from penstock.schedule import Schedule
 
@@ -123,7 +123,8 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
         shards.get_group().set_timeout(timedelta(seconds=timeout))
     if shards is None and isinstance(replicas, LocalPeers):
         return Mesh(pipeline, replicas, pipeline)
-    everyone = GroupPeers(_everyone(mesh.mesh.flatten().tolist()), timeout)
+    along = [pipeline, replicas, *([] if shards is None else [GroupPeers(shards.get_group(), timeout)])]
+    everyone = MeshPeers(_everyone(mesh.mesh.flatten().tolist()), along, timeout)
     return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding)
 
 

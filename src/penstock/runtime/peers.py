@@ -128,3 +128,23 @@ class GroupPeers:
             start().wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise explain(error, self.here[0], peer, what, self._timeout) from None
+
+
+class MeshPeers(GroupPeers):
+    """All processes of a mesh.
+
+    Sums go along its dimensions, one after the other: each has the same terms in the same order everywhere, so all
+    come to the same, and a link that serves no dimension, which may be slow, is not crossed.
+
+    Args:
+        along: the peers of this process along each dimension.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, along: Sequence[Peers], timeout: float) -> None:
+        super().__init__(group, timeout)
+        self._along = tuple(along)
+
+    def sum(self, values: Tensor) -> Tensor:
+        for peers in self._along:
+            values = peers.sum(values)
+        return values
