@@ -79,6 +79,7 @@ def test_towers_under_torchrun(tmp_path: Path) -> None:
 def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list[float]]:
     """A run whose fourth round of probes, and all after it, find link 2:3 late; what it did, and its losses."""
     from penstock.runtime import rerank
+    from penstock.train import moving as train_moving
     from penstock.train.inputs import gather_inputs
     from penstock.train.rank import RankRun
 
@@ -89,6 +90,7 @@ def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list
         return rounds[-1] | ({(2, 3): 300.0} if len(rounds) > 3 else {})
 
     rerank.probe = late
+    train_moving.SHARE = float("inf")  # of the time, so that probes come at known steps
     run = RankRun(gather_inputs(settings), RunFolder(folder), first=rank == 0, quiet=True)
     run.run()
     assert run.moving is not None

@@ -1,12 +1,14 @@
 """A run over a mesh that watches the links between its nodes, and moves nodes where a late one costs less.
 
-    step 1 2 3 4 | probe | 5 .. 9 | probe | ...      the first steps say what ops take; probes lie between steps
+    step 1 2 3 4  5 | probe | 6 .. 10 | probe | ...      the first steps say what ops take; probes lie between steps
 
 Every process measures and decides the same, so that nobody needs to be told. Losses stay those of a run that stays.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +22,10 @@ from penstock.runtime.rerank import Placed
 from penstock.simulate import Timeline
 from penstock.train.inputs import Inputs
 
-LEARN, EVERY = 4, 5
-"""Steps that say what ops take; steps between probes from there on."""
+LEARN, LEAST_EVERY, MOST_EVERY = 4, 5, 200
+"""Steps that say what ops take; steps between probes from there on, by how long these take."""
+SHARE = 0.05
+"""Of the time that probes may take: each goes there and back over every link, the late one too."""
 LEAST = 2.0
 """Milliseconds by which a link must be late to matter: below, a busy machine looks like a late link."""
 
@@ -41,7 +45,9 @@ class Moving:
         self._inputs = inputs
         self._placed = Placed(build, Mesh(settings.ranks, settings.dp, settings.tp))
         self._timelines: list[Timeline] = []
-        self._steps = 0
+        self._next = LEAST_EVERY
+        self._steps, self._since = 0, time.perf_counter()
+        self._last = 0
         self._orchestrator: Orchestrator | None = None
         self.told: list[str] = []
 
@@ -62,13 +68,25 @@ class Moving:
             if self._steps >= LEARN:
                 self._orchestrator = Orchestrator(self._job(), self._placed.mesh)
             return None
-        if self._steps % EVERY:
+        if self._steps < self._next:
             return None
-        found = self._placed.watch(self._orchestrator, self._inputs.settings.timeout)
+        found = self._watch(self._orchestrator)
         if found is None:
             return None
         self.told.append(_words(step, found, self._orchestrator))
         return self.told[-1]
+
+    def _watch(self, orchestrator: Orchestrator) -> Reranking | None:
+        """Probes all links, and says when to do so again: all processes count the time that all of them took."""
+        began = time.perf_counter()
+        found = self._placed.watch(orchestrator, self._inputs.settings.timeout)
+        ended = time.perf_counter()
+        num_steps = max(1, self._steps - self._last)
+        probing, stepping = self.pipe.agree([ended - began, (began - self._since) / num_steps])
+        wait = LEAST_EVERY if found is not None else math.ceil(probing / (SHARE * stepping))
+        self._next = self._steps + min(max(wait, LEAST_EVERY), MOST_EVERY)
+        self._last, self._since = self._steps, time.perf_counter()
+        return found
 
     def _job(self) -> Job:
         """What process 0 has measured, the same everywhere. A rank's bytes count for its stages alike."""
