@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -83,3 +84,28 @@ def emulated(rank: int) -> bytes:
 def test_emulated_ranks_meet_for_what_they_run_together() -> None:
     for found in ran(emulated):
         assert found == [(True, True)] * len(found)
+
+
+def hindered(rank: int, asynchronous: bool, stands_still: bool) -> None:
+    """A step in which one of a gather's ranks fails, or stands still for longer than others wait."""
+    program = runs.towers(asynchronous)
+    functions = dict(program.callables)
+
+    def hinder(call: ps.OpCall) -> None:
+        if not stands_still:
+            raise ValueError("no gather here")
+        time.sleep(3)
+
+    if rank == 3:
+        functions["GATHER"] = hinder
+    pipe = ps.Pipeline(runs.tower_stages(), program.build(), ops=functions, timeout=1 if stands_still else 20)
+    pipe.step(runs.pairs())
+
+
+@pytest.mark.parametrize(("asynchronous", "stands_still"), [(False, False), (True, True)])
+def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands_still: bool) -> None:
+    outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still, deadline=30)
+    assert [outcome.code for outcome in outcomes] == [1] * runs.NUM_RANKS
+    assert ("no gather here" in outcomes[3].text) == (not stands_still)
+    for outcome in outcomes[:3]:
+        assert ("DeadlineExceeded" if stands_still else "PeerLost") in outcome.text

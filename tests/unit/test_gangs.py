@@ -153,6 +153,33 @@ def test_any_of_them_is_listed_timed_proved_and_kept_alike(seed: int) -> None:
     assert apart > 10
 
 
+def test_check_refuses_what_stands_still_and_nothing_else() -> None:
+    rng = random.Random("mixed")
+    verdicts = {"": 0, "order": 0, "deadlock": 0}
+    for _ in range(250):
+        program = any_program(rng)
+        schedule = program.build()
+        rows = [list(row) for row in schedule.order]
+        for _ in range(rng.randint(1, 4)):
+            row = rng.choice(rows)
+            at = rng.randrange(len(row))
+            row.insert(rng.randrange(len(row)), row.pop(at))
+        mixed = replace(schedule, order=tuple(map(tuple, rows)))
+        rule = ""
+        try:
+            ps.check(mixed)
+        except ps.ScheduleError as error:
+            rule = error.rule
+        verdicts[rule] += 1
+        if rule == "":
+            ps.check(ps.simulate(mixed, program.all_costs, dispatch="dynamic").executed())
+            assert ps.simulate(mixed, program.all_costs).executed() == mixed
+        elif rule == "deadlock":
+            with pytest.raises(ps.ScheduleError, match="the run stops after"):
+                ps.simulate(mixed, program.all_costs)
+    assert min(verdicts.values()) > 5, verdicts
+
+
 def test_files_of_before_are_read_and_written_as_before() -> None:
     schedule = two_ranks(*ROWS, asynchronous=False)
     text = to_json(schedule)
