@@ -19,7 +19,7 @@ TOWERS = [(False, False, "frozen", "host"), (True, True, "frozen", "host"), (Tru
 
 
 def ran(function: Any, *args: Any) -> list[Any]:
-    outcomes = run_ranks(runs.NUM_RANKS, function, *args)
+    outcomes = run_ranks(runs.NUM_RANKS, function, *args, deadline=120)
     assert all(outcome.value is not None for outcome in outcomes), outcomes[0].text
     return [pickle.loads(outcome.value) for outcome in outcomes]
 
