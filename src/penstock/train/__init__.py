@@ -1,1 +1,1 @@
-"""The loop around a pipeline that trains a GPT: settings, progress, metrics, checkpoints, the end report."""
+"""The loop around a pipeline that trains a model: settings, progress, metrics, checkpoints, the end report."""
