@@ -42,7 +42,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 def train_gpt(schedule: ps.Schedule, tied: bool, cut: bool, **options: Any) -> tuple[Steps, list[float]]:
     """Two steps, and the loss of an evaluation."""
-    config = replace(CONFIG, tied=tied)
+    config = replace(CONFIG, tied=tied, depth=schedule.num_stages - 2)
     pipe = ps.Pipeline(
         gpt_stages(config), schedule, loss_fn=CrossEntropy(), optimizer=ADAM, clip_norm=0.5, timeout=20,
         tied=tied_parameters(config), parallelize=parallelize if cut else None, **options,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import gang_runs as runs
 import penstock as ps
@@ -109,3 +110,21 @@ def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands
     assert ("no gather here" in outcomes[3].text) == (not stands_still)
     for outcome in outcomes[:3]:
         assert ("DeadlineExceeded" if stands_still else "PeerLost") in outcome.text
+
+
+def replicas(rank: int) -> bytes:
+    """Two replicas of a pipeline that cuts embedding and head over its two ranks; two such pipelines in turn."""
+    made = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+        made.append(runs.train_gpt(ps.build("mllm", 2, runs.NUM // 2), False, True, mesh=mesh))
+    return pickle.dumps(made)
+
+
+def test_replicas_of_a_pipeline_with_shared_stages() -> None:
+    torch.set_num_threads(1)
+    want, told = runs.train_gpt(ps.build("gpipe", 4, runs.NUM), False, False)
+    for found in ran(replicas):
+        for steps, evaluated in found:
+            assert not runs.differences(want, steps)
+            assert evaluated == pytest.approx(told, rel=1e-5)
