@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize
 from penstock.runtime import partition
+from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
