@@ -180,6 +180,25 @@ def test_check_refuses_what_stands_still_and_nothing_else() -> None:
     assert min(verdicts.values()) > 5, verdicts
 
 
+@pytest.mark.parametrize(("num_ranks", "num", "every"), [(4, 8, 2), (6, 12, 4), (5, 9, 3), (2, 4, 4), (4, 16, 1)])
+def test_distmm_hides_gathers_behind_forwards(num_ranks: int, num: int, every: int) -> None:
+    def makespan(overlap: bool, time: float) -> float:
+        schedule = ps.build("distmm", num_ranks, num, gather_every=every, overlap=overlap)
+        (gather,) = schedule.graph.registered
+        costs = Costs.uniform(num_ranks, f=10, i=10, w=10).with_other({(gather.kind, gather.stage): time})
+        timeline = ps.simulate(schedule, costs)
+        longest = max(num_ranks // 2, num_ranks - num_ranks // 2)
+        assert max(timeline.peak_activations) <= min(longest - 1 + (2 if overlap else 1) * every, num)
+        assert timeline.executed() == schedule
+        return timeline.makespan
+
+    gathers, hidden = num // every, 10.0 * every
+    if gathers == 1:  # there is nothing to hide it behind
+        assert makespan(True, 10) == makespan(False, 10) == makespan(True, 0) + 10
+    else:
+        assert makespan(True, hidden) == makespan(True, 0) <= makespan(False, 0) < makespan(False, hidden)
+
+
 def test_files_of_before_are_read_and_written_as_before() -> None:
     schedule = two_ranks(*ROWS, asynchronous=False)
     text = to_json(schedule)

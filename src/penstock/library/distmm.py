@@ -17,7 +17,11 @@ _MOST_A_GATHER = 4
 
 
 def distmm(
-    num_ranks: int, num_microbatches: int, branches: Sequence[int] | None = None, gather_every: int | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    branches: Sequence[int] | None = None,
+    gather_every: int | None = None,
+    overlap: bool = False,
 ) -> Schedule:
     """Each branch is a 1F1B of its own, k - 1 forwards longer in warm-up; a GATHER every k microbatches joins them.
 
@@ -33,9 +37,16 @@ def distmm(
     only once every k microbatches. Bubble of a branch of q ranks: (q - 1)(f + b), and on its last rank the time of
     the gathers; peak min(i + k, N) activations.
 
+    With `overlap` gathers are asynchronous (FlexPipe, section 2.2): each starts when its forwards have run, and k more
+    forwards lie between it and the backwards that wait for it. So gathers that take no longer than these cost
+    nothing; peak min(i + 2k, N). Rank 1 of the same branches (* runs beside the others):
+
+        rank 1 | .  F0 F1 GATHER0* F2 F3 GATHER1* B0 F4 B1 F5 GATHER2* B2 ...
+
     Args:
         branches: ranks of each branch, one stage a rank; by default two, halves of the ranks.
         gather_every: k, a divisor of N; by default the largest up to 4.
+        overlap: whether gathers run beside the computation.
     """
     at_least("distmm", "ranks", num_ranks, 2)
     if branches is not None and not isinstance(branches, Sequence):
@@ -58,16 +69,19 @@ def distmm(
     rows = []
     for size, end in zip(sizes, ends, strict=True):
         for rank in range(end - size + 1, end + 1):
-            warmup = min(end - rank + gather_every - 1, num_microbatches)
+            ahead = 2 * gather_every if overlap else gather_every
+            warmup = min(end - rank + ahead - 1, num_microbatches)
             row = [Op("F", rank, m) for m in range(warmup)]
             for m in range(num_microbatches):
                 if warmup + m < num_microbatches:
                     row.append(Op("F", rank, warmup + m))
-                if rank == end and m % gather_every == 0:
+                if rank == end and m % gather_every == 0 and not overlap:
                     row.append(Op("GATHER", ends[0], m // gather_every))
                 row.append(Op("B", rank, m))
+            if rank == end and overlap:
+                row = [each for op in row for each in (op, *_gather_after(op, ends[0], gather_every))]
             rows.append(row)
-    graph = _towers(num_ranks, ends, num_microbatches // gather_every, gather_every)
+    graph = _towers(num_ranks, ends, num_microbatches // gather_every, gather_every, overlap)
     return Schedule(
         "distmm",
         one_to_one(num_ranks),
@@ -77,11 +91,17 @@ def distmm(
     )
 
 
-def _towers(num_stages: int, ends: list[int], num_gathers: int, gather_every: int) -> StageGraph:
+def _gather_after(op: Op, stage: int, gather_every: int) -> tuple[Op, ...]:
+    """The gather whose last forward this is."""
+    whole = op.kind == "F" and (op.microbatch + 1) % gather_every == 0
+    return (Op("GATHER", stage, op.microbatch // gather_every),) if whole else ()
+
+
+def _towers(num_stages: int, ends: list[int], num_gathers: int, gather_every: int, overlap: bool) -> StageGraph:
     """Chains that end at the stages `ends`, and the gathers that their last stages run together."""
     edges = tuple((stage, stage + 1) for stage in range(num_stages - 1) if stage not in ends)
     gather = ("GATHER", ends[0])
     before = [Needs(("F", end), gather, num_before=gather_every) for end in ends]
     after = [Needs(gather, ("B", end), num_after=gather_every) for end in ends]
-    registered = Registered(*gather, num_gathers, ranks=tuple(ends))
+    registered = Registered(*gather, num_gathers, ranks=tuple(ends), asynchronous=overlap)
     return StageGraph(num_stages, edges, registered=(registered,), needs=(*before, *after))
