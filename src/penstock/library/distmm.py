@@ -38,8 +38,8 @@ def distmm(
     the gathers; peak min(i + k, N) activations.
 
     With `overlap` gathers are asynchronous (FlexPipe, section 2.2): each starts when its forwards have run, and k
-    more forwards lie between it and the backwards that wait for it: F0 F1 GATHER0 F2 F3 GATHER1 B0 F4 B1 F5 GATHER2 B2. So
-    gathers that take no longer than these cost nothing; peak min(i + 2k, N).
+    more forwards lie between it and the backwards that wait for it: F0 F1 GATHER0 F2 F3 GATHER1 B0 F4 B1 F5 GATHER2
+    B2 ... So gathers that take no longer than these cost nothing; peak min(i + 2k, N).
 
     Args:
         branches: ranks of each branch, one stage a rank; by default two, halves of the ranks.
