@@ -7,7 +7,7 @@ ours            the same with split backwards, W where nothing else can run; few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -174,10 +174,12 @@ def _laid(share: Share, v: int, group: int) -> tuple[ps.Placement, int, ps.Rules
 CLIP_METHODS: Mapping[str, Callable[[Layout, float], Runs]] = {DISTMM: distmm, "FlexPipe": flexpipe, "ours": ours}
 
 
-def best_run(method: str, clip: str, launch_ms: float = LAUNCH_MS, most_group: int = BATCH) -> ClipRun:
+def best_run(
+    method: str, clip: str, launch_ms: float = LAUNCH_MS, most_group: int = BATCH, also: Sequence[Layout] = ()
+) -> ClipRun:
     """The fastest of all layouts that fits in memory, with `most_group` samples in a gather at the most.
 
-    Layouts go by what they take at least; those that take longer than the best are left out.
+    Layouts go by what they take at least, `also` before them; those that take longer than the best are left out.
     """
 
     def least(layout: Layout) -> float:
@@ -187,9 +189,10 @@ def best_run(method: str, clip: str, launch_ms: float = LAUNCH_MS, most_group: i
     best: ClipRun | None = None
     below = inf
     by_least = sorted(((least(each), each) for each in layouts(CLIPS[clip], launch_ms)), key=lambda pair: pair[0])
-    for bound, layout in by_least[: MOST_LAYOUTS if method == "ours" else None]:
+    most = MOST_LAYOUTS if method == "ours" else None
+    for bound, layout in [*((least(each), each) for each in also), *by_least[:most]]:
         if bound >= below:
-            break
+            continue
         for run in CLIP_METHODS[method](layout, below):
             if run.group <= most_group and run.iteration_ms() < below and run.fits:
                 best, below = run, run.iteration_ms()

@@ -1,6 +1,6 @@
 """Figure 12: GPT 5B with vocabularies from 64K to 1M words on 32 GPUs, every method at its best.
 
-    python experiments/flexpipe/figure12.py               simulated, MINUTES
+    python experiments/flexpipe/figure12.py               simulated, ten minutes
     python experiments/flexpipe/figure12.py --measured    what it found at 1M on emulated devices, a minute
     python experiments/flexpipe/figure12.py --show        what was found last
 

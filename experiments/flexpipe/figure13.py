@@ -1,6 +1,6 @@
 """Figure 13: GPT 16.1B with vocabularies from 256K to 1.2M words on 32 GPUs, every method at its best.
 
-    python experiments/flexpipe/figure13.py               simulated, MINUTES
+    python experiments/flexpipe/figure13.py               simulated, seven minutes
     python experiments/flexpipe/figure13.py --measured    what it found at 512K and 1M on emulated devices, 2 minutes
     python experiments/flexpipe/figure13.py --show        what was found last
 

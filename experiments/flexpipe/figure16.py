@@ -1,6 +1,6 @@
 """Figure 16: CLIPs of 4.7B, 8.2B and 9.7B on 40 GPUs, DistMM-Pipe's schedule and FlexPipe's.
 
-    python experiments/flexpipe/figure16.py               simulated, MINUTES
+    python experiments/flexpipe/figure16.py               simulated, a quarter of an hour
     python experiments/flexpipe/figure16.py --measured    what it found, all 40 ranks on emulated devices, a minute
     python experiments/flexpipe/figure16.py --show        what was found last
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
-from clip import BATCH, CLIPS, Share
+from clip import BATCH, CLIPS, Layout, Share
 from clip_methods import CLIP_METHODS, DISTMM, ClipRun, best_run
 from measured import measure
 from results import RESULTS, Row, draw, find, known, load, save, table
@@ -42,19 +42,26 @@ def is_shown(clip: str, name: str) -> bool:
     return name in CLIP_METHODS or len(CLIPS[clip]) == 2
 
 
-def row_of(clip: str, name: str) -> Row:
+def row_of(clip: str, name: str, rows: Sequence[Row] = ()) -> Row:
+    """A method at its best; ours is also tried with the layout that `rows` have for FlexPipe."""
     method, changed = VARIANTS[name]
     began = time.perf_counter()
-    run = best_run(method, clip, **changed)
+    found = [row for row in rows if name == "ours" and (row["clip"], row["method"]) == (clip, "FlexPipe")]
+    run = best_run(method, clip, also=[layout_of(row) for row in found], **changed)
     return {"clip": clip, "method": name, **facts(run), "seconds": time.perf_counter() - began}
+
+
+def layout_of(row: Row) -> Layout:
+    """The layout that a row chose."""
+    return tuple(
+        Share(tower, each["pp"], each["dp"], BATCH // (each["dp"] * each["mbs"]))
+        for tower, each in zip(CLIPS[row["clip"]], row["towers"], strict=True)
+    )
 
 
 def chosen(row: Row) -> ClipRun:
     """What a row of a method chose, made anew."""
-    layout = tuple(
-        Share(tower, each["pp"], each["dp"], BATCH // (each["dp"] * each["mbs"]))
-        for tower, each in zip(CLIPS[row["clip"]], row["towers"], strict=True)
-    )
+    layout = layout_of(row)
     stages = [each["stages a rank"] for each in row["towers"]]
     return next(
         run
@@ -153,7 +160,7 @@ def main() -> None:
             for name in VARIANTS:
                 if [row for row in rows if (row["clip"], row["method"]) == (clip, name)] or not is_shown(clip, name):
                     continue
-                rows.append(row_of(clip, name))
+                rows.append(row_of(clip, name, rows))
                 print(
                     f"{clip}, {name}: {rows[-1]['samples']:.1f} samples/s ({rows[-1]['seconds']:.0f} s)", flush=True
                 )
