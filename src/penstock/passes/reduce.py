@@ -35,10 +35,14 @@ def reduced_stages(schedule: Schedule) -> list[int]:
     return [stage for stage, found in sorted(kinds.items()) if len(found) == 1 and stage not in shared]
 
 
-def add_reductions(schedule: Schedule) -> Schedule:
+def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
     """The schedule with one REDUCE a stage, after the stage's last B or W; all else stays where it is.
 
     A schedule that has them stays as it is.
+
+    Args:
+        asynchronous: whether a REDUCE lasts from its start to the end of the sums, on a stream beside its rank, as they
+            are to be timed; or only starts them, as the runtime runs them, which waits for all at the end of a step.
 
     Raises:
         ScheduleError: the schedule has updates among its ops, each of which would have to reduce on its own.
@@ -69,7 +73,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
         )
         for rank, row in enumerate(schedule.order)
     )
-    registered = tuple(Registered(REDUCE, stage, 1) for stage in stages)
+    registered = tuple(Registered(REDUCE, stage, 1, asynchronous=asynchronous) for stage in stages)
     needs = []
     for stage in stages:
         rank, step = last[stage]

@@ -198,7 +198,7 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
 
 def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
     """The schedule with REDUCE ops, where there are replicas to reduce over."""
-    return schedule if mesh.num_replicas == 1 or mesh.has_parts else add_reductions(schedule)
+    return schedule if mesh.num_replicas == 1 or mesh.has_parts else add_reductions(schedule, asynchronous=False)
 
 
 def reductions_of(
