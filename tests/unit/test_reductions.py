@@ -50,10 +50,10 @@ def test_a_reduction_goes_on_beside_its_rank() -> None:
     """The first starts while the rank has six ops to run, and the second when there is nothing left to do."""
     schedule = add_reductions(ps.build("interleaved-1f1b", 2, 4))
     plain = ps.simulate(ps.build("interleaved-1f1b", 2, 4), ps.Costs.uniform(4)).makespan
-    reduced = ps.simulate(schedule, ps.Costs(f=[1] * 4, i=[1] * 4, w=[1] * 4, other={REDUCE: 3.0}))
-    assert reduced.makespan == plain + 3.0
+    costs = ps.Costs(f=[1] * 4, i=[1] * 4, w=[1] * 4, other={REDUCE: 3.0})
+    assert ps.simulate(schedule, costs).makespan == plain + 3.0
     blocking = add_reductions(ps.build("interleaved-1f1b", 2, 4), asynchronous=False)
-    assert ps.simulate(blocking, ps.Costs(f=[1] * 4, i=[1] * 4, w=[1] * 4, other={REDUCE: 3.0})).makespan > plain + 3.0
+    assert ps.simulate(blocking, costs).makespan > plain + 3.0
 
 
 def test_a_reduction_waits_for_its_gradients_under_dynamic_dispatch_too() -> None:

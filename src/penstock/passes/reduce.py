@@ -41,8 +41,8 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
     A schedule that has them stays as it is.
 
     Args:
-        asynchronous: whether a REDUCE lasts from its start to the end of the sums, on a stream beside its rank, as they
-            are to be timed; or only starts them, as the runtime runs them, which waits for all at the end of a step.
+        asynchronous: whether a REDUCE lasts until the sums are there, on a stream beside its rank, as they are to be
+            timed; or only starts them, as the runtime has it, which waits for all at the end of a step.
 
     Raises:
         ScheduleError: the schedule has updates among its ops, each of which would have to reduce on its own.
