@@ -19,17 +19,6 @@ settings.load_profile("ours")
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# Only one test of such a group runs at a time: they share a device, or look at all labs of the machine.
-ALONE = {"gpu": "tests/gpu/", "lab": "tests/multiproc/test_lab_"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for group, path in ALONE.items():
-            if item.nodeid.startswith(path):
-                item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is made now")
 
