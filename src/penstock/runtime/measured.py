@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from penstock.cost import Costs
+from penstock.runtime.peers import Peers
 from penstock.runtime.wiring import Wiring
+from penstock.runtime.worker import Worker
 from penstock.schedule import Op
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.updates import OWNER
@@ -47,6 +49,14 @@ def measured_timeline(
         for op, start_ns, end_ns in apart[rank] if apart else ():
             ops.append(TimedOp(rank, op, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
     return Timeline(wiring.schedule, tuple(ops), tuple(messages), tuple(peaks), "measured", dispatch)
+
+
+def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
+    """The timeline of a step of which each process has some ranks' workers. Every process must call it."""
+    mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
+    rows = sorted(row for part in peers.gather(mine) for row in part)
+    _, times, peaks, apart = zip(*rows, strict=True)
+    return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, apart)
 
 
 def measured_costs(timelines: Sequence[Timeline]) -> Costs:

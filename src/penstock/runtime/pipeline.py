@@ -24,7 +24,7 @@ from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import has_many_ends, is_plain
 from penstock.runtime.leading import Shards
 from penstock.runtime.learner import GivenOptimizer, Learner
-from penstock.runtime.measured import idle_share, measured_timeline
+from penstock.runtime.measured import gathered_timeline, idle_share
 from penstock.runtime.mesh import read_mesh, require_meshable, require_one_order
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
 from penstock.runtime.outcome import Outcome
@@ -195,19 +195,13 @@ class Pipeline:
         self._split_stages()
         self._transport: Any = None
         if isinstance(self._peers, GroupPeers):
+            wiring = self._running.plan.wiring
             self._transport = self._choice.make(
-                self._peers,
-                self._tags,
-                timeout,
-                self._running.plan.wiring,
-                start.dispatch,
-                held.device,
-                conditions,
+                self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions
             )
         self._last: tuple[Wiring, list[Worker]] | None = None
-        self._helm: Helm | None = None
-        if steering is not None:
-            self._helm = steer(steering, self._peers, start, known, self._choice, self._ready)
+        given = self._peers, start, known, self._choice, self._ready
+        self._helm: Helm | None = None if steering is None else steer(steering, *given)
 
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
@@ -493,11 +487,7 @@ class Pipeline:
         """The measured timeline of the last step or evaluation. Every rank must call it."""
         if self._last is None:
             raise RuntimeFailure("there is no timeline yet; run a step first")
-        wiring, workers = self._last
-        mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
-        rows = sorted(row for part in self._peers.gather(mine) for row in part)
-        _, times, peaks, apart = zip(*rows, strict=True)
-        return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, apart)
+        return gathered_timeline(self._peers, *self._last)
 
     def close(self) -> None:
         """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers."""
