@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,17 @@ settings.register_profile("same-examples", deadline=None, derandomize=True)
 settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch, as ranks in processes of their own have: sums differ with the number."""
+    import torch  # here, for tests of planning start without it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

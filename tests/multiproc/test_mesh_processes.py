@@ -5,11 +5,10 @@ A sample that has every split; `python benchmarks/mesh/matrix.py` draws as many 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -17,16 +16,7 @@ from mesh_cases import MODELS, Job, jobs, packed, run_jobs, wrong
 from mesh_runs import splits
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the processes have; sums differ with the number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
 
 
 # Embedding and head in two stages of one rank, whose gradients a replica sums once.

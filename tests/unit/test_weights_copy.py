@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,15 +17,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.weights import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 
 def pipedream(num_ranks: int, num: int, window: int, rule: str) -> Schedule:
