@@ -75,9 +75,11 @@ class DelegateProcess:
                     "notes": self.told,
                 }
             )
-            passed = [lifeline, shared, self._wake, self.told, orders.memory, *orders.listeners]
+            written = orders.write()
+            brief.callback(os.close, written)
+            passed = [written, lifeline, shared, self._wake, self.told, orders.memory, *orders.listeners]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, orders.to_json()],
+                [sys.executable, "-I", "-S", "-c", _CODE, str(written)],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and

@@ -53,12 +53,26 @@ class Orders:
     lanes: list[tuple[int, int, int]] = field(default_factory=list)
     taken: list[tuple[int, int]] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def write(self) -> int:
+        """Puts them into memory without a name; returns its descriptor, for the delegate to inherit.
+
+        A command line is for every user of the machine to read, and the key is among the orders.
+        """
+        descriptor = os.memfd_create("penstock-orders")
+        try:
+            with open(descriptor, "wb", closefd=False) as memory:
+                memory.write(json.dumps(asdict(self)).encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     @classmethod
-    def from_json(cls, text: str) -> Orders:
-        found = json.loads(text)
+    def read(cls, descriptor: int) -> Orders:
+        """What `write` left; closes the descriptor."""
+        with open(descriptor, "rb") as memory:
+            memory.seek(0)
+            found = json.loads(memory.read())
         peers, presence = (
             {int(rank): [(host, port) for host, port in ends] for rank, ends in found.pop(name).items()}
             for name in ("peers", "presence")

@@ -10,9 +10,9 @@ from .home import Orders
 
 
 def main() -> None:
-    """Runs the delegate that the first argument orders, until its rank ends."""
+    """Runs the delegate whose orders the descriptor in the first argument holds, until its rank ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
-    orders = Orders.from_json(sys.argv[1])
+    orders = Orders.read(int(sys.argv[1]))
     gc.freeze()
     if orders.outgoing:
         from .outgoing import Sender
