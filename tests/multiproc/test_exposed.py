@@ -69,9 +69,7 @@ def steered(rank: int, transport: str) -> list[Listener]:
 
 
 @pytest.mark.parametrize("transport", ["host", "routed", "delegate"])
-def test_a_job_on_one_host_listens_on_loopback_alone(transport: str, request: pytest.FixtureRequest) -> None:
-    if transport != "delegate":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="steering's own store listens everywhere"))
+def test_a_job_on_one_host_listens_on_loopback_alone(transport: str) -> None:
     outcomes = run_ranks(2, steered, transport)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     found = [each for o in outcomes for each in o.value]

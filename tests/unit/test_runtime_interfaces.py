@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import penstock
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.interfaces import local_addresses
+from penstock.runtime.interfaces import addresses_for, listen, local_addresses, network_name
+
+EVERYWHERE = ('server(("",', "server(('',", 'bind(("",', "bind(('',", "0.0.0.0")
+"""How a script, which may lie in a text, binds to every address."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +41,51 @@ def test_the_address_that_reaches_the_master(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_interface_that_is_not_there() -> None:
     with pytest.raises(RuntimeFailure, match=r"interface 'wan7' has no address here .*this host has .*lo"):
         local_addresses(["wan7"])
+
+
+@pytest.mark.parametrize("every", ["0.0.0.0", "::"])
+def test_every_address_of_the_host_is_no_interface(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeFailure, match=r"is every address of this host.*name an interface or one address"):
+        local_addresses([every])
+    monkeypatch.setenv("PENSTOCK_INTERFACES", f"127.0.0.1,{every}")
+    with pytest.raises(RuntimeFailure, match="is every address"):
+        addresses_for([network_name()] * 2)
+
+
+def test_processes_of_one_network_use_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives a host's own name as MASTER_ADDR, which is reached from outside."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    here = network_name()
+    assert addresses_for([here] * 3) == ("127.0.0.1",)
+    assert addresses_for([here, "elsewhere"]) == local_addresses()
+    assert addresses_for([here] * 3, ["127.0.0.2"]) == ("127.0.0.2",)
+    monkeypatch.setenv("PENSTOCK_INTERFACES", "127.0.0.3")
+    assert addresses_for([here] * 3) == ("127.0.0.3",)
+
+
+def test_another_process_is_in_the_same_network() -> None:
+    code = "from penstock.runtime.interfaces import network_name; print(network_name())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert told.stdout.strip() == network_name()
+
+
+def test_a_listener_is_on_its_address_alone() -> None:
+    with listen(0, "127.0.0.2") as one, listen(one.getsockname()[1], "127.0.0.1") as other:
+        assert one.getsockname()[0] == "127.0.0.2"
+        assert other.getsockname()[0] == "127.0.0.1"
+
+
+def test_nothing_in_the_package_listens_on_every_address() -> None:
+    """A TCPStore that serves does, unless it is given a socket; so does a socket bound to the empty address."""
+    found = []
+    for path in Path(penstock.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        found += [f"{path}: an address in a script" for word in EVERYWHERE if word in text]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "TCPStore":
+                given = {word.arg: word.value for word in node.keywords}
+                serves = given.get("is_master", node.args[3] if len(node.args) > 3 else None)
+                is_client = isinstance(serves, ast.Constant) and not serves.value
+                if not is_client and "master_listen_fd" not in given:
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []

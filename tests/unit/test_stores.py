@@ -13,6 +13,8 @@ import pytest
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.steering.line import Line
 from penstock.runtime.stores import InProcessStore, Store, StoreLost, open_store
+from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
 from stores import Server, free_port, running
 
 pytestmark = pytest.mark.unit
@@ -116,6 +118,44 @@ def test_a_redis_that_wants_a_password() -> None:
             open_store(f"redis://:wrong@127.0.0.1:{server.port}/0")
         assert "wrong" not in str(refused.value)
         open_store(f"redis://:let%20me%20in@127.0.0.1:{server.port}/0").close()
+
+
+def test_a_password_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("redis", password="let me in") as server:
+        monkeypatch.setenv("PENSTOCK_STORE_PASSWORD", "let me in")
+        open_store(server.address).close()
+        with pytest.raises(StoreLost, match="password"):  # what the address says goes first
+            open_store(f"redis://:wrong@127.0.0.1:{server.port}/0")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "redis://me:secret@a:b/c",
+        "redis://:sec#ret@a:1",
+        "redis://:sec/ret@a:1",
+        "redis://:sec:ret@a:port",
+        "rediss://me:secret@[a:1",
+        "memcached://me:secret@a:1",
+        "redis:me:secret@a:1",
+        "tcp://me:secret@a",
+    ],
+)
+def test_no_error_shows_a_password(address: str) -> None:
+    def as_settings(text: str) -> object:
+        return Settings(adapt=True, store=text).travel
+
+    def without_adapt(text: str) -> object:
+        return Settings(store=text).travel
+
+    said = []
+    for give in (open_store, as_settings, without_adapt):
+        try:
+            give(address)
+        except (RuntimeFailure, SettingsError) as error:
+            said.append(f"{error!r} {error.__cause__!r}")
+    assert said
+    assert not any(piece in text for text in said for piece in ("secret", "sec", "ret@"))
 
 
 @pytest.mark.parametrize("address", ["memcached://a:1", "tcp://a", "tcp://a:99999", "redis://a:b/c", "tcp://a:1/2"])

@@ -30,8 +30,8 @@ SIZE = 2**24
 PATIENCE = 120.0
 
 _ANSWER = """
-import socket
-listener = socket.create_server(("", 5000))
+import socket, sys
+listener = socket.create_server((sys.argv[1], 5000))
 print("listening", flush=True)
 caller, _ = listener.accept()
 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -61,7 +61,7 @@ print(json.dumps(told))
 
 def measure(lab: Lab, num_small: int, num_large: int) -> tuple[list[float], list[float]]:
     """Milliseconds of round trips of 9 bytes and one back, and of 16 MB and one back; the first of each left out."""
-    server = lab.start(1, ["python", "-c", _ANSWER], stdout=subprocess.PIPE)
+    server = lab.start(1, ["python", "-c", _ANSWER, lab.address(1)], stdout=subprocess.PIPE)
     assert server.popen.stdout is not None
     with server.popen.stdout as lines:
         lines.readline()

@@ -1,4 +1,8 @@
-"""By which addresses of its own a host is to be reached: what delegates listen on and send from."""
+"""By which addresses of its own a host is to be reached: what delegates and stores listen on and send from.
+
+Nothing of ours listens on more than it needs: on loopback where all processes share one network, else on the one
+address that peers use.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,18 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.runtime.errors import RuntimeFailure
 
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR: the IPv4 address of an interface (Linux)."""
 LOOPBACK = "127.0.0.1"
+_BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 VARIABLES = ("PENSTOCK_INTERFACES", "GLOO_SOCKET_IFNAME")
 """Environment variables that name interfaces, apart by commas, the preferred one first."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted: all ranks of a large job call at once."""
 
 
 def local_addresses(given: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -27,18 +35,69 @@ def local_addresses(given: Sequence[str] | None = None) -> tuple[str, ...]:
     Raises:
         RuntimeFailure: an interface that is not there, or has no IPv4 address.
     """
-    told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
-    names = list(given) if given else [name for name in told.split(",") if name]
-    if names:
+    if names := _named(given):
         return tuple(dict.fromkeys(_address_of(name) for name in names))
     return (_address_towards(os.environ.get("MASTER_ADDR", "")),)
 
 
+def network_name() -> str:
+    """The same for processes that reach each other over loopback: those of one machine and one network namespace."""
+    try:
+        return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def addresses_for(networks: Sequence[str], given: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Addresses of this host by which its peers reach it, the preferred one first.
+
+    Args:
+        networks: every process's `network_name`. Where all are the same, and no interface is named, loopback does.
+        given: see `local_addresses`.
+
+    Raises:
+        RuntimeFailure: as `local_addresses`.
+    """
+    if len(set(networks)) == 1 and not _named(given):
+        return (LOOPBACK,)
+    return local_addresses(given)
+
+
+def listen(port: int, address: str) -> socket.socket:
+    """A socket that listens on one address of this host, on any free port for 0.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this host.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _named(given: Sequence[str] | None) -> list[str]:
+    """The interfaces that are named, by an argument or by the environment."""
+    told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    return list(given) if given else [name for name in told.split(",") if name]
+
+
 def _address_of(name: str) -> str:
     try:
-        return str(ipaddress.ip_address(name))
+        address = ipaddress.ip_address(name)
     except ValueError:
         pass
+    else:
+        if address.is_unspecified:
+            raise RuntimeFailure(
+                f"interface {name!r} is every address of this host, of which peers need one: name an interface or "
+                "one address"
+            )
+        return str(address)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.control import Event
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.interfaces import local_addresses
+from penstock.runtime.interfaces import addresses_for, network_name
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import ConditionedLines, ConditionedTransport, Conditions
@@ -40,8 +40,8 @@ class DelegateOptions:
     Attributes:
         num: of each direction and kind of a link, to begin with; most: as many as measured rates may ask for.
         interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
-            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else that which reaches
-            MASTER_ADDR.
+            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback where all ranks
+            are on one host, else that which reaches MASTER_ADDR.
         host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
     """
 
@@ -186,7 +186,7 @@ class TransportChoice:
             peers.gather,
             tags,
             timeout,
-            interfaces=local_addresses(options.interfaces),
+            interfaces=addresses_for(peers.gather(network_name()), options.interfaces),
             num_lanes=options.num,
             most_lanes=max(options.num, options.most),
             host_memory=options.host_memory,

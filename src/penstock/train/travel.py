@@ -58,13 +58,16 @@ class Travel:
                 )
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
-                raise SettingsError(f"{name} {getattr(self, name)} is for a run that adapts; add --adapt")
+                raise SettingsError(f"{name} is for a run that adapts; add --adapt")
         if self.adapt and self.transport not in BASE:
             raise SettingsError(
                 f"--adapt delegates single links of --transport {' or '.join(BASE)}, not of {self.transport}"
             )
         if self.store is not None and STORES.fullmatch(self.store) is None:
-            raise SettingsError(f"store {self.store!r}: write redis://HOST:PORT or tcp://HOST:PORT")
+            from penstock.runtime.stores.address import without_password  # here, for it imports torch
+
+            shown = without_password(self.store)
+            raise SettingsError(f"store {shown!r}: write redis://HOST:PORT or tcp://HOST:PORT")
         host_memory_of(self.host_memory, None)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -14,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.interfaces import addresses_for, listen, network_name
 from penstock.runtime.peers import GroupPeers, Peers
 from penstock.runtime.steering.clock import ahead_of_first, clock_name
 from penstock.runtime.stores import InProcessStore, Store, StoreLost, open_store
@@ -70,7 +73,8 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     """Agrees on a store, and reaches it. Every process must call it.
 
     Without an address: the TCPStore that torch.distributed was set up with, where MASTER_ADDR and MASTER_PORT say
-    where it listens, else one that rank 0 starts; memory where all ranks are in this process.
+    where it listens, else one that rank 0 starts, on the one address by which the others reach it; memory where all
+    ranks are in this process.
 
     Raises:
         RuntimeFailure: some rank cannot use the store; on all ranks alike.
@@ -79,12 +83,18 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     if not isinstance(peers, GroupPeers):
         store = InProcessStore() if address is None else open_store(address)
         return Meeting(store, name, first, (first,), (0,) * peers.num_ranks)
-    clocks = [str(clock) for clock in peers.gather(clock_name())]
-    server = None
+    told = peers.gather((clock_name(), network_name()))
+    clocks = [str(clock) for clock, _ in told]
+    server, error = None, ""
     if address is None and first == 0:
-        server, address = _jobs_own(clocks)
-    name, address = peers.gather((name, address))[0]
-    reached, error = None, ""
+        try:
+            server, address = _jobs_own([str(network) for _, network in told])
+        except RuntimeFailure as failure:
+            error = str(failure)
+    name, address, failed = peers.gather((name, address, error))[0]
+    if failed:
+        raise RuntimeFailure(failed)
+    reached = None
     try:
         reached = open_store(str(address))
     except RuntimeFailure as failure:
@@ -100,8 +110,12 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     return Meeting(reached, name, first, range(peers.num_ranks), compare(), again, server)
 
 
-def _jobs_own(clocks: Sequence[str]) -> tuple[Any, str]:
-    """The address of the job's TCPStore; or one started here, which must then be kept."""
+def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
+    """The address of the job's TCPStore; or one started here, which must then be kept.
+
+    Args:
+        networks: every process's `network_name`.
+    """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if host and port.isdecimal():
         try:
@@ -109,6 +123,33 @@ def _jobs_own(clocks: Sequence[str]) -> tuple[Any, str]:
             return None, f"tcp://{host}:{port}"
         except StoreLost:
             pass
-    host = host or ("127.0.0.1" if len(set(clocks)) == 1 else socket.gethostname())
-    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    return server, f"tcp://{host}:{server.port}"
+    address = _own_address(networks)
+    try:
+        listener = listen(0, address)
+    except OSError as error:
+        raise RuntimeFailure(f"a store for steering cannot listen on {address}: {error.strerror}") from None
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),  # by itself it would listen on all addresses of the host
+    )
+    return server, f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def _own_address(networks: Sequence[str]) -> str:
+    """The one address by which the others reach this host."""
+    address = addresses_for(networks)[0]
+    if len(set(networks)) == 1 or not ipaddress.ip_address(address).is_loopback:
+        return address
+    with contextlib.suppress(OSError):  # nothing says which interface: the one that its own name stands for
+        address = socket.gethostbyname(socket.gethostname())
+    if ipaddress.ip_address(address).is_loopback:
+        raise RuntimeFailure(
+            "steering needs a store that every rank reaches, and this host knows only loopback for itself: name an "
+            "interface in PENSTOCK_INTERFACES, or give a store"
+        )
+    return address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stores.address import without_password
 from penstock.runtime.stores.redis_store import RedisStore
 from penstock.runtime.stores.store import Store
 from penstock.runtime.stores.tcp import TcpStore
@@ -23,5 +24,7 @@ def open_store(address: str) -> Store:
         return RedisStore(address)
     match = _TCP.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise RuntimeFailure(f"store {address!r}: write tcp://HOST:PORT or redis://HOST:PORT/DB, or leave it out")
+        raise RuntimeFailure(
+            f"store {without_password(address)!r}: write tcp://HOST:PORT or redis://HOST:PORT/DB, or leave it out"
+        )
     return TcpStore(match["host"].strip("[]"), int(match["port"]))

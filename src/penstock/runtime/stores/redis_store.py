@@ -1,7 +1,11 @@
-"""Redis as a store: `redis://[user:password@]host:port[/db]`. It needs the extra `redis`."""
+"""Redis as a store: `redis://[user:password@]host:port[/db]`. It needs the extra `redis`.
+
+A command line is for every user of the machine to read; a password in PENSTOCK_STORE_PASSWORD is not.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,8 @@ from penstock.runtime.stores.store import StoreLost
 
 EXPIRES = 3600
 """Seconds after which a queue that nobody has touched is forgotten, so that a job that dies leaves nothing behind."""
+PASSWORD = "PENSTOCK_STORE_PASSWORD"
+"""The environment variable with the password, where the address has none."""
 CONNECT = 5.0
 """Seconds for reaching the server, and for any of its answers besides what a call waits for itself."""
 
@@ -27,15 +33,28 @@ class RedisStore:
         try:
             import redis
         except ImportError:
-            raise RuntimeFailure(f"{url}: redis-py is needed for it; pip install 'penstock[redis]'") from None
+            raise RuntimeFailure(
+                f"{without_password(url)}: redis-py is needed for it; pip install 'penstock[redis]'"
+            ) from None
         self._url = url
         self._lost: tuple[type[Exception], ...] = (redis.RedisError, OSError)
         try:
-            self._client: Any = redis.Redis.from_url(
-                url, socket_timeout=CONNECT, socket_connect_timeout=CONNECT, retry=None, protocol=2
+            self._client: Any = redis.Redis.from_url(  # what the address says goes before these
+                url,
+                password=os.environ.get(PASSWORD),
+                socket_timeout=CONNECT,
+                socket_connect_timeout=CONNECT,
+                retry=None,
+                protocol=2,
             )
         except ValueError as error:
-            raise RuntimeFailure(f"{url} is no address of a Redis: {error}; write redis://HOST:PORT/DB") from None
+            shown = without_password(url)
+            # Where a password holds one of : / # ? the reason would quote a piece of it.
+            why = f": {error}" if shown == url else ""
+            raise RuntimeFailure(
+                f"{shown} is no address of a Redis{why}; write redis://HOST:PORT/DB, and : / # ? @ % in a password "
+                "percent-encoded"
+            ) from None
         self._do(lambda client: client.ping())
 
     def push(self, queue: str, value: bytes) -> None:
