@@ -1,0 +1,228 @@
+"""A sequential that does more than run its layers, and models that something else has wrapped: whole, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrize
+
+import penstock as ps
+from penstock.runtime import PartitionError, RuntimeFailure
+from plain_loop import differences, gradients
+from runtime_cases import batches, lin
+
+pytestmark = pytest.mark.unit
+
+MSE = nn.MSELoss()
+
+
+class OwnForward(nn.Sequential):
+    """A residual around its layers, scaled by a parameter of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.tensor(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for name, layer in self._modules.items():
+            y = layer(y) if name.isdigit() else y
+        return x + self.scale * y + self.shift
+
+
+class Backwards(nn.Sequential):
+    """Runs its layers from the last to the first."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(self._modules.values()))
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [layer for _ in range(3) for layer in (lin(), nn.Tanh())]
+
+
+def own_forward() -> nn.Sequential:
+    return OwnForward(*layers())
+
+
+def other_order() -> nn.Sequential:
+    return Backwards(*layers())
+
+
+def patched_forward() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    plain = model.forward
+    model.forward = lambda x: 3 * plain(x)  # type: ignore[method-assign]
+    return model
+
+
+def forward_hook() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    model.register_forward_hook(lambda module, given, out: out * 2)
+    return model
+
+
+def forward_pre_hook() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    return model
+
+
+def backward_hook() -> nn.Sequential:
+    model = nn.Sequential(lin(), *layers())
+    model.register_full_backward_hook(lambda module, into, out: tuple(None if g is None else g * 2 for g in into))
+    return nn.Sequential(lin(), model)[1]
+
+
+def backward_pre_hook() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    model.register_full_backward_pre_hook(lambda module, out: tuple(g * 2 for g in out))
+    return model
+
+
+def own_parameter() -> nn.Sequential:
+    model = nn.Sequential(*layers())
+    scale = nn.Parameter(torch.tensor(1.5))
+    model.register_parameter("scale", scale)
+    model.register_forward_hook(lambda module, given, out: out * module.scale)
+    return model
+
+
+def parametrized() -> nn.Sequential:
+    model = own_forward()
+    parametrize.register_parametrization(model, "scale", Twice())
+    return model
+
+
+FOUND: dict[Callable[[], nn.Sequential], str] = {
+    own_forward: "forward of its own",
+    other_order: "an order of its own",
+    patched_forward: "forward of its own",
+    forward_hook: "a forward hook",
+    forward_pre_hook: "a forward pre-hook",
+    backward_hook: "a backward hook",
+    backward_pre_hook: "a backward pre-hook",
+    own_parameter: "parameter 'scale'",
+    parametrized: "parametrizations",
+}
+
+
+def plain_gradients(model: nn.Sequential, x: Tensor, y: Tensor, num: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    total = torch.zeros(())
+    for x_m, y_m in zip(x.tensor_split(num), y.tensor_split(num), strict=True):
+        loss = MSE(model(x_m), y_m) * (len(x_m) / len(x))
+        loss.backward()
+        total = total + loss.detach()
+    return total, gradients(model)
+
+
+@pytest.mark.xfail(strict=True, reason="a sequential's own forward, hooks and parameters are left out")
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("make", FOUND, ids=lambda make: make.__name__)
+def test_a_sequential_that_does_more_than_run_its_layers_is_one_stage(
+    make: Callable[[], nn.Sequential], name: str
+) -> None:
+    torch.manual_seed(3)
+    x, y = batches(4, 8)[0]
+    loss, want = plain_gradients(make(), x, y, 4)
+    model = make()
+    pipe = ps.Pipeline(model, ps.build(name, 1, 4), loss_fn=MSE)
+    result = pipe.step(x, y, update=False)
+    assert torch.equal(result.loss, loss)
+    assert not differences(want, gradients(model))
+    assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.xfail(strict=True, reason="a sequential's own forward, hooks and parameters are left out")
+@pytest.mark.parametrize("make", FOUND, ids=lambda make: make.__name__)
+def test_a_sequential_that_does_more_than_run_its_layers_is_not_cut(make: Callable[[], nn.Sequential]) -> None:
+    with pytest.raises(PartitionError, match=FOUND[make]) as caught:
+        ps.Pipeline(make(), ps.build("1f1b", 2, 4), loss_fn=MSE)
+    assert "list with one module for each stage" in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="a sequential's own forward, hooks and parameters are left out")
+def test_evaluation_of_a_whole_sequential_is_in_evaluation_mode() -> None:
+    class Noisy(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1e6 if self.training else 2)
+
+    model = Noisy(*layers())
+    x, y = batches(4, 8, extra=0)[0]
+    with torch.no_grad():
+        want = sum(
+            MSE(2 * nn.Sequential(*model)(x_m), y_m) / 4 for x_m, y_m in zip(x.chunk(4), y.chunk(4), strict=True)
+        )
+    pipe = ps.Pipeline(model, ps.build("1f1b", 1, 4), loss_fn=MSE)
+    assert torch.equal(pipe.evaluate(x, y).loss, want)
+    assert model.training
+
+
+def test_hooks_and_forwards_of_inner_modules_run() -> None:
+    torch.manual_seed(3)
+    inner = forward_hook()
+    model = nn.Sequential(inner, lin(), own_forward(), copy.deepcopy(inner))
+    x, y = batches(4, 8)[0]
+    loss, want = plain_gradients(copy.deepcopy(model), x, y, 4)
+    result = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE).step(x, y, update=False)
+    assert torch.equal(result.loss, loss)
+    assert not differences(want, gradients(model))
+
+
+def test_a_hook_on_the_state_dict_takes_no_part_in_the_forward() -> None:
+    model = nn.Sequential(*layers())
+    model.register_state_dict_post_hook(lambda *args: None)
+    ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE).step(*batches(4, 8)[0])
+
+
+@pytest.mark.xfail(strict=True, reason="wrapped models are not known by name")
+def test_a_compiled_model_is_one_stage_and_says_how_to_be_cut() -> None:
+    model = nn.Sequential(*layers())
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    x, y = batches(4, 8)[0]
+    loss, want = plain_gradients(model, x, y, 4)
+    result = ps.Pipeline(compiled, ps.build("1f1b", 1, 4), loss_fn=MSE).step(x, y, update=False)
+    assert torch.equal(result.loss, loss)
+    assert not differences(want, gradients(compiled._orig_mod))
+    with pytest.raises(PartitionError, match=r"compiled by torch.compile.*compile its layers"):
+        ps.Pipeline(compiled, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    in_place = nn.Sequential(*layers())
+    in_place.compile(backend="eager")
+    with pytest.raises(PartitionError, match=r"compiled by torch.compile.*compile its layers"):
+        ps.Pipeline(in_place, ps.build("1f1b", 2, 4), loss_fn=MSE)
+
+
+class Distributed(DistributedDataParallel):
+    """One that was made without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.xfail(strict=True, reason="wrapped models are not known by name")
+@pytest.mark.parametrize("wrap", [DataParallel, Distributed])
+@pytest.mark.parametrize("where", ["whole", "stage", "layer", "function"])
+def test_replicas_made_by_something_else_are_refused(wrap: Callable[..., nn.Module], where: str) -> None:
+    model: Any = {
+        "whole": lambda: wrap(nn.Sequential(lin(), lin())),
+        "stage": lambda: [lin(), wrap(lin())],
+        "layer": lambda: nn.Sequential(lin(), nn.Sequential(nn.Tanh(), wrap(lin()))),
+        "function": lambda: [lin, lambda: wrap(lin())],
+    }[where]()
+    name = "DataParallel" if wrap is DataParallel else "Distributed"
+    with pytest.raises(RuntimeFailure, match=rf"{name}.*give the module inside"):
+        ps.Pipeline(model, ps.build("1f1b", 1 if where == "whole" else 2, 4), loss_fn=MSE)
