@@ -71,7 +71,8 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, cut into stages of equal cost; or a list with one module, or function
-            that makes one (called only where its stage runs), for each stage.
+            that makes one (called only where its stage runs), for each stage. A sequential with a forward, hooks,
+            parameters or buffers of its own is one stage.
         schedule: checked here; messages in it are left out, for the transport places them. With one rank a
             process, all must give the same.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
@@ -110,7 +111,8 @@ class Pipeline:
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
-        PartitionError: more stages than layers, or a list of another length than the schedule's stages.
+        PartitionError: more stages than layers, a list of another length than the schedule's stages, or a sequential
+            for several stages that does more than run its layers.
         RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
             reached.
         ControlError: steering with numbers that make no sense.

@@ -53,7 +53,7 @@ def prepare(stage: nn.Module) -> Report:
     shared.others += [p for p in stage.parameters() if id(p) not in waiting | known]
     if deferred:
         reason = ""
-    elif any(_is_compiled(module) for module in stage.modules()):
+    elif any(is_compiled(module) for module in stage.modules()):
         reason = (
             "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
             "and W does nothing; compile submodules rather than the whole stage to split what is around them"
@@ -111,13 +111,14 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _eager(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The module and those below it, without what torch.compile has taken over."""
-    if _is_compiled(module):
+    if is_compiled(module):
         return
     yield path, module
     for name, child in module.named_children():
         yield from _eager(child, f"{path}.{name}" if path else name)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has taken the module over."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return in_place or type(module).__name__ == "OptimizedModule"
