@@ -176,6 +176,49 @@ def test_wrong_arguments_say_what_was_given(options: dict, message: str) -> None
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.xfail(strict=True, reason="it is called a deadlock")
+@pytest.mark.parametrize(
+    ("name", "warmup", "cap", "message"),
+    [
+        (
+            "1f1b",
+            [9, 3, 2, 1],
+            None,
+            "rank 0 is to run 9 forwards before anything else, and its cap of 4 activations",
+        ),
+        (
+            "1f1b",
+            [4, 3, 3, 1],
+            None,
+            "rank 2 is to run 3 forwards before anything else, and its cap of 2 activations",
+        ),
+        (
+            "zb-v",
+            [8, 8, 9, 8],
+            None,
+            "rank 2 is to run 9 forwards before anything else, and its cap of 8 activations",
+        ),
+        ("1f1b", [20, 3, 2, 1], 99, "rank 0 is to run 20 forwards before anything else, and it has only 8"),
+        ("mllm", [9, 9, 9, 9], 99, "rank 0 is to run 9 forwards before anything else, and after 7 none can run"),
+    ],
+)
+def test_a_warm_up_above_the_cap_is_no_deadlock(
+    name: str, warmup: list[int], cap: float | None, message: str
+) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.simulate(ps.build(name, 4, 8), dispatch="dynamic", warmup=warmup, max_held=cap)
+    assert caught.value.rule == "options"
+    assert str(caught.value).startswith(message)
+    assert "give a warm-up of at most" in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="both are ignored")
+@pytest.mark.parametrize("given", [{"warmup": [7, 5, 3, 1]}, {"max_held": 1}])
+def test_a_frozen_run_ignores_neither_cap_nor_warm_up(given: dict) -> None:
+    with pytest.raises(ps.ScheduleError):
+        ps.simulate(zb_4x12(), **given)
+
+
 def test_a_blocking_link_holds_at_least_one() -> None:
     with pytest.raises(ps.CostError, match="a blocking link of depth 0 can carry nothing"):
         ps.Blocking(0)
