@@ -19,9 +19,14 @@ from penstock.cost.over_time import Constant
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import read_costs
 
-F = Annotated[str | None, typer.Option("--f", metavar="MS", help="Forward: ms, or one a stage: 10,12. [1]")]
-I = Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward. [1]")]
-W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half. [1]")]
+F = Annotated[
+    str | None,
+    typer.Option(
+        "--f", metavar="MS", help="Forward: ms, or one a stage: 10,12. [1 for each rank's share of the model]"
+    ),
+]
+I = Annotated[str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward. [alike]")]
+W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half. [alike]")]
 B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward; i + w if not given.")]
 Activation = Annotated[
     str | None, typer.Option("--activation", metavar="UNITS", help="What one forward keeps, in any unit.")
@@ -81,16 +86,21 @@ class GivenCosts:
     freed_by_input: float | None = None
     of: str = "stage"
 
-    def read(self, num_stages: int) -> ps.Costs:
-        """The costs of so many stages; an op takes 1 ms where nothing is said.
+    def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
+        """The costs of a placement's stages; those of `ps.Costs.assumed` where nothing is said.
 
         Raises:
             Misuse: costs given twice, or lists of another length.
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
+        num_stages = placement.num_stages
         texts = {name: getattr(self, name) for name in ROWS}
         if self.source is None:
             rows: dict[str, Any] = {name: self._row(name, text, num_stages) for name, text in texts.items()}
+            assumed = ps.Costs.assumed(num_ranks, placement)
+            rows |= {name: getattr(assumed, name) for name in self._not_given}
+            if self._halves:
+                rows |= {name: [ms / 2 for ms in rows["b"]] for name in ("i", "w")}
             if self.freed_by_input is not None:
                 rows["freed_by_input"] = self.freed_by_input
             return ps.Costs(**rows)
@@ -99,9 +109,33 @@ class GivenCosts:
             raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
         return read_costs(self.source, num_stages)
 
+    def assumed(self, num_ranks: int, placement: ps.Placement) -> str | None:
+        """What `read` had to assume, in words; None where all was given."""
+        if self.source is not None:
+            return None
+        said = []
+        if names := self._not_given:
+            each = ps.Costs.assumed(num_ranks, placement).f[0]
+            kinds = " = ".join(name.upper() for name in names)
+            said.append(f"{kinds} = {each:.4g} ms per {self.of}, 1 ms for each rank's share of the model")
+        if self._halves:
+            said.append("I = W = half of B")
+        return "; ".join(said) or None
+
+    @property
+    def _halves(self) -> bool:
+        """Whether a full backward is given and nothing of its halves."""
+        return self.b is not None and self.i is None and self.w is None
+
+    @property
+    def _not_given(self) -> tuple[str, ...]:
+        """The times of which nothing is said."""
+        names = ("f",) if self._halves else ("f", "i", "w")
+        return tuple(name for name in names if getattr(self, name) is None)
+
     def _row(self, name: str, text: str | None, num_stages: int) -> list[float]:
         if text is None:
-            return [1.0] * num_stages if name in ("f", "i", "w") else []
+            return []
         values = numbers(_option(name), text)
         if len(values) not in (1, num_stages):
             raise Misuse(f"{_option(name)} has {len(values)} entries; give one, or one a {self.of}: {num_stages}")

@@ -65,7 +65,7 @@ def plan(
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
     where = _placement(placement, ranks, stages)
     given = costs_options.GivenCosts(costs, f, i, w, activation=activation, freed_by_input=freed_by_input)
-    chosen = given.read(where.num_stages)
+    chosen = given.read(ranks, where)
     links = costs_options.late_links(link or [], default_delay)
     if vary and objective != "makespan":
         raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
@@ -88,9 +88,9 @@ def plan(
             progress=show,
         )
     if out is not None:
-        from penstock.cli.picture import save
+        from penstock.cli.picture import save_planned
 
-        save(found.schedule, out)
+        save_planned(found.schedule, found.timeline, out)
     if json:
         print_json(
             {
@@ -101,6 +101,7 @@ def plan(
                 "gap": found.gap,
                 "seconds": found.seconds,
                 "how": found.how,
+                "assumed": given.assumed(ranks, where),
                 "num_ranks": ranks,
                 "num_microbatches": microbatches,
                 "dispatch": dispatch,
@@ -112,7 +113,10 @@ def plan(
     from penstock.draw.terminal import to_terminal
 
     print(to_terminal(found.schedule, color=in_colour()))
-    print(f"\nmakespan     {found.makespan:.10g} ms")
+    print()
+    if assumed := given.assumed(ranks, where):
+        print(f"assumed      {assumed}")
+    print(f"makespan     {found.makespan:.10g} ms")
     if found.value != found.makespan:
         print(f"{'mean' if vary else objective:<12} {found.value:.10g} ms")
     print(f"lower bound  {found.lower_bound:.10g} ms")

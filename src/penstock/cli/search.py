@@ -15,6 +15,8 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out
 from penstock.cli.output import in_colour, print_json
 from penstock.plan.space import Outcome, search_space
+from penstock.program.placements import circular
+from penstock.program.placements import shared_ends as with_shared_ends
 
 PARTS_A_RANK = 4
 """What divides among one, two and four stages a rank."""
@@ -59,7 +61,12 @@ def search(
     num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
     if num_parts < 1:
         raise Misuse(f"--parts {num_parts}: at least 1 is needed")
-    chosen = costs_options.GivenCosts(costs, f, i, w, of="part").read(num_parts)
+    inner = num_parts - (2 if shared_ends else 0)
+    model = circular(ranks, max(1, inner))
+    if shared_ends and ranks > 1:
+        model = with_shared_ends(model)
+    given = costs_options.GivenCosts(costs, f, i, w, of="part")
+    chosen = given.read(ranks, model)
     links = costs_options.late_links(link or [], default_delay)
     outcome = search_space(
         chosen,
@@ -73,15 +80,17 @@ def search(
         forward_first=forward_first,
     )
     if out is not None:
-        from penstock.cli.picture import save
+        from penstock.cli.picture import save_planned
 
-        save(outcome.best.schedule, out)
+        save_planned(outcome.best.schedule, outcome.best.timeline, out)
     if json:
-        print_json(_as_json(outcome, ranks, microbatches, out))
+        print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out))
         return
     from penstock.draw.terminal import to_terminal
 
     print(to_terminal(outcome.best.schedule, color=in_colour()))
+    if assumed := given.assumed(ranks, model):
+        print(f"\nassumed  {assumed}")
     print(f"\n{outcome.num_tried} programs tried, {outcome.num_stuck} of them cannot run within the limits.\n")
     for found in outcome.found:
         print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  {found.name}")
@@ -89,13 +98,14 @@ def search(
         print(f"wrote {out}")
 
 
-def _as_json(outcome: Outcome, ranks: int, microbatches: int, out: str | None) -> dict[str, Any]:
+def _as_json(outcome: Outcome, ranks: int, microbatches: int, assumed: str | None, out: str | None) -> dict[str, Any]:
     return {
         "makespan": outcome.best.makespan,
         "num_ranks": ranks,
         "num_microbatches": microbatches,
         "num_tried": outcome.num_tried,
         "num_stuck": outcome.num_stuck,
+        "assumed": assumed,
         "found": [
             {
                 "placement": found.placement,

@@ -77,7 +77,8 @@ def simulate(
     plan = source.read_or_build(schedule, given_counts)
     ps.check(plan, memory_limit=memory_limit)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input)
-    chosen = given.read(plan.num_stages)
+    chosen = given.read(plan.num_ranks, plan.placement)
+    assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
     timeline = ps.simulate(
@@ -103,10 +104,10 @@ def simulate(
 
         save(timeline, out)
     if json:
-        found = _as_json(timeline, chosen, links, transport)
+        found = _as_json(timeline, chosen, assumed, links, transport)
         print_json(found if emulation is None else {**found, "emulated": _emulated_json(emulation, str(emulate))})
         return
-    _print(timeline, links, transport)
+    _print(timeline, chosen, assumed, links, transport)
     if emulation is not None:
         _print_emulated(emulation)
 
@@ -132,7 +133,11 @@ def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
 
 
 def _as_json(
-    timeline: ps.Timeline, costs: ps.Costs, links: ps.Links | ps.LinkConditions, transport: str
+    timeline: ps.Timeline,
+    costs: ps.Costs,
+    assumed: str | None,
+    links: ps.Links | ps.LinkConditions,
+    transport: str,
 ) -> dict[str, Any]:
     plan = timeline.schedule
     return {
@@ -153,6 +158,7 @@ def _as_json(
             name: getattr(costs, name)
             for name in ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
         },
+        "assumed": assumed,
         "links": _links_json(links),
     }
 
@@ -210,18 +216,33 @@ def _print_emulated(emulation: Emulation) -> None:
         print(f"stretch               {emulation.stretch:g}; the times above are as without it")
 
 
-def _print(timeline: ps.Timeline, links: ps.Links | ps.LinkConditions, transport: str) -> None:
+def _print(
+    timeline: ps.Timeline,
+    costs: ps.Costs,
+    assumed: str | None,
+    links: ps.Links | ps.LinkConditions,
+    transport: str,
+) -> None:
     from penstock.draw.terminal import to_terminal
 
+    if assumed is not None:
+        print(f"assumed       {assumed}")
     print(f"transport     {transport}")
     for text in ps.LinkConditions.of(links).texts():
         print(f"link          {text}")
     print(f"makespan      {timeline.makespan:.10g} ms")
     print(f"span          {timeline.span:.10g} ms")
     print(f"bubble ratio  {timeline.bubble_ratio:.1%}\n")
+    whole = sum(costs.activation)  # of a microbatch in the whole model: so schedules of any number of stages compare
     rows = [
-        [f"rank {rank}", f"{timeline.busy[rank]:.6g}", f"{sum(t.blocked for t in row):.6g}", f"{peak:.6g}"]
+        [
+            f"rank {rank}",
+            f"{timeline.busy[rank]:.6g}",
+            f"{sum(t.blocked for t in row):.6g}",
+            f"{peak:.6g}",
+            f"{peak / whole:.2f}" if whole else "",
+        ]
         for rank, (row, peak) in enumerate(zip(timeline.rows, timeline.peak_activations, strict=True))
     ]
-    print(table(["", "busy ms", "blocked ms", "peak activations"], rows), end="\n\n")
+    print(table(["", "busy ms", "blocked ms", "peak activations", "whole microbatches"], rows), end="\n\n")
     print(to_terminal(timeline, color=in_colour()))

@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.schedule import Placement
 
 FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
@@ -154,6 +158,21 @@ class Costs:
             raise CostError(f"costs need at least one stage, got {num_stages}")
         n = num_stages
         return cls([f] * n, [i] * n, [w] * n, [] if b is None else [b] * n, [activation] * n, freed_by_input)
+
+    @classmethod
+    def assumed(cls, num_ranks: int, placement: Placement) -> Costs:
+        """What is assumed where no costs are given: each rank's share of the model takes F = I = W = 1 ms.
+
+        A microbatch's way through the whole model takes the ranks `num_ranks` ms for each of the three, however
+        finely the model is cut, so makespans of different schedules compare. All stages take as long as each other;
+        one that several ranks run together occupies each of them. An activation is 1 a stage, as in `uniform`.
+        """
+        num_stages = placement.num_stages
+        occupied = sum(len(placement.hosts(0, stage)) for stage in range(num_stages))
+        # A multiple of 2**-36, so that sums are exact: with thirds as they are, rounding would decide which of two
+        # ops that are ready at the same moment comes first.
+        each = round(2**36 * num_ranks / occupied) / 2**36
+        return cls.uniform(num_stages, each, each, each)
 
     @property
     def num_stages(self) -> int:

@@ -28,7 +28,8 @@ def to_html(
     """The page.
 
     Args:
-        timelines: one or several, on one time axis; a schedule is drawn as it runs with F = I = W = 1, B = 2.
+        timelines: one or several, on one time axis; a schedule is drawn as it runs where each
+            rank's share of the model takes F = I = W = 1.
         title: of the page; by default the schedules' names.
         titles: one a timeline; by default the schedules' names.
 

@@ -1,14 +1,14 @@
 """A panel: one timeline made ready for drawing, whatever it came from.
 
-A schedule has no times of its own, so it is drawn as it would run with F = I = W = 1 and B = 2, and U = 1/2 on every
-copy.
+A schedule has no times of its own, so it is drawn as it would run where each rank's share of the model takes
+F = I = W = 1 and B = 2 (`Costs.assumed`), and U half as long as F on every copy; the caption says so.
 A measured timeline may start anywhere; on a picture time starts with its first op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import Costs
@@ -24,7 +24,8 @@ Drawable = Schedule | Timeline
 COPY = "'"
 """Marks the number of an update that a copy takes over from its owner."""
 
-_UPDATE_UNITS = 0.5
+_UPDATE_SHARE = 0.5
+"""Of a forward: what an update takes where a schedule is drawn without times, so that it is seen."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Panel:
     def facts(self) -> list[str]:
         """What a caption says of the run, most telling last."""
         t, s = self.timeline, self.schedule
-        facts = [] if self.unit == "" else [f"{t.source}, {t.dispatch}"]
+        facts = [self._assumed()] if self.unit == "" else [f"{t.source}, {t.dispatch}"]
         facts.append(f"{s.num_ranks} {'rank' if s.num_ranks == 1 else 'ranks'}")
         facts.append(f"{s.num_microbatches} {'microbatch' if s.num_microbatches == 1 else 'microbatches'}")
         facts.append(f"makespan {self.time(t.makespan)}")
@@ -113,6 +114,12 @@ class Panel:
             facts.append(f"span {self.time(t.span)}")
         facts.append(f"bubble {percent(t.bubble_ratio)}")
         return facts
+
+    def _assumed(self) -> str:
+        """What a bare schedule is drawn with."""
+        each = Costs.assumed(self.schedule.num_ranks, self.schedule.placement).f[0]
+        said = f"F = I = W = {short(each)}" + (" per stage" if each != 1 else "")
+        return said + (f", U = {short(each * _UPDATE_SHARE)}" if self.schedule.updates is not None else "")
 
     def sentence(self, timed: TimedOp) -> str:
         """All that is known of one op, for a tooltip."""
@@ -154,5 +161,7 @@ def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = 
 def _in_units(schedule: Schedule) -> Timeline:
     if schedule.updates is None:
         return simulate(schedule)
-    units, half = [1.0] * schedule.num_stages, [_UPDATE_UNITS] * schedule.num_stages
-    return simulate(schedule, Costs(units, units, units, other={UPDATE: _UPDATE_UNITS}, take_over=half))
+    costs = Costs.assumed(schedule.num_ranks, schedule.placement)
+    update = costs.f[0] * _UPDATE_SHARE
+    half = [update] * schedule.num_stages
+    return simulate(schedule, replace(costs, other={UPDATE: update}, take_over=half))

@@ -66,7 +66,8 @@ def to_svg(
     """Draws one or several schedules or timelines.
 
     Args:
-        drawn: a schedule (drawn as it runs with F = I = W = 1 and B = 2), a timeline, or several.
+        drawn: a schedule (drawn as it runs where each rank's share of the model takes F = I = W = 1), a timeline,
+            or several.
         titles: one a timeline; by default the schedules' names.
         width: of the picture, in pixels; its height follows.
         comment: put into the file's first line, like the command that made it.

@@ -27,7 +27,7 @@ def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links
     run together. Memory never grows. The makespan (frozen order, decoupled messages) never grows.
 
     Args:
-        costs: per stage; by default F = I = W = 1 ms.
+        costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
 
     Raises:
@@ -36,7 +36,9 @@ def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links
     """
     check(schedule)
     num_trials = _TRIALS + _TRIED_OPS // max(1, schedule.num_ops)
-    result = merged(schedule, costs or Costs.uniform(schedule.num_stages), links or Links(), num_trials)
+    result = merged(
+        schedule, costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links(), num_trials
+    )
     check(result)
     return result
 

@@ -43,7 +43,7 @@ def retime(
     result is never longer than what came in, in the frozen order with decoupled messages.
 
     Args:
-        costs: per stage; by default F = I = W = 1 ms.
+        costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
             By default each rank's own peak. The schedule's own limit, in stage activations, holds besides.
@@ -53,7 +53,7 @@ def retime(
         CostError: costs for another number of stages, or a link between ranks that are not there.
     """
     check(schedule)
-    costs, links = costs or Costs.uniform(schedule.num_stages), links or Links()
+    costs, links = costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links()
     best, makespan, caps = schedule, *_measured(schedule, costs, links, memory_limit)
     for _ in range(_ROUNDS):
         found = best

@@ -55,7 +55,7 @@ def separate_gradients(
       gained the schedule comes back as it was.
 
     Args:
-        costs: per stage; by default F = I = W = 1 ms.
+        costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays; by default none.
         memory_limit: most a rank may hold, in the units of the costs' activations; one for all or one a rank.
             The schedule's own limit, in stage activations, holds besides.
@@ -66,7 +66,7 @@ def separate_gradients(
     """
     require_no_updates(schedule, "separate_gradients moves weight gradients over time without regard to them")
     check(schedule)
-    costs, links = costs or Costs.uniform(schedule.num_stages), links or Links()
+    costs, links = costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links()
     net = network(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")

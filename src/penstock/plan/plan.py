@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Plan:
         seconds: spent.
         how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact";
             "serial", "repetend" or "ends" where stages are shared.
+        timeline: when each op runs, under the costs and links given.
     """
 
     schedule: Schedule
@@ -45,6 +46,7 @@ class Plan:
     lower_bound: float
     seconds: float
     how: str
+    timeline: Timeline = field(repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -149,7 +151,7 @@ def plan(
     timeline = _timed(schedule, costs, links, mode, limits)
     value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
     bound = min(search.lower_bound - search.shift, value)
-    return Plan(schedule, timeline.makespan, value, bound, time.perf_counter() - began, search.how)
+    return Plan(schedule, timeline.makespan, value, bound, time.perf_counter() - began, search.how, timeline)
 
 
 def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:

@@ -106,7 +106,7 @@ def plan_shared(
     if not math.isclose(timeline.makespan, search.makespan, rel_tol=1e-9, abs_tol=1e-9):
         raise AssertionError(f"the plan takes {search.makespan} ms, its simulation {timeline.makespan}")
     took = timeline.makespan
-    return Plan(schedule, took, took, bound.makespan, time.perf_counter() - began, search.how)
+    return Plan(schedule, took, took, bound.makespan, time.perf_counter() - began, search.how, timeline)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from penstock.program import Program, Rules, breadth_first, by_microbatch, depth
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
-from penstock.simulate import simulate
+from penstock.simulate import Timeline, simulate
 from penstock.simulate.lister import Lister, rows_of
 
 COMPILE_ABOVE = 100_000
@@ -67,10 +67,14 @@ class Found:
         return f"{self.placement}, {rules.kinds}, F {_words(rules.forward)}, B {_words(rules.backward)}"
 
     @property
+    def timeline(self) -> Timeline:
+        """When each op runs, simulated under the costs and links of the search."""
+        return simulate(self.schedule, self.program.all_costs, links=self.program.links)
+
+    @property
     def bubble_ratio(self) -> float:
         """`1 - sum(busy) / (num_ranks * makespan)` of the simulated schedule."""
-        program = self.program
-        return simulate(self.schedule, program.all_costs, links=program.links).bubble_ratio
+        return self.timeline.bubble_ratio
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ class Program:
     @cached_property
     def all_costs(self) -> Costs:
         """The costs, those of the registered ops among them: what to simulate the schedule with."""
-        costs = self.costs or Costs.uniform(self.num_stages)
+        costs = self.costs or Costs.assumed(self.num_ranks, self.placement)
         if not self.ops:
             return costs
         return costs.with_other({(op.kind, self.stage(op.stage)): (op.time, op.memory) for op in self.ops})

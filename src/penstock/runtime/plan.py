@@ -48,7 +48,7 @@ def plan_step(
         caps: most activations each rank may hold; its frozen order's own where not given.
     """
     wiring = wire(schedule, tied_stages)
-    change = memory_changes(wiring.graph, costs or Costs.uniform(schedule.num_stages))
+    change = memory_changes(wiring.graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
     caps = frozen_peaks(wiring.graph, change) if caps is None else caps
     expected = expected_by_channel(((edge, wiring.sender(edge, rank)) for edge in wiring.expected(rank)), tags)
     if training:

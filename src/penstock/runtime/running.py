@@ -61,7 +61,7 @@ def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steeri
         ScheduleError: a cap below what the schedule's own order needs.
     """
     graph = lower(schedule)
-    change = memory_changes(graph, costs or Costs.uniform(schedule.num_stages))
+    change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
     caps = frozen_caps(graph, change, None if steering is None else steering.max_held)
     return Configuration(schedule, dispatch, (), tuple(caps))
 

@@ -58,7 +58,7 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
         return dispatch
     if schedule.updates is not None:
         return Dispatch.FROZEN
-    costs = costs or Costs.uniform(schedule.num_stages)
+    costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
     frozen, dynamic = (simulate(schedule, costs, dispatch=each).makespan for each in Dispatch)
     return Dispatch.DYNAMIC if dynamic <= frozen * (1 + 1e-9) else Dispatch.FROZEN
 

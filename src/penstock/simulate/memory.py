@@ -41,7 +41,13 @@ def frozen_caps(
     peaks = frozen_peaks(graph, change)
     if max_held is None:
         return peaks
-    caps = [float(max_held)] * graph.num_ranks if isinstance(max_held, int | float) else list(map(float, max_held))
+    try:
+        single = isinstance(max_held, int | float)
+        caps = [float(max_held)] * graph.num_ranks if single else list(map(float, max_held))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ScheduleError(
+            f"max_held is {max_held!r}: give a number of activations, or one a rank", rule="memory"
+        ) from None
     if len(caps) != graph.num_ranks:
         raise ScheduleError(
             f"max_held has {len(caps)} entries, one a rank is needed: {graph.num_ranks}", rule="memory"

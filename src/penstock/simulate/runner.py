@@ -110,7 +110,7 @@ class Runner:
         """Runs an order to its end. Caps count where dispatch is dynamic, and are not checked here.
 
         Raises:
-            ScheduleError: the order deadlocks.
+            ScheduleError: the order deadlocks, or a rank can't run the forwards of its warm-up first.
         """
         num_rows, num_ops = order.num_rows, order.num_ops
         streams = num_rows - order.num_ranks
@@ -153,6 +153,8 @@ class Runner:
             **arrays,
         )
         if ended < num_ops:
+            if warmup is not None:
+                _refuse_warmup(order, arrays, warmup)
             stuck = next(o for o in range(num_ops) if not arrays["done"][o])
             op = [op for row in rows_of(order.schedule) for op in row][stuck]
             rank = int(order.ints["rank_of"][stuck]) % order.num_ranks
@@ -235,6 +237,39 @@ class Runner:
                 template.change[base],
             )  # fmt: skip
         return None
+
+
+def _refuse_warmup(order: Order, arrays: dict[str, Any], warmup: Sequence[int]) -> None:
+    """Raises ScheduleError if it was warm-up counts that a run stopped at: some rank may run nothing but forwards."""
+    waiting = [rank for rank in range(order.num_ranks) if arrays["warmup_left"][rank] > 0]
+    if not waiting:
+        return
+    first, ops = order.graph.first, order.graph.ops
+
+    def left(rank: int) -> list[int]:
+        """Forwards of the rank that have not run."""
+        return [o for o in range(first[rank], first[rank + 1]) if ops[o].kind == "F" and not arrays["done"][o]]
+
+    def has_room_for_none(rank: int) -> bool:
+        """Whether there is a forward that only the cap holds back; those run together wait for their turn too."""
+        return any(arrays["missing"][o] == 0 and arrays["gang"][o] < 0 for o in left(rank))
+
+    rank = next(filter(has_room_for_none, waiting), waiting[0])
+    ran = warmup[rank] - int(arrays["warmup_left"][rank])
+    way = ""
+    if has_room_for_none(rank):
+        reason = f"its cap of {float(arrays['cap'][rank]):g} activations lets in no more than {ran}"
+        way = ", or a higher max_held"
+    elif not left(rank):
+        reason = f"it has only {ran}"
+    else:
+        reason = f"after {ran} none can run before some other op has"
+    raise ScheduleError(
+        f"rank {rank} is to run {warmup[rank]} forwards before anything else, and {reason} (rule: warm-up); give a "
+        f"warm-up of at most {ran}{way}",
+        rule="options",
+        rank=rank,
+    )
 
 
 _AS_THEY_ARE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
@@ -38,25 +39,27 @@ def simulate(
     it, not where its receive is posted.
 
     Args:
-        costs: per stage; by default F = I = W = 1 ms.
+        costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
         links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
             over time; by default none. `Lines` go on from what a run before left on them. These, losses
             and what is drawn by lots run uncompiled: a million ops take some ten seconds.
         dispatch: "frozen", or "dynamic": a rank runs any ready op by priority B or I, then F, then W.
         transport: "decoupled", or `Blocking(depth)`.
-        max_held: dynamic only: most activations a rank (or each rank) may hold, in the units of the costs.
-            By default each rank is capped at its own peak in the frozen run without delays.
+        max_held: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank of a
+            dynamic run is capped at its own peak in the frozen run without delays. A cap below that is refused, as a
+            rank must be able to finish in its frozen order; so in a frozen run it changes nothing else.
         warmup: dynamic only: forwards each rank runs before anything else.
         links_at: the moment (ms) of the conditions' own time at which the run starts.
 
     Raises:
-        ScheduleError: the order deadlocks, or a cap is below what the frozen order itself needs.
+        ScheduleError: the order deadlocks, a cap is below what the frozen order itself needs, or warm-up counts
+            are above what a cap lets in, or given for a frozen run.
         CostError: costs for another number of stages, or a link between ranks that are not there.
     """
     from penstock.simulate.runner import Runner  # with numpy, which importing penstock does not need
 
     schedule = remove_communication(schedule)
-    costs = costs or Costs.uniform(schedule.num_stages)
+    costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
     links = links or Links()
     if costs.num_stages != schedule.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
@@ -65,11 +68,9 @@ def simulate(
     runner = Runner(costs, compile=sum(map(len, schedule.order)) > COMPILE_ABOVE)
     order = runner.order(schedule)
     caps = None
-    if warmup is not None and len(warmup) != order.num_ranks:
-        raise ScheduleError(
-            f"warmup has {len(warmup)} counts, one a rank is needed: {order.num_ranks}", rule="options"
-        )
-    if mode is Dispatch.DYNAMIC:
+    if warmup is not None:
+        _check_warmup(warmup, order.num_ranks, mode)
+    if mode is Dispatch.DYNAMIC or max_held is not None:  # what a frozen run holds is known: under the cap, or not
         caps = frozen_caps(order.graph, order.change.tolist(), max_held)
     ran = runner.run(
         order,
@@ -81,6 +82,23 @@ def simulate(
         links_at=links_at,
     )
     return _timeline(schedule, order.graph, mode, ran.arrays)
+
+
+def _check_warmup(warmup: Sequence[int], num_ranks: int, mode: Dispatch) -> None:
+    """Raises ScheduleError for counts that are none, not one per rank, or for a run that has its order already."""
+    if len(warmup) != num_ranks:
+        raise ScheduleError(f"warmup has {len(warmup)} counts, one a rank is needed: {num_ranks}", rule="options")
+    for rank, count in enumerate(warmup):
+        if not isinstance(count, Integral) or count < 0:
+            raise ScheduleError(
+                f"warmup of rank {rank} is {count!r}: give a whole number of at least 0", rule="options"
+            )
+    if mode is Dispatch.FROZEN:
+        raise ScheduleError(
+            f"warmup {list(warmup)} steers a dynamic run, and a frozen one follows its order, warm-up and all; give "
+            "dispatch='dynamic', or build the schedule with these counts (zb takes warmup)",
+            rule="options",
+        )
 
 
 def as_dispatch(value: Dispatch | str) -> Dispatch:

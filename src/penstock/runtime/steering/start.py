@@ -40,7 +40,9 @@ def steer(
     """
     depth = choice.depth or 0
     # On every rank, so that all raise alike; what an op takes has no part in it.
-    steering.job(costs or Costs.uniform(start.schedule.num_stages), start, depth, choice.has_delegates)
+    steering.job(
+        costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement), start, depth, choice.has_delegates
+    )
     meeting = meet(steering.store, peers)
     setting = Setting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
     helm, error = None, ""
