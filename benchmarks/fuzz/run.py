@@ -1,0 +1,174 @@
+"""Random models, schedules, meshes and options, trained by the pipeline and by the plain loop.
+
+    python benchmarks/fuzz/run.py --cases 2000 --between 500 --out benchmarks/fuzz/fuzz.json
+    python benchmarks/fuzz/run.py --planted               the known mistakes: which of them this source has
+    python benchmarks/fuzz/run.py --case 17 --shape 2,2,1 --smaller
+
+Exits with 1 where numbers differ silently, an error is not one of ours, or too many cases are refused. To try another
+source, put it in front of PYTHONPATH: the runs themselves (tests/fuzz_cases.py) use the public names alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller
+from fuzz_runs import SHAPES, between_processes
+from penstock.bench.machine import machine
+
+MOST_REFUSED = 0.1
+"""Of the cases whose plain loop runs."""
+BATCH = 25
+"""Cases in one start of the processes."""
+
+
+def _alone(seed: int) -> tuple[Case, Outcome]:
+    case = draw(seed)
+    return case, run(case, None)
+
+
+def _begin() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+
+def in_one_process(seeds: range, workers: int) -> list[tuple[Case, Outcome]]:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, max_tasks_per_child=250) as pool:
+        return list(_told(pool.map(_alone, seeds), len(seeds)))
+
+
+def between(seeds: range) -> list[tuple[Case, Outcome]]:
+    """Batches over 2, 3 and 4 processes in turn."""
+    cases: dict[int, list[Case]] = {n: [] for n in SHAPES}
+    for place, seed in enumerate(seeds):
+        n = (2, 4, 4, 3, 2)[place % 5]
+        cases[n].append(draw(seed, SHAPES[n][len(cases[n]) % len(SHAPES[n])]))
+    found: list[tuple[Case, Outcome]] = []
+    for n, own in cases.items():
+        for first in range(0, len(own), BATCH):
+            part = own[first : first + BATCH]
+            found += _told(zip(part, between_processes(n, part), strict=True), len(part))
+    return found
+
+
+def _told(found: Any, num: int) -> Any:
+    """Passes on what is found, and prints what is wrong at once."""
+    begin = time.monotonic()
+    for number, (case, outcome) in enumerate(found, start=1):
+        if outcome.kind in ("different", "raw"):
+            print(f"{outcome.kind}: {case}\n    {outcome.detail[:600]}", flush=True)
+        if number == num:
+            print(f"{num} cases in {time.monotonic() - begin:.0f} s", flush=True)
+        yield case, outcome
+
+
+def report(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
+    kinds = Counter(outcome.kind for _, outcome in found)
+    reasons = Counter(_reason(outcome.detail) for _, outcome in found if outcome.kind == "refused")
+    return {
+        "cases": len(found),
+        **{kind: kinds[kind] for kind in ("same", "different", "refused", "raw", "invalid")},
+        "reasons": dict(reasons.most_common()),
+        "schedules": dict(sorted(Counter(case.schedule for case, _ in found).items())),
+        "wrong": [{"case": str(case), **vars(o)} for case, o in found if o.kind in ("different", "raw")],
+    }
+
+
+def _reason(detail: str) -> str:
+    """A refusal without its names and numbers, so that equal reasons are counted together."""
+    return " ".join("#" if any(c.isdigit() for c in word) else word for word in detail.split())[:120]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=0, help="in one process")
+    parser.add_argument("--between", type=int, default=0, help="between two to four processes")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--planted", action="store_true", help="the known mistakes alone")
+    parser.add_argument("--case", type=int, help="one seed alone")
+    parser.add_argument("--shape", help="of its mesh: PP,DP,TP")
+    parser.add_argument("--smaller", action="store_true", help="find a smaller case that goes wrong alike")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    given = parser.parse_args()
+    _begin()
+    if given.planted:
+        sys.exit(planted(given.out))
+    if given.case is not None:
+        shape = tuple(map(int, given.shape.split(","))) if given.shape else None
+        sys.exit(one(draw(given.case, shape), given.smaller))
+    result = about()
+    failed = False
+    for name, num in (("in one process", given.cases), ("between processes", given.between)):
+        if not num:
+            continue
+        seeds = range(given.first, given.first + num)
+        begin = time.monotonic()
+        found = in_one_process(seeds, given.workers) if name == "in one process" else between(seeds)
+        part = report(found)
+        result[name] = {"seeds": [seeds.start, seeds.stop], "seconds": round(time.monotonic() - begin), **part}
+        valid = part["cases"] - part["invalid"]
+        refused = part["refused"] / max(valid, 1)
+        failed = failed or bool(part["wrong"]) or refused > MOST_REFUSED
+        print(f"{name}: " + ", ".join(f"{part[k]} {k}" for k in ("same", "different", "raw", "refused", "invalid")))
+        for reason, count in part["reasons"].items():
+            print(f"    {count} times: {reason}")
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {given.out}")
+    sys.exit(failed)
+
+
+def outcome_of(case: Case) -> Outcome:
+    if case.shape is None:
+        return run(case, None)
+    pp, dp, tp = case.shape
+    return between_processes(pp * dp * tp, [case])[0]
+
+
+def one(case: Case, find_smaller: bool) -> int:
+    outcome = outcome_of(case)
+    print(f"{outcome.kind}: {case}\n    {outcome.detail}")
+    if find_smaller and outcome.kind not in ("same", "invalid"):
+        small = smaller(case, lambda each: outcome_of(each).kind == outcome.kind)
+        print(f"smaller: {small}\n    {outcome_of(small).detail}")
+    return outcome.kind in ("different", "raw")
+
+
+def planted(out: Path | None) -> int:
+    """How many of the known mistakes there are."""
+    found = [(name, outcome_of(case)) for name, case in PLANTED.items()]
+    for name, outcome in found:
+        print(f"{outcome.kind:10} {name}\n           {outcome.detail[:200]}", flush=True)
+    if out is not None:
+        rows = {name: {"outcome": o.kind, "detail": o.detail[:200]} for name, o in found}
+        out.write_text(json.dumps({**about(), "planted": rows}, indent=1) + "\n")
+        print(f"wrote {out}")
+    return sum(o.kind in ("different", "raw") for _, o in found)
+
+
+def about() -> dict[str, Any]:
+    """What was run on what: the commit is that of the source that `penstock` was imported from."""
+    import penstock
+
+    folder = Path(penstock.__file__).parent
+    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    return {"command": " ".join(["python", *sys.argv]), "commit": commit.strip(), "machine": machine()}
+
+
+if __name__ == "__main__":
+    main()

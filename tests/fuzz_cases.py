@@ -1,0 +1,772 @@
+"""Random training runs: a model of random blocks, a schedule, a mesh, options, and what a user does on the way.
+
+    case = draw(17)               all that follows is drawn from the seed alone, alike in every process
+    outcome = run(case, None)     by the pipeline and by the plain loop: where they differ, in words
+
+What is compared: the loss, the gradients, the buffers and what hooks recorded, after each step; the parameters after
+three updates; an evaluation; the state of the user's own model.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+import penstock.runtime.split.slot as slot_module
+from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied
+from penstock.library.build import SCHEDULES
+from penstock.runtime.rng import mix
+from penstock.runtime.shards import whole
+from plain_loop import call, cut, weights
+
+D = 4
+"""The width of every model."""
+NUM_STEPS = 3
+
+Shape = tuple[int, int, int]
+"""Processes along pp, dp and tp."""
+
+TOLERANCE = 2e-5
+"""Of float32, relative, where replicas or shards add up in another order than one process."""
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.005),
+}
+
+EVENTS = (
+    "load after", "load before", "freeze before, thaw after", "freeze after", "hook after", "hook before",
+    "eval after", "accumulate",
+)  # fmt: skip
+"""What a user does to the model before and after the pipeline is made."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. Everything in the model, the batches and the order of things follows from these.
+
+    Attributes:
+        blocks: the layers: the name of a block; "fork NAME", "on first NAME", "in place", "join"; "tied", "tied t".
+        form: how the model is given: "sequential", "list" (a module per stage), "functions" (that make one each), or
+            "subclass" (a sequential with a forward of its own).
+        schedule, options: in the library, for the pp ranks. separate: whether backwards are split after it is built.
+        shape: processes along pp, dp, tp; None: all ranks in one process.
+        samples: of each step's batch. listed: the batch is a list, an entry per microbatch, of several lengths.
+    """
+
+    seed: int
+    blocks: tuple[str, ...]
+    form: str = "sequential"
+    schedule: str = "1f1b"
+    num_ranks: int = 2
+    num_microbatches: int = 4
+    options: tuple[tuple[str, Any], ...] = ()
+    separate: bool = False
+    shape: Shape | None = None
+    samples: int = 8
+    listed: bool = False
+    dispatch: str = "frozen"
+    autocast: bool = False
+    defer: bool = True
+    optimizer: str = "sgd"
+    clip_norm: float | None = None
+    zero: bool = True
+    sharding: str = "none"
+    transport: str = "host"
+    events: tuple[str, ...] = ()
+    loss: str = "mean"
+
+    def build(self) -> ps.Schedule:
+        made = ps.build(self.schedule, self.num_ranks, self.num_microbatches, **dict(self.options))
+        return ps.passes.separate_gradients(made) if self.separate else made
+
+    @property
+    def num_replicas(self) -> int:
+        return self.shape[1] if self.shape else 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether every sum is made in the order of one process, so that bits must be the same."""
+        return self.shape is None or self.shape[1] * self.shape[2] == 1
+
+    def __str__(self) -> str:
+        plain = Case(0, ())
+        changed = {k: v for k, v in vars(self).items() if v != getattr(plain, k, None)}
+        return "Case(" + ", ".join(f"{k}={v!r}" for k, v in {"seed": self.seed, **changed}.items()) + ")"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        kind: "same"; "different"; "refused" (an error of ours before the first step); "raw" (any other error, or one
+            of ours once a step has begun); "invalid" (the plain loop itself fails).
+        detail: in words.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+# Drawing.
+
+
+def draw(seed: int, shape: Shape | None = None) -> Case:
+    """A case.
+
+    Args:
+        shape: of the mesh; all ranks in one process where not given.
+    """
+    rng = random.Random(seed)
+    while True:
+        made = _draw(seed, rng, shape)
+        try:
+            stages = made.build().num_stages
+        except ps.ScheduleError:
+            continue
+        if stages <= len(made.blocks) and (shape is None or shape[0] == made.num_ranks):
+            return made
+
+
+def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
+    ranks = shape[0] if shape else rng.choice([1, 2, 2, 3, 4, 4])
+    names = [name for name in SCHEDULES if name != "distmm"]
+    schedule = rng.choice(names)
+    num = rng.choice([2, 3, 4, 4, 6, 8, 8])
+    flat = shape is None or shape[1] * shape[2] == 1
+    replicas = shape[1] if shape else 1
+    blocks = _blocks(rng)
+    if shape and shape[2] > 1:
+        blocks = (*blocks, "gpt block")  # which can be cut
+    autocast = rng.random() < 0.2 and not (shape and shape[2] > 1)  # whose shards round by themselves
+    sharding = rng.choice(["none", "zero1", "fsdp"]) if replicas > 1 else "none"
+    listed = rng.random() < 0.15
+    form = rng.choice(["sequential"] * 30 + ["list"] * 15 + ["functions"] * 8 + ["subclass"])
+    events = tuple(sorted(rng.sample(EVENTS, rng.choice([0, 0, 1, 1, 2]))))
+    if form == "functions":  # there is no model that a user could do anything to
+        events = tuple(event for event in events if event == "accumulate")
+    return Case(
+        seed,
+        blocks,
+        form=form,
+        schedule=schedule,
+        num_ranks=ranks,
+        num_microbatches=num,
+        separate=rng.random() < 0.25,
+        shape=shape,
+        samples=num * replicas * 2 + rng.choice([0, 0, 1]),
+        listed=listed,
+        dispatch="frozen" if sharding == "fsdp" else rng.choice(["frozen", "frozen", "dynamic", "auto"]),
+        autocast=autocast,
+        defer=rng.random() < 0.8,
+        optimizer=rng.choice(list(OPTIMIZERS)) if flat else "sgd",
+        clip_norm=rng.choice([None, None, 0.5]),
+        zero=rng.random() < 0.7,
+        sharding=sharding,
+        transport=rng.choice(["host", "direct"]) if shape else "host",
+        events=events,
+        loss=rng.choice(["mean", "mean", "weighted"]),
+    )
+
+
+def _blocks(rng: random.Random) -> tuple[str, ...]:
+    names = list(BLOCKS)
+    found: list[str] = []
+    for _ in range(rng.choice([2, 3, 4, 5, 6, 8, 12])):
+        found.append(rng.choice(names))
+        if rng.random() < 0.15:
+            inner = [
+                rng.choice(["in place", "on first " + rng.choice(names)]) for _ in range(rng.choice([0, 1, 1, 2]))
+            ]
+            found += ["fork " + rng.choice(list(FORKS)), *inner, "join"]
+    if rng.random() < 0.3:
+        for _ in range(rng.choice([2, 2, 3])):
+            found.insert(_outside(rng, found), rng.choice(["tied", "tied", "tied t"]))
+        if rng.random() < 0.1:
+            found.insert(_outside(rng, found), "gpt block, tied")
+            found.insert(_outside(rng, found), "gpt block, tied")
+    if rng.random() < 0.04:
+        found.insert(_outside(rng, found), "again")
+    return tuple(found)
+
+
+def _outside(rng: random.Random, blocks: Sequence[str]) -> int:
+    """A place that is in no span of several values."""
+    depth, places = 0, [0]
+    for place, name in enumerate(blocks, start=1):
+        depth += name.startswith("fork") - (name == "join")
+        if depth == 0:
+            places.append(place)
+    return rng.choice(places)
+
+
+# Making.
+
+
+class Chain(nn.Module):
+    """Layers as one stage of a list, which is called with what a tuple or a dict holds."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *values: Any, **named: Any) -> Any:
+        value: Any = named or (values if len(values) > 1 else values[0])
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def layers_of(case: Case) -> list[nn.Module]:
+    torch.manual_seed(case.seed)
+    tied = nn.Parameter(torch.randn(D, D) * 0.3)
+    made: list[nn.Module] = []
+    for name in case.blocks:
+        if name == "again":
+            made.append(
+                next((layer for layer in made if not isinstance(layer, (Fork, OnFirst, Join))), nn.Identity())
+            )
+        elif name == "gpt block, tied":
+            made.append(BLOCKS["gpt block"](D))
+            twins = [layer for layer, kind in zip(made, case.blocks) if kind == name]
+            made[-1].mlp.up.weight = twins[0].mlp.up.weight  # type: ignore[union-attr]
+        elif name.startswith("tied"):
+            made.append(Tied(tied, name == "tied t"))
+        elif name.startswith("fork "):
+            made.append(Fork(D, name.removeprefix("fork ")))
+        elif name.startswith("on first "):
+            made.append(OnFirst(BLOCKS[name.removeprefix("on first ")](D)))
+        elif name == "in place":
+            made.append(OnFirst(InPlace()))
+        elif name == "join":
+            made.append(Join())
+        else:
+            made.append(BLOCKS[name](D))
+    return made
+
+
+def model_of(case: Case, num_stages: int) -> Any:
+    layers = layers_of(case)
+    if case.form == "sequential":
+        return nn.Sequential(*layers)
+    if case.form == "subclass":
+        return Scaled(*layers)
+    size, more = divmod(len(layers), num_stages)
+    ends = [0]
+    for stage in range(num_stages):
+        ends.append(ends[-1] + size + (stage < more))
+    return [Chain(layers[a:b]) for a, b in pairwise(ends)]
+
+
+def given_of(model: Any, case: Case) -> tuple[Any, list[list[str]]]:
+    """The model as it is given to a pipeline, and which parameters are named as tied."""
+    if case.form != "functions":
+        return model, []
+    names: dict[int, list[str]] = {}
+    for name, parameter in as_module(model).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups = [sorted({n.split(".")[0]: n for n in reversed(group)}.values()) for group in names.values()]
+    return [partial(_stage, case, len(model), k) for k in range(len(model))], [g for g in groups if len(g) > 1]
+
+
+def _stage(case: Case, num_stages: int, stage: int) -> nn.Module:
+    made: nn.Module = model_of(case, num_stages)[stage]
+    return made
+
+
+def as_module(model: Any) -> nn.Module:
+    """With the names that a pipeline gives to parameters."""
+    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+
+
+def batch_of(case: Case, step: int) -> tuple[Any, Any]:
+    torch.manual_seed(case.seed * 10 + step)
+    if not case.listed:
+        return torch.randn(case.samples, 3, D), torch.randn(case.samples, 3, D)
+    num = case.num_microbatches * case.num_replicas
+    lengths = [random.Random(case.seed + m).choice([2, 3, 4]) for m in range(num)]
+    return tuple([torch.randn(2, t, D) for t in lengths] for _ in range(2))  # type: ignore[return-value]
+
+
+class Scaled(nn.Sequential):
+    """Has a forward of its own."""
+
+    def forward(self, value: Any) -> Any:
+        return super().forward(value) * 1.5
+
+
+class Mean:
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.float() - target).square().mean()
+
+
+class Weighted(Mean):
+    """A mean over positive targets."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        counted = target > 0
+        return ((output.float() - target).square() * counted).sum() / counted.sum().clamp(min=1)
+
+    def weight(self, target: Tensor) -> int:
+        return int((target > 0).sum())
+
+
+LOSSES = {"mean": Mean, "weighted": Weighted}
+
+
+def before(model: Any, case: Case) -> None:
+    """What the user does before the pipeline is made."""
+    layer = chosen(model, case)
+    if "load before" in case.events:
+        load(model, case)
+    if "freeze before, thaw after" in case.events:
+        layer.requires_grad_(False)
+    if "hook before" in case.events:
+        hook(layer)
+
+
+def after(model: Any, case: Case) -> None:
+    """What the user does to the model that was given, once the pipeline is made."""
+    layer = chosen(model, case)
+    if "load after" in case.events:
+        load(model, case)
+    if "freeze before, thaw after" in case.events:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+    if "freeze after" in case.events:
+        chosen(model, case, 1).requires_grad_(False)
+    if "hook after" in case.events:
+        hook(layer)
+    if "eval after" in case.events:
+        chosen(model, case, 2).eval()
+
+
+def chosen(model: Any, case: Case, number: int = 0) -> nn.Module:
+    """A layer that something is done to: of the tied ones the first, where there is any."""
+    layers = list(model) if isinstance(model, nn.Sequential) else [layer for chain in model for layer in chain.layers]
+    tied = [layer for layer in layers if isinstance(layer, Tied)]
+    if tied and number == 0:
+        return tied[0]
+    with_parameters = [layer for layer in layers if any(True for _ in layer.parameters())] or layers
+    return random.Random(case.seed * 7 + number).choice(with_parameters)
+
+
+def load(model: Any, case: Case) -> None:
+    module = as_module(model)
+    generator = torch.Generator().manual_seed(case.seed + 99)
+    state = {
+        name: value + 0.1 * torch.randn(value.shape, generator=generator)
+        if isinstance(value, Tensor) and value.is_floating_point() and "running" not in name
+        else value
+        for name, value in module.state_dict().items()
+    }
+    for name, value in module.state_dict().items():  # a tied weight has one value
+        for other, twin in module.state_dict().items():
+            both = isinstance(value, Tensor) and isinstance(twin, Tensor)
+            if both and other < name and value.numel() and value.data_ptr() == twin.data_ptr():
+                state[name] = state[other]
+    module.load_state_dict(state)
+
+
+def hook(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(_scaled)
+            break
+
+
+def _scaled(gradient: Tensor) -> Tensor:
+    return gradient * 0.25
+
+
+# The plain loop.
+
+
+@dataclass
+class Seen:
+    """What a run made, step by step; by the names of the whole model."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    recorded: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: Tensor | None = None
+
+
+def plain(case: Case, schedule: ps.Schedule) -> Seen:
+    """The case without a pipeline."""
+    model, loss_fn, seen = model_of(case, schedule.num_stages), LOSSES[case.loss](), Seen()
+    module = as_module(model)
+    before(model, case)
+    optimizer = OPTIMIZERS[case.optimizer](list(module.parameters()))
+    after(model, case)
+    for step, update in steps_of(case):
+        loss = plain_step(model, case, schedule, step, loss_fn)
+        seen.losses.append(loss)
+        seen.gradients.append(gradients(module))
+        seen.buffers.append({n: b.clone() for n, b in module.named_buffers(remove_duplicate=False)})
+        if update:
+            if case.clip_norm is not None:
+                seen.norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), case.clip_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+    seen.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
+    seen.recorded = recorded(module)
+    seen.evaluated = plain_evaluate(model, case, schedule, loss_fn)
+    return seen
+
+
+def steps_of(case: Case) -> Iterator[tuple[int, bool]]:
+    """Numbers of steps, and whether an update follows each."""
+    number = 0
+    for update in range(NUM_STEPS):
+        if update == 1 and "accumulate" in case.events:
+            number += 1
+            yield number, False
+        number += 1
+        yield number, True
+
+
+def plain_step(model: Any, case: Case, schedule: ps.Schedule, step: int, loss_fn: Any) -> Tensor:
+    """Adds a step's gradients; pipelines (and replicas) sum by themselves first, and only the first keeps buffers."""
+    module = as_module(model)
+    own, replicas = schedule.num_microbatches, case.num_replicas
+    num = own * replicas
+    inputs, targets = batch_of(case, step)
+    scales = weights(inputs, targets, num, loss_fn)
+    parts = list(zip(cut(inputs, num), cut(targets, num), strict=True))
+    groups: dict[tuple[int, int], list[int]] = {}
+    for m in range(num):
+        groups.setdefault((m // own, schedule.microbatch_pipeline[m % own]), []).append(m)
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    losses: dict[int, Tensor] = {}
+    sums: dict[str, Tensor | None] = {}
+    for number, key in enumerate(sorted(groups)):
+        if number:
+            for p in module.parameters():
+                p.grad = None
+            _fill(module, buffers)
+        with torch.random.fork_rng(devices=[]):
+            for m in groups[key]:
+                x, target = parts[m]
+                with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+                    loss = loss_fn(called(model, x, mix(mix(0, step), m)), target) * scales[m]
+                if loss.requires_grad:
+                    loss.backward()
+                losses[m] = loss.detach()
+        for name, p in module.named_parameters():
+            so_far, part = sums.get(name), p.grad
+            sums[name] = part if so_far is None else so_far if part is None else so_far + part
+        if not number:
+            kept = {n: b.clone() for n, b in module.named_buffers()}
+    for name, p in module.named_parameters():
+        p.grad = sums[name]
+    _fill(module, kept)
+    total = losses[0].clone()
+    for m in range(1, num):
+        total += losses[m]
+    return total
+
+
+def called(model: Any, value: Any, seed: int | None) -> Any:
+    """The model's output; a sequential with a forward of its own is one layer."""
+    return call([model], value, seed) if isinstance(model, Scaled) else call(model, value, seed)
+
+
+def _fill(module: nn.Module, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(values[name])
+
+
+def plain_evaluate(model: Any, case: Case, schedule: ps.Schedule, loss_fn: Any) -> Tensor:
+    module = as_module(model)
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    inputs, targets = batch_of(case, 1)
+    num = schedule.num_microbatches * case.num_replicas
+    scales = weights(inputs, targets, num, loss_fn)
+    losses = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+        for x, target, scale in zip(cut(inputs, num), cut(targets, num), scales, strict=True):
+            losses.append(loss_fn(called(model, x, None), target) * scale)
+    for m, training in modes:
+        m.training = training
+    total = losses[0].clone()
+    for loss in losses[1:]:
+        total += loss
+    return total
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else p.grad.detach().clone() for n, p in module.named_parameters()}
+
+
+def recorded(module: nn.Module) -> dict[str, Tensor]:
+    """What hooks have taken note of, by the name of their module."""
+    return {
+        n: m.recorded.clone() for n, m in module.named_modules() if isinstance(getattr(m, "recorded", None), Tensor)
+    }
+
+
+# The pipeline.
+
+
+def run(case: Case, place: Any) -> Outcome:
+    """The case by the pipeline beside the plain loop.
+
+    Args:
+        place: a process group or device mesh; None: all ranks are in this process.
+    """
+    threshold, slot_module.MERGE_WORK = slot_module.MERGE_WORK, 0 if case.defer else slot_module.MERGE_WORK
+    try:
+        schedule = case.build()
+        try:
+            want = plain(case, schedule)
+        except Exception as error:
+            return Outcome("invalid", f"{type(error).__name__}: {error}")
+        return _run(case, schedule, place, want)
+    finally:
+        slot_module.MERGE_WORK = threshold
+        torch._dynamo.reset() if any("compiled" in name for name in case.blocks) else None
+
+
+def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
+    model = model_of(case, schedule.num_stages)
+    before(model, case)
+    given, tied = given_of(model, case)
+    tp = case.shape is not None and case.shape[2] > 1
+    from penstock.models import parallelize
+
+    try:
+        pipe = ps.Pipeline(
+            given,
+            schedule,
+            tied=tied,
+            loss_fn=LOSSES[case.loss](),
+            optimizer=OPTIMIZERS[case.optimizer],
+            mesh=place,
+            dispatch=case.dispatch,
+            autocast=torch.bfloat16 if case.autocast else None,
+            clip_norm=case.clip_norm,
+            zero=case.zero,
+            sharding=case.sharding,
+            transport=case.transport,
+            parallelize=parallelize if tp else None,
+            timeout=15.0,
+        )
+    except Exception as error:
+        if _is_ours(error):
+            return Outcome("refused", f"{type(error).__name__}: {error}")
+        return Outcome("raw", f"at construction, {described(error)}")
+    except SystemExit:
+        return Outcome("refused", "as the first rank says")
+    try:
+        found = list(_differences(case, pipe, model, want))
+    except Exception as error:
+        return Outcome("raw", described(error))
+    finally:
+        pipe.close()
+    return Outcome("different", "; ".join(found[:6])) if found else Outcome("same")
+
+
+def described(error: Exception) -> str:
+    import traceback
+
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error)[:400]} ({last.filename.rsplit('/', 2)[-1]}:{last.lineno})"
+
+
+def _is_ours(error: Exception) -> bool:
+    return type(error).__module__.startswith("penstock") and type(error).__name__ not in (
+        "DeadlineExceeded",
+        "PeerLost",
+    )
+
+
+def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]:
+    after(model, case)
+    # In low precision a difference in the last bit of float32 may become one of bfloat16.
+    near = partial(_far, tolerance=0.0 if case.exact else 3e-2 if case.autocast else TOLERANCE)
+    norms = iter(want.norms)
+    for number, (step, update) in enumerate(steps_of(case)):
+        inputs, targets = batch_of(case, step)
+        rng = torch.get_rng_state()
+        result = pipe.step(inputs, targets, update=False)
+        if not torch.equal(rng, torch.get_rng_state()):
+            yield f"step {step}: the global random state changed"
+        yield from near({"loss": want.losses[number]}, {"loss": result.loss}, f"step {step}: ")
+        mine = {n: None if p.grad is None else whole(p.grad) for n, p in pipe.named_parameters()}
+        if case.sharding == "zero1":  # a gradient is summed up where its parameter has its owner
+            mine = {n: g for n, g in mine.items() if g is not None}
+        yield from near({n: want.gradients[number][n] for n in mine}, mine, f"step {step}: gradient of ")
+        here = buffers_here(pipe)
+        yield from near({n: want.buffers[number][n] for n in here}, here, f"step {step}: buffer ")
+        if update:
+            norm = pipe.update()
+            if case.clip_norm is not None:
+                yield from near({"norm": next(norms)}, {"norm": norm}, f"step {step}: ")
+    mine = {n: whole(p.detach()) for n, p in pipe.named_parameters()}
+    yield from near({n: want.parameters[n] for n in mine}, mine, "at the end: ")
+    if case.exact:
+        notes, module = recorded(as_module(model)), as_module(model)
+        hosted = {n.rsplit(".", 2)[0] for n, _ in pipe.named_parameters()}
+        one_pipeline = len(set(pipe.schedule.microbatch_pipeline)) == 1  # else hooks see another order
+        if one_pipeline and case.form != "functions":
+            yield from near(
+                {n: t for n, t in want.recorded.items() if n in hosted},
+                {n: t for n, t in notes.items() if n in hosted},
+                "recorded by ",
+            )
+        if case.shape is None and case.form != "functions":
+            own = {n: p.detach() for n, p in module.named_parameters()}
+            yield from near(want.parameters, own, "in the user's model: ")
+    evaluated = pipe.evaluate(*batch_of(case, 1)).loss
+    yield from near({"loss": want.evaluated}, {"loss": evaluated}, "evaluated: ")
+
+
+def buffers_here(pipe: Any) -> dict[str, Tensor]:
+    return {n: whole(b) for stage in pipe._model.stages.values() for n, b in stage.named_buffers()}
+
+
+def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: str, tolerance: float) -> Iterator[str]:
+    for name in sorted(want.keys() ^ got.keys()):
+        yield f"{what}{name} is in one only"
+    for name in sorted(want.keys() & got.keys()):
+        a, b = want[name], got[name]
+        if a is None or b is None:
+            if a is not b:
+                got_one, want_one = ("None" if each is None else "a tensor" for each in (b, a))
+                yield f"{what}{name} is {got_one}, want {want_one}"
+            continue
+        a, b = a.detach(), b.detach()
+        if a.shape != b.shape:
+            yield f"{what}{name} has shape {tuple(b.shape)}, want {tuple(a.shape)}"
+        elif not torch.equal(_wide(a), _wide(b)):
+            scale, apart = (float(each.abs().max()) if a.numel() else 0.0 for each in (_wide(a), _wide(a) - _wide(b)))
+            if math.isnan(apart) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+                continue
+            if not apart <= tolerance * max(scale, 1e-3):
+                yield f"{what}{name} differs by {apart:g} of {scale:g}"
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In a type that holds it exactly: losses and norms may come in different ones."""
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+SIMPLE = (("gpipe", 1, 2), ("zb-h1", 1, 2), ("gpipe", 2, 2), ("zb-h1", 2, 2), ("chimera", 2, 2), ("chimera", 2, 4))
+"""Schedules to try in place of others, with their ranks and microbatches."""
+
+
+def smaller(case: Case, still: Callable[[Case], bool]) -> Case:
+    """A case with fewer blocks and options of which `still` holds too, found by leaving out one thing at a time."""
+    plain = Case(case.seed, ())
+    changed = True
+    while changed:
+        changed = False
+        tries = [replace(case, blocks=case.blocks[:i] + case.blocks[i + 1 :]) for i in range(len(case.blocks))]
+        spans = [i for i, name in enumerate(case.blocks) if name.startswith("fork")]
+        tries += [
+            replace(case, blocks=case.blocks[:i] + case.blocks[case.blocks.index("join", i) + 1 :]) for i in spans
+        ]
+        tries += [replace(case, events=tuple(e for e in case.events if e != event)) for event in case.events]
+        kept = (
+            "seed",
+            "blocks",
+            "shape",
+            "events",
+            "num_ranks",
+            "samples",
+            "num_microbatches",
+            "schedule",
+            "options",
+        )
+        for name, value in vars(plain).items():
+            if name not in kept and getattr(case, name) != value:
+                tries.append(replace(case, **{name: value}))
+        if case.shape is None:
+            for schedule, ranks, num in SIMPLE:
+                if (case.num_ranks, case.num_microbatches) > (ranks, num):
+                    counts = {"num_ranks": ranks, "num_microbatches": num, "samples": 2 * num}
+                    tries.append(replace(case, schedule=schedule, options=(), **counts))
+        for one in tries:
+            if _balanced(one.blocks) and _fits(one) and still(one):
+                case, changed = one, True
+                break
+    return case
+
+
+def _balanced(blocks: Sequence[str]) -> bool:
+    within = False
+    for name in blocks:
+        if name.startswith("fork"):
+            if within:
+                return False
+            within = True
+        elif (name.startswith("on first ") or name in ("in place", "join")) != within:
+            return False
+        elif name == "join":
+            within = False
+    return not within
+
+
+def _fits(case: Case) -> bool:
+    try:
+        return case.build().num_stages <= len(case.blocks)
+    except ps.ScheduleError:
+        return False
+
+
+PLANTED: dict[str, Case] = {
+    "tied weights, several pipelines, a process per rank": Case(
+        1, ("tied", "linear", "linear", "tied"), schedule="chimera", num_ranks=4, shape=(4, 1, 1)
+    ),
+    "tied weights, several pipelines, a list of modules": Case(
+        1, ("tied", "linear", "linear", "tied"), form="list", schedule="dualpipe", num_ranks=2, shape=(2, 1, 1)
+    ),
+    "tied weights, sharding fsdp": Case(
+        2, ("tied", "linear", "linear", "tied"), shape=(2, 2, 1), samples=16, sharding="fsdp"
+    ),
+    "tied weights, tensor parallel": Case(
+        3, ("gpt block, tied", "linear", "linear", "gpt block, tied"), shape=(2, 1, 2), optimizer="sgd"
+    ),
+    "tied weights, tensor parallel, v-shape": Case(
+        3, ("gpt block, tied", "linear", "linear", "gpt block, tied"), shape=(2, 1, 2), schedule="zb-v"
+    ),
+    "a sequential with a forward of its own": Case(4, ("linear", "linear"), form="subclass", num_ranks=1),
+    "complex linear, split": Case(5, ("linear", "complex linear"), schedule="zb-h1"),
+    "complex linear, split, last": Case(6, ("complex linear", "complex linear"), schedule="zb-v", num_ranks=1),
+    "double backward, autocast, split": Case(7, ("linear", "double backward"), schedule="zb-h1", autocast=True),
+    "several pipelines, loaded after": Case(8, ("linear", "mlp"), schedule="chimera", events=("load after",)),
+    "several pipelines, frozen after": Case(8, ("linear", "mlp"), schedule="chimera", events=("freeze after",)),
+    "several pipelines, hook after": Case(8, ("linear", "mlp"), schedule="chimera", events=("hook after",)),
+    "several pipelines, hook before": Case(8, ("linear", "mlp"), schedule="chimera", events=("hook before",)),
+    "several pipelines, eval after": Case(
+        8, ("transformer layer", "transformer layer"), schedule="chimera", events=("eval after",)
+    ),
+    "tied weight frozen, then thawed": Case(
+        9, ("tied", "linear", "linear", "tied"), events=("freeze before, thaw after",)
+    ),
+    "outputs that share memory, changed in place": Case(10, ("fork a view", "in place", "join")),
+    "outputs that share memory, changed in place, between processes": Case(
+        10, ("fork a view", "in place", "join"), shape=(2, 1, 1)
+    ),
+    "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
+}
+"""Mistakes that were there once, by what was wrong."""

@@ -1,0 +1,83 @@
+"""Random runs between processes: many in one start, each over groups of its own, so that one that breaks ends alone.
+
+outcomes = between_processes(4, cases)
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fuzz_cases import Case, Outcome, Shape, run
+from processes import run_ranks
+
+SHAPES: dict[int, tuple[Shape, ...]] = {
+    2: ((2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)),
+    3: ((3, 1, 1),),
+    4: ((4, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)),
+}
+"""Meshes by the number of processes; what stands twice is drawn twice as often."""
+
+SECONDS = 60.0
+"""That a case may take, before its processes are ended."""
+
+
+def between_processes(num_processes: int, cases: Sequence[Case]) -> list[Outcome]:
+    """What became of each case; processes are started anew after one that took them down."""
+    done: list[Outcome] = []
+    while len(done) < len(cases):
+        left = cases[len(done) :]
+        with tempfile.TemporaryDirectory() as folder:
+            ended = run_ranks(num_processes, run_each, folder, pickle.dumps(left), deadline=30 + SECONDS * len(left))
+            told = [_read(Path(folder) / f"{rank}.outcomes") for rank in range(num_processes)]
+        complete = min(map(len, told))
+        done += [_together([each[k] for each in told]) for k in range(complete)]
+        if complete < len(left):
+            words = "; ".join(f"rank {o.rank} ended with {o.code}: {o.last_line}" for o in ended)
+            done.append(Outcome("raw", f"the processes did not go on: {words}"))
+    return done
+
+
+def run_each(rank: int, folder: str, given: bytes) -> None:
+    """Each case in turn; every outcome is written down at once."""
+    import faulthandler
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    for case in pickle.loads(given):
+        pp, dp, tp = case.shape
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        if dp * tp == 1:
+            place: Any = dist.new_group(list(range(pp)))
+        else:
+            place = init_device_mesh("cpu", case.shape, mesh_dim_names=("pp", "dp", "tp"))
+        outcome = run(case, place)
+        faulthandler.cancel_dump_traceback_later()
+        with open(f"{folder}/{rank}.outcomes", "ab") as file:
+            pickle.dump(outcome, file)
+
+
+def _read(path: Path) -> list[Outcome]:
+    found: list[Outcome] = []
+    if path.exists():
+        with path.open("rb") as file:
+            while file.peek(1):
+                found.append(pickle.load(file))
+    return found
+
+
+def _together(ranks: Sequence[Outcome]) -> Outcome:
+    """One outcome of what every rank found."""
+    for kind in ("different", "raw"):
+        words = [f"rank {rank}: {o.detail}" for rank, o in enumerate(ranks) if o.kind == kind]
+        if words:
+            return Outcome(kind, " | ".join(words))
+    kinds = {o.kind for o in ranks}
+    if len(kinds) > 1:
+        return Outcome("raw", "ranks do not agree: " + " | ".join(f"{o.kind} {o.detail}" for o in ranks))
+    best = max(ranks, key=lambda o: len(o.detail))
+    return best
