@@ -288,6 +288,8 @@ def _stage(case: Case, num_stages: int, stage: int) -> nn.Module:
 
 def as_module(model: Any) -> nn.Module:
     """With the names that a pipeline gives to parameters."""
+    if isinstance(model, Scaled):
+        return nn.ModuleList([model])  # one stage
     return model if isinstance(model, nn.Module) else nn.ModuleList(model)
 
 
