@@ -1,5 +1,5 @@
 # make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
-# make test     runs every test
+# make test     runs the tests; TIER=push only the quick ones, TIER=nightly also those that take minutes each
 # make lint     ruff, mypy and the layers' import contracts
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
@@ -17,6 +17,16 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download
 REPORTS ?=
 report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 
+# Three tiers: what takes long is marked `slow`, or `nightly` where it takes a minute or more.
+TIER ?= full
+tier_push := and not slow and not nightly
+tier_full := and not nightly
+tier_nightly :=
+ifeq ($(filter push full nightly,$(TIER)),)
+$(error TIER is push, full or nightly, not $(TIER))
+endif
+tier := $(tier_$(TIER))
+
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
@@ -27,8 +37,8 @@ train: $(INSTALLED)
 
 # Tests of one process run two at a time; those that start several processes run alone, for their clocks' sake.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not multiproc and not gpu" $(call report,one-process) $(ARGS) $(none_is_fine)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "multiproc or gpu" $(call report,processes) $(ARGS) $(none_is_fine)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not multiproc and not gpu $(tier)" $(call report,one-process) $(ARGS) $(none_is_fine)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "(multiproc or gpu) $(tier)" $(call report,processes) $(ARGS) $(none_is_fine)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

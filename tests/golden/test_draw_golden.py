@@ -60,6 +60,7 @@ def test_trace(golden: Golden) -> None:
     golden("draw_trace.json", f"[\n{lines}\n]\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["schedules", "closed_loop"])
 def test_the_pictures_of_the_pages_are_what_their_commands_make(name: str) -> None:
     script = Path(__file__).parents[2] / "docs" / "images" / f"{name}.py"

@@ -17,6 +17,7 @@ from penstock.cli import main
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runtime.json"
     arguments = ["bench", "runtime", "--size", "tiny", "--schedule", "zb-v", "--steps", "1", "--blocks", "2"]
@@ -34,11 +35,13 @@ def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.Captur
     assert str(tmp_path) not in out.read_text()
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_launch_of_one_side() -> None:
     job = Job("tiny", "1f1b", 2, 8, "frozen", ("ours",), 1, 1, "", 120.0)
     assert all(rank["peak_bytes"] > 0 for rank in launch(job))
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
     job = Job("tiny", "1f1b", 2, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):

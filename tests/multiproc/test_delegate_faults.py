@@ -309,6 +309,7 @@ def stands_still(rank: int, gather: Any) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.slow
 def test_a_delegate_that_stands_still_is_told_from_a_slow_link() -> None:
     first, _ = values(run_delegate_ranks(2, stands_still))
     assert first[0] == "DeadlineExceeded"
@@ -333,6 +334,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_delegates_end_with_their_rank_however_it_ends(state: str) -> None:
     paths = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])

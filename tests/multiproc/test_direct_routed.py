@@ -87,6 +87,7 @@ def delay_count(seen: Ran, link: tuple[int, int]) -> int:
         return -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("second", "dispatch"), [("group", "dynamic"), ("delegates", "frozen")])
 def test_each_link_goes_its_own_way_and_both_ends_switch(second: str, dispatch: str) -> None:
     outcomes = run_ranks(3, emulated, second, dispatch)

@@ -141,6 +141,7 @@ def test_lines_have_the_same_numbers_when_slow() -> None:
     assert all(all(o.value) and len(o.value) > 1 for o in outcomes)
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_a_process_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
     line = "simulate zb-h1 --ranks 3 --microbatches 3 --f 2 --i 2 --w 2 --message-bytes 50000 --link 1:2=latency:9ms"
     assert main([*line.split(), "--emulate", "processes", "--steps", "1", "--json"]) == 0

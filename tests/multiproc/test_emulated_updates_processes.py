@@ -59,6 +59,7 @@ def emulate(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_and_several_pipelines_run_in_the_order_of_the_schedule() -> None:
     outcomes = run_ranks(4, emulate)
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text

@@ -34,6 +34,7 @@ def gpt(rank: int) -> bytes:
     return pickle.dumps(made)
 
 
+@pytest.mark.slow
 def test_a_gpt_whose_embedding_and_head_are_on_all_ranks() -> None:
     torch.set_num_threads(1)
     plain = ps.build("gpipe", runs.NUM_RANKS + 2, runs.NUM)
@@ -103,6 +104,7 @@ def hindered(rank: int, asynchronous: bool, stands_still: bool) -> None:
     pipe.step(runs.pairs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asynchronous", "stands_still"), [(False, False), (True, True)])
 def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands_still: bool) -> None:
     outcomes = run_ranks(runs.NUM_RANKS, hindered, asynchronous, stands_still, deadline=30)

@@ -53,6 +53,7 @@ with Lab(2) as lab:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
 def test_nothing_is_left_when_its_owner_is_killed(number: signal.Signals) -> None:
     owner = subprocess.Popen(
@@ -184,6 +185,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_torchrun_over_two_hosts_gives_the_losses_of_one_though_an_interface_dies(tmp_path: Path) -> None:
     words = ["torchrun", "-m", "penstock.train", *SMALL.split(), "--transport", "delegate"]
     with Lab(links="0:1=latency:20ms") as lab:

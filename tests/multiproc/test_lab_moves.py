@@ -12,6 +12,7 @@ from labs import needs_lab
 pytestmark = [pytest.mark.multiproc, needs_lab]
 
 
+@pytest.mark.slow
 def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> None:
     with scripts("pipemorph") as load:
         module = load("moved")

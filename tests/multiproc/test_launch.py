@@ -220,6 +220,7 @@ def test_a_rank_that_just_exits(start) -> None:
     assert code == 3
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_notice_are_stopped(start) -> None:
     """One sleeps, one ignores SIGTERM, one is stopped and has a child of its own."""
     run = start(
@@ -242,6 +243,7 @@ def test_ranks_that_do_not_notice_are_stopped(start) -> None:
     print(f"ended after {seconds:.2f} s")
 
 
+@pytest.mark.slow
 def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
     run = start(
         "if rank == 1: time.sleep(100)\nraise DeadlineExceeded('rank 0 waited 60 s for F3 of stage 1 from rank 1')\n",
@@ -266,6 +268,7 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     print(f"ended after {time.monotonic() - begin:.2f} s")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     run, parent = start_parent(
         "try:\n"

@@ -33,11 +33,13 @@ def run(tmp_path: Path, body: str, num_ranks: int = 3) -> tuple[int, str, list[s
     return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if line.startswith("penstock:")]
 
 
+@pytest.mark.slow
 def test_all_well(tmp_path: Path) -> None:
     code, out, mine = run(tmp_path, "print(rank, flush=True)")
     assert (code, sorted(out.split()), mine) == (0, ["0", "1", "2"], [])
 
 
+@pytest.mark.slow
 def test_an_exception(tmp_path: Path) -> None:
     body = (
         "if rank == 1:\n"

@@ -31,12 +31,14 @@ def as_one_process(num_processes: int, drawn: Sequence[Job]) -> None:
     assert wrong(drawn, [o.value for o in outcomes]) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=2, phases=[Phase.generate])  # every example starts the processes again
 @given(st.tuples(*(jobs(model, split) for split in splits(4) for model in MODELS)))
 def test_every_model_over_every_mesh_of_four(drawn: Sequence[Job]) -> None:
     as_one_process(4, [*drawn, *PINNED])
 
 
+@pytest.mark.slow
 @settings(max_examples=2, phases=[Phase.generate])
 @given(st.tuples(*(st.sampled_from(MODELS).flatmap(lambda m, s=split: jobs(m, s)) for split in splits(8))))
 def test_some_model_over_every_mesh_of_eight(drawn: Sequence[Job]) -> None:

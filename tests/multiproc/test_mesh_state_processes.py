@@ -89,6 +89,7 @@ def in_one_process(num: int, tied: bool) -> list[list[float]]:
     return [leg(pipe) for _ in range(num)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "tied"), [(RUN, True), (WHOLE, False)], ids=["zero1", "fsdp"])
 def test_each_mesh_goes_on_from_the_checkpoint_of_another(
     tmp_path: Path, run: list[tuple[Split, str]], tied: bool

@@ -28,6 +28,7 @@ def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
 def test_as_the_plain_loop(ranks: int) -> None:
     outcomes = run_ranks(ranks, run_cases, ranks, deadline=110)

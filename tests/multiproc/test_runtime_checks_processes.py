@@ -22,6 +22,7 @@ def run_checks(rank: int) -> dict[str, str]:
     return failed
 
 
+@pytest.mark.slow
 def test_in_four_processes() -> None:
     outcomes = run_ranks(4, run_checks, deadline=100)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)

@@ -59,6 +59,7 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_lines_carry_every_schedule() -> None:
     names = ["1f1b", "interleaved-1f1b", "zb-v", "zb"]
     outcomes = run_ranks(4, through_lines, names, deadline=100)

@@ -73,6 +73,7 @@ def measure(rank: int) -> dict[str, dict[int, dict[str, int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_buffers_do_not_grow_with_the_number_of_microbatches() -> None:
     outcomes = run_ranks(4, measure, deadline=60)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

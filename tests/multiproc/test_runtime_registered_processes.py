@@ -91,6 +91,7 @@ def all_cases(rank: int) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_as_the_plain_loop_and_in_place() -> None:
     outcomes = run_ranks(NUM_RANKS, all_cases, deadline=110)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
@@ -163,6 +164,7 @@ def test_what_is_told_on_all_ranks() -> None:
         assert "program has ops of kind TELL, and no function was given for them" in missing
 
 
+@pytest.mark.slow
 def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
     outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path, deadline=30)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)

@@ -56,6 +56,7 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bitwise(ranks: int) -> None:
     outcomes = run_ranks(ranks, run_schedules, ranks, deadline=100)

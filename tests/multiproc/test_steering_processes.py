@@ -84,6 +84,7 @@ def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     return {"numbers": numbers, "same": same, "notices": notices}
 
 
+@pytest.mark.slow
 def test_a_model_is_steered_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
     outcomes = run_ranks(NUM_RANKS, steered, str(tmp_path), 24)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
@@ -161,6 +162,7 @@ def emulated(rank: int, transport: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", "delegate"])
 def test_emulated_processes_switch_together(transport: str) -> None:
     outcomes = run_ranks(NUM_RANKS, emulated, transport)

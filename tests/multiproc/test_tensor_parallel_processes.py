@@ -17,6 +17,7 @@ pytestmark = pytest.mark.multiproc
 OF_FOUR = ("gpt", "gpt tied, split", "gpt of five words", "head", "embedding", "bert split", "middle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "names"), [(2, (*CASES, *KINDS)), (4, OF_FOUR)])
 def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: tuple[str, ...]) -> None:
     outcomes = run_ranks(num_ranks, compare, names, deadline=110.0)
@@ -30,6 +31,7 @@ def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: 
         assert all((each.deferred > 0) == ("split" in name) for name, each in found.items())
 
 
+@pytest.mark.slow
 def test_heads_drop_out_apart_and_all_else_alike() -> None:
     outcomes = run_ranks(2, drop)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
@@ -45,6 +47,7 @@ def test_heads_drop_out_apart_and_all_else_alike() -> None:
     assert all(torch.equal(now, again) for now, again in zip(one.grads, one.recomputed, strict=True))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_left_alone_says_so() -> None:
     first = run_ranks(2, left_alone)[0]
     late, lost = first.value

@@ -33,6 +33,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> None:
     plain, late = tmp_path / "plain", tmp_path / "late"
     assert main(f"train {TINY} --data {text} --in-process --out {plain} --json".split()) == 0

@@ -58,6 +58,7 @@ def in_process(options: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.nightly
 def test_an_owner_that_dies_between_reduce_and_broadcast(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_an_owner_that_dies_between_reduce_and_broadcast(
     assert losses(folder) == losses(tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_killed_amid_a_window(text: Path, tmp_path: Path) -> None:
     """Two passes fill a window. What is gathered of one lies in the checkpoint, on each rank its part."""
     options = f"{SMALL} --schedule amdp --window 16 --drain-every 2 --steps 32 --save-every 2 --data {text}"

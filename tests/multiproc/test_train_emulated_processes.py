@@ -37,6 +37,7 @@ def options(folder: Path, costs: Path, steps: int) -> str:
     return f"{plan} --costs {costs} --steps {steps} --out {folder}"
 
 
+@pytest.mark.slow
 def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
     with Run(folder, f"{options(folder, costs, 3)} --link 0:1=bandwidth:10MB/s+latency:5ms --json") as run:
@@ -56,6 +57,7 @@ def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
     assert all(ms >= 14.9 for ms in seen.values()), "10 ms for its bytes and 5 on the way"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
     with Run(folder, options(folder, costs, 1000)) as run:
@@ -93,6 +95,7 @@ def redis(tmp_path: Path) -> Iterator[str]:
         server.wait(20)
 
 
+@pytest.mark.slow
 def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, redis: str) -> None:
     folder = tmp_path / "run"
     more = f"--adapt --store {redis} --link 0:1=latency:steps:0ms/0ms,1s/40ms"

@@ -50,6 +50,7 @@ def one_process(folder: Path, options: str) -> list[float]:
     return losses(folder)
 
 
+@pytest.mark.nightly
 def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
     """Replicas, then shards of two pipelines that cross; its losses are those of one process."""
     expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 6")
@@ -65,6 +66,7 @@ def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
     assert [(line["pp"], line["dp"], line["tp"]) for line in metrics(folder)] == [(2, 2, 1)] * 3 + [(2, 1, 2)] * 3
 
 
+@pytest.mark.slow
 def test_towers_under_torchrun(tmp_path: Path) -> None:
     """torchrun says how many processes there are, and so the ranks of a pipeline."""
     expected = one_process(tmp_path / "one", f"{CLIP} --pp 2 --dp 2")
@@ -97,6 +99,7 @@ def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list
     return run.moving.told, losses(folder) if rank == 0 else []
 
 
+@pytest.mark.slow
 def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path) -> None:
     """Link 2:3 carries the gradients of the last rank; afterwards it does not."""
     steps = "--steps 27 --save-every 0"

@@ -44,6 +44,7 @@ def uninterrupted(folder: Path, options: str) -> list[float]:
     return losses(folder)
 
 
+@pytest.mark.nightly
 def test_killed_again_and_again(text: Path, tmp_path: Path) -> None:
     """Each part runs under another schedule, number of ranks and dispatch, and is killed at a random moment."""
     options = f"{SMALL} --steps {STEPS} --save-every 3 --data {text}"
@@ -89,6 +90,7 @@ def _killed(run: Run, rank: int, resumable: bool | None) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     """Dropout, tied embedding and head on different ranks, momentum and recomputation."""
     options = (
@@ -105,6 +107,7 @@ def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     assert losses(folder) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     options = f"{SMALL} --steps {STEPS} --save-every 0 --data {text} --ranks 2"
@@ -127,6 +130,7 @@ def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal
     assert losses(folder) == uninterrupted(tmp_path / "whole", options)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
     """Steps too long to wait for: a million tokens each."""
     folder = tmp_path / "run"
@@ -144,6 +148,7 @@ def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_torchrun(text: Path, tmp_path: Path) -> None:
     """Ranks that torchrun starts agree on a free folder, and give the same losses."""
     options = f"{SMALL} --steps 6 --data {text} --sample 0"

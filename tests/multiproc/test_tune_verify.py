@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 SMALL = ["--model", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--pp", "2", "--dp", "1", "--batch", "4", "--microbatch-size", "2"]
     arguments += [
@@ -50,6 +51,7 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
     assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
 
 
+@pytest.mark.slow
 def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["profile", *SMALL, "--ranks", "2", "--seconds", "0.05", "--database", str(tmp_path / "db"), "--json"]
     assert main([*arguments, "--recompute"]) == 0
@@ -63,6 +65,7 @@ def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.Capture
     assert all(value > 0 for row in ("delay", "reduce") for value in transfer[row])
 
 
+@pytest.mark.slow
 def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--batch", "2", "--microbatch-size", "1", "--database", str(tmp_path / "db")]
     assert main([*arguments, "--pp", "1", "--dp", "1", "--seconds", "0.05", "--json"]) == 0

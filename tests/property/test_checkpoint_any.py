@@ -68,6 +68,7 @@ def write_on(folder: Path, step: int, whole: Tensors, owners: dict[str, int], nu
         list(pool.map(one, range(num_ranks)))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     whole=st.dictionaries(names, tensors(), max_size=6),

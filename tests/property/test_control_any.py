@@ -77,6 +77,7 @@ def conditions(draw: st.DrawFn, num_ranks: int) -> LinkConditions:
     return LinkConditions(found)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject) -> None:
@@ -104,6 +105,7 @@ def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject)
     assert replay(lines) == run.decisions
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
@@ -152,6 +154,7 @@ SMALL_COSTS = ps.Costs.uniform(3, 10, 10, 10)
 SMALL_LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> None:

@@ -70,6 +70,7 @@ def test_what_was_written_is_read(corpus: tuple[int, list[list[int]]], with_mode
         assert (IndexedTokens(prefix).modes is not None) == with_modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "size"), [(0, 9), (9, 8), (17, 1), (18, 8), (26, 8)])
 @settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
@@ -93,6 +94,7 @@ def test_any_other_value_in_a_header_field_is_an_error(
                 read(prefix)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_a_changed_length_or_offset_is_an_error(corpus: tuple[int, list[list[int]]], data: st.DataObject) -> None:
@@ -106,6 +108,7 @@ def test_a_changed_length_or_offset_is_an_error(corpus: tuple[int, list[list[int
             read(prefix)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(corpus=corpora(), data=st.data())
 def test_a_changed_boundary_never_changes_the_tokens(
@@ -123,6 +126,7 @@ def test_a_changed_boundary_never_changes_the_tokens(
         assert tokens == flat(documents) == flat(corpus[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
 @settings(deadline=None)
 @given(corpus=corpora(), data=st.data())

@@ -28,6 +28,7 @@ def test_a_place_is_the_same_asked_alone(length: int, seed: int, data: st.DataOb
     assert numbers.tolist() == [permuted(places[i : i + 1], length, seed)[0] for i in range(len(places))]
 
 
+@pytest.mark.slow
 def test_places_are_spread_evenly_over_keys() -> None:
     counts = np.zeros((6, 6), dtype=int)
     for key in range(3000):
@@ -43,6 +44,7 @@ def test_a_place_outside_is_refused() -> None:
         permuted(np.array([0]), 0, 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     size=st.integers(2, 300),

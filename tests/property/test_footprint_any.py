@@ -36,6 +36,7 @@ def runs(draw: st.DrawFn) -> tuple[ps.Schedule, ps.Costs]:
     return schedule, costs
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(runs())
 def test_a_footprint_adds_up(run: tuple[ps.Schedule, ps.Costs]) -> None:

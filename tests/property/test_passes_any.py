@@ -116,6 +116,7 @@ def within(schedule: ps.Schedule, costs: ps.Costs, caps: tuple[float, ...]) -> b
     return all(peak <= cap * (1 + 1e-6) + 1e-9 for peak, cap in zip(peaks, caps, strict=True))
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_the_networks_times_are_the_simulators(problem: Problem) -> None:
@@ -130,6 +131,7 @@ def test_the_networks_times_are_the_simulators(problem: Problem) -> None:
     assert all(latest[node] >= starts[node] - ROUNDING for node in net.order)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), st.none() | st.floats(1.0, 2.0))
 def test_separating_is_valid_and_never_longer(problem: Problem, room: float | None) -> None:
@@ -144,6 +146,7 @@ def test_separating_is_valid_and_never_longer(problem: Problem, room: float | No
     assert caps is None or within(result, costs, caps)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_merging_is_valid_and_never_longer(problem: Problem) -> None:
@@ -157,6 +160,7 @@ def test_merging_is_valid_and_never_longer(problem: Problem) -> None:
     assert result.num_ops <= schedule.num_ops
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_retiming_is_valid_and_never_longer(problem: Problem) -> None:
@@ -169,6 +173,7 @@ def test_retiming_is_valid_and_never_longer(problem: Problem) -> None:
     assert within(result, costs, ps.simulate(schedule, costs).peak_activations)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), st.floats(0.2, 1.2))
 def test_recomputing_meets_the_limit_or_says_why_not(problem: Problem, share: float) -> None:
@@ -207,6 +212,7 @@ def everything_recomputed(schedule: ps.Schedule) -> ps.Schedule:
     return replace(schedule, order=tuple(rows))
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_passes_follow_one_another(problem: Problem) -> None:

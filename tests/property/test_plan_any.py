@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ def planned(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(planned())
 def test_any_plan_is_valid_within_limits_and_above_its_bound(given_: dict[str, Any]) -> None:
@@ -70,6 +72,7 @@ def test_any_plan_is_valid_within_limits_and_above_its_bound(given_: dict[str, A
         assert max(ps.simulate(plan.schedule, ones).peak_activations) <= given_["max_in_flight"]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(planned(), st.randoms(use_true_random=False))
 def test_no_order_beats_the_bound(given_: dict[str, Any], random: Any) -> None:

@@ -150,6 +150,7 @@ def holds(case: Case) -> None:
     assert all(step.chosen is None or step.chosen in step.ready for step in steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(cases())
 def test_any_program_comes_out_proved_and_timed_as_it_was_made(case: Case) -> None:
@@ -234,6 +235,7 @@ def with_gathers(draw: st.DrawFn) -> ps.Program:
     return ps.Program.of_branches(branches, split=draw(st.booleans()), ops=[gather, freed], links=links)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(with_gathers())
 def test_branches_with_registered_ops_come_out_and_go_round_through_text_and_json(program: ps.Program) -> None:

@@ -34,6 +34,7 @@ def schedules(draw: st.DrawFn) -> ps.Schedule:
     return ps.build(name, ranks, microbatches, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     schedule=schedules(),

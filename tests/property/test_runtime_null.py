@@ -79,6 +79,7 @@ def test_library_schedules_complete(name: str) -> None:
         assert_completes(base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_edits_complete_or_say_who_waits_for_what(name: str) -> None:
     rng = random.Random(f"null {name}")

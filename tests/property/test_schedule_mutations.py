@@ -16,6 +16,7 @@ EACH = 1500
 """Edits of each base; two bases a kind, seven kinds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_edits_are_refused_by_name_or_run_to_their_end(name: str) -> None:
     rng = random.Random(name)

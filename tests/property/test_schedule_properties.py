@@ -21,6 +21,7 @@ pytestmark = pytest.mark.property
 QUICK = settings(deadline=None, max_examples=150)
 
 
+@pytest.mark.slow
 @QUICK
 @given(any_schedules())
 def test_any_schedule_parses_back_from_its_text(schedule: ps.Schedule) -> None:
@@ -28,12 +29,14 @@ def test_any_schedule_parses_back_from_its_text(schedule: ps.Schedule) -> None:
         assert ps.parse(str(schedule)) == schedule
 
 
+@pytest.mark.slow
 @QUICK
 @given(any_schedules())
 def test_any_schedule_loads_back_from_its_json(schedule: ps.Schedule) -> None:
     assert from_json(to_json(schedule)) == schedule
 
 
+@pytest.mark.slow
 @QUICK
 @given(any_schedules())
 def test_check_of_anything_ends_in_a_verdict_the_reference_shares(schedule: ps.Schedule) -> None:
@@ -80,6 +83,7 @@ JSON_VALUES = st.recursive(
 FIELDS = ("format", "version", "name", "placement", "microbatch_pipeline", "memory_limit", "order")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, min_size=1, max_size=3))
 def test_json_of_the_wrong_shape_is_a_schedule_error_and_nothing_else(wrong: dict[str, Any]) -> None:
@@ -98,6 +102,7 @@ def test_json_of_anything(value: Any) -> None:
         from_json(json.dumps(value))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(library_schedules(3, 4), st.data())
 def test_text_with_a_slip_is_a_schedule_error_and_nothing_else(schedule: ps.Schedule, data: st.DataObject) -> None:

@@ -40,6 +40,7 @@ def needs(schedule: ps.Schedule, op: Op) -> list[Op]:
     return [Op("F", stage, m), *above]
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), DISPATCH, TRANSPORT)
 def test_every_op_runs_once_alone_and_after_what_it_needs(problem: Problem, dispatch: str, transport: object) -> None:
@@ -62,6 +63,7 @@ def test_every_op_runs_once_alone_and_after_what_it_needs(problem: Problem, disp
         assert message.arrived >= message.sent + delay - ROUNDING
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), DISPATCH)
 def test_within_a_stage_each_kind_keeps_its_order(problem: Problem, dispatch: str) -> None:
@@ -74,6 +76,7 @@ def test_within_a_stage_each_kind_keeps_its_order(problem: Problem, dispatch: st
             assert [op for op in row if op[:2] == key] == [op for op in planned if op[:2] == key]
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), DISPATCH, TRANSPORT)
 def test_makespan_is_at_least_its_lower_bounds(problem: Problem, dispatch: str, transport: object) -> None:
@@ -95,6 +98,7 @@ def round_trip(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links) -> float
     return total + sum(links.delay(a, b) + links.delay(b, a) for a, b in hops)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_a_frozen_run_is_the_longest_path(problem: Problem) -> None:
@@ -112,6 +116,7 @@ def test_a_frozen_run_is_the_longest_path(problem: Problem) -> None:
         assert start == pytest.approx(earliest)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), st.floats(0, 8))
 def test_memory_stays_under_the_cap(problem: Problem, room: float) -> None:
@@ -171,6 +176,7 @@ def test_dynamic_never_deadlocks_whatever_comes_when(
     assert all(decider.finished for decider in deciders), f"stuck, seed {seed}\n{schedule}"
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), DISPATCH, TRANSPORT)
 def test_simulation_is_deterministic(problem: Problem, dispatch: str, transport: object) -> None:
@@ -179,6 +185,7 @@ def test_simulation_is_deterministic(problem: Problem, dispatch: str, transport:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_a_frozen_run_is_never_slower_with_deeper_or_decoupled_links(problem: Problem) -> None:
@@ -192,6 +199,7 @@ def test_a_frozen_run_is_never_slower_with_deeper_or_decoupled_links(problem: Pr
         assert deep <= shallow + ROUNDING
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_a_frozen_run_is_never_faster_with_a_slower_link(problem: Problem) -> None:
@@ -201,6 +209,7 @@ def test_a_frozen_run_is_never_faster_with_a_slower_link(problem: Problem) -> No
     assert then >= now - ROUNDING
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(problems(), DISPATCH, TRANSPORT)
 def test_the_compiled_loop_gives_exactly_the_same_timeline(

@@ -137,6 +137,7 @@ orders = st.lists(st.integers(0, 2), max_size=12)
 sizes = st.one_of(st.integers(1, 4), st.sampled_from([7, 16, 33, 64]))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     shape=st.lists(sizes, max_size=3),

@@ -263,6 +263,7 @@ def test_one_wrong_cell_is_found_at_its_place(schedule: ps.Schedule, data: st.Da
     assert repr(rows[line][column]) in str(caught.value)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(schedules, st.data())
 def test_a_file_cut_off_is_refused_unless_what_is_left_is_whole(schedule: ps.Schedule, data: st.DataObject) -> None:

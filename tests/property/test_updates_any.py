@@ -59,6 +59,7 @@ def test_two_buffers_are_enough_where_a_window_is_no_shorter_than_the_pipeline(d
         assert between == (m >= window and m % window < d - 1 - i)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(amdp_schedules())
 def test_amdp_keeps_lemma_1_with_any_times_and_windows(built: tuple[ps.Schedule, int]) -> None:
@@ -86,6 +87,7 @@ def counted_again(schedule: ps.Schedule) -> dict[tuple[int, int, int], int]:
     return found
 
 
+@pytest.mark.slow
 @SOME
 @given(amdp_schedules(mismatch=(0, 3)))
 def test_amdp_keeps_the_bound_it_is_given(built: tuple[ps.Schedule, int]) -> None:
@@ -98,6 +100,7 @@ def test_amdp_keeps_the_bound_it_is_given(built: tuple[ps.Schedule, int]) -> Non
         assert not between or m % updates.window < d * updates.max_mismatch
 
 
+@pytest.mark.slow
 @SOME
 @given(amdp_schedules())
 def test_amdp_has_gradients_of_two_windows_under_way_at_most(built: tuple[ps.Schedule, int]) -> None:
@@ -115,6 +118,7 @@ def test_amdp_has_gradients_of_two_windows_under_way_at_most(built: tuple[ps.Sch
                 assert op.microbatch // windows.window - taken.get(copy, 0) <= 1
 
 
+@pytest.mark.slow
 @SOME
 @given(amdp_schedules())
 def test_schedules_with_updates_come_back_from_text_and_json(built: tuple[ps.Schedule, int]) -> None:
@@ -123,6 +127,7 @@ def test_schedules_with_updates_come_back_from_text_and_json(built: tuple[ps.Sch
     assert from_json(to_json(schedule)) == schedule
 
 
+@pytest.mark.slow
 @SOME
 @given(amdp_schedules(), st.data())
 def test_no_dispatch_or_delay_carries_an_op_across_an_update_of_its_stage(
@@ -139,6 +144,7 @@ def test_no_dispatch_or_delay_carries_an_op_across_an_update_of_its_stage(
     assert versions(ran) == versions(schedule)
 
 
+@pytest.mark.slow
 @SOME
 @given(amdp_schedules(), st.data())
 def test_check_and_a_second_account_agree_on_updates_out_of_place(

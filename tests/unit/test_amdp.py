@@ -30,6 +30,7 @@ def busiest_rank(costs: ps.Costs, num_microbatches: int) -> float:
     return max(load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [4, 8])
 @pytest.mark.parametrize("windows", [1, 2])
 def test_updates_leave_ranks_as_busy_as_they_were(d: int, windows: int) -> None:

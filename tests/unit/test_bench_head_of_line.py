@@ -30,6 +30,7 @@ def test_the_papers_case_blocks_on_direct_and_less_on_delegates() -> None:
     assert delegated == pytest.approx(PAPER["zb", "2:3=latency:30ms", "delegate"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_row_for_every_case() -> None:
     small = replace(GPT_7B, name="small", num_microbatches=4)
     rows = list(head_of_line.run([small], steps=1, stretch=0.1))

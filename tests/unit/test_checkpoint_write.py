@@ -332,6 +332,7 @@ print(last)
 """
 
 
+@pytest.mark.slow
 def test_twenty_kills_each_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     """Every step is written three times over: replacing a checkpoint is killed as often as adding one."""
     script = tmp_path / "kills.py"

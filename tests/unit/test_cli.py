@@ -133,6 +133,7 @@ def test_check_tells_the_error_with_its_arrow(penstock: Any, tmp_path: Path) -> 
     assert (simulated.code, simulated.json["error"]["rule"]) == (1, "deadlock")
 
 
+@pytest.mark.slow
 def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
     ps.save(ps.build("1f1b", 4, 8), tmp_path / "s.json")
     assert penstock(f"check {tmp_path}/s.json --memory-limit 4").code == 0
@@ -271,6 +272,7 @@ SLOW = ("torch", "numba", "rich.console")
 """Numpy beside, but where something is timed: the simulator works on arrays."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", STARTS)
 def test_planning_starts_without_torch_and_numba(line: str) -> None:
     slow = (*SLOW, "numpy") if "--help" in line else SLOW
@@ -283,6 +285,7 @@ def test_planning_starts_without_torch_and_numba(line: str) -> None:
     assert ran.stderr == "[] 0\n"
 
 
+@pytest.mark.slow
 def test_the_program_ends_quietly_when_its_reader_does() -> None:
     command = f"{sys.executable} -m penstock show gpipe --ranks 16 --microbatches 400 --json | head -c 10"
     ran = subprocess.run(
@@ -291,6 +294,7 @@ def test_the_program_ends_quietly_when_its_reader_does() -> None:
     assert (ran.stdout, ran.stderr, ran.returncode) == ('{"name": "', "", 0)
 
 
+@pytest.mark.slow
 def test_the_terminal_may_lack_letters() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "penstock", "simulate", "1f1b", "--ranks", "2", "--microbatches", "2"],

@@ -51,6 +51,7 @@ def test_loss_and_gradients_are_those_of_the_model_in_one_module(name: str, disp
 COUNTS = [1, 2, 4, 8]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_cut_and_any_numbers_of_microbatches_that_match(data: st.DataObject) -> None:
@@ -69,6 +70,7 @@ def test_any_cut_and_any_numbers_of_microbatches_that_match(data: st.DataObject)
     assert not runs.wrong(sizes, program.build(), CLIPStages.of(NANO, program), dispatch)
 
 
+@pytest.mark.slow
 def test_mixed_schedules_train_until_retrieval_beats_chance_ten_times() -> None:
     """On combinations never seen; and every step is run in the order that the simulator says."""
     program = runs.program(SIZES["gathered over microbatches"])

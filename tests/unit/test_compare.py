@@ -50,6 +50,7 @@ def compare(place: Path, capfd: Any) -> Callable[..., tuple[int, str, str]]:
     return call
 
 
+@pytest.mark.slow
 def test_side_by_side(compare: Any, tmp_path: Path) -> None:
     """The numbers are those of a run of each, of the simulator, and of the order."""
     out = tmp_path / "out"
@@ -101,6 +102,7 @@ def test_for_people(compare: Any) -> None:
     assert "note  microbatches that an update gathers: 1 in spectrain" in told
 
 
+@pytest.mark.slow
 def test_costs_measured_here(compare: Any, tmp_path: Path) -> None:
     """Those of the model, with its updates and weights."""
     database = tmp_path / "known.sqlite"

@@ -65,6 +65,7 @@ def best(job: Job, conditions: LinkConditions) -> float:
     return min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0.0, 8.0])
 @pytest.mark.parametrize(
     ("text", "cause"),

@@ -95,6 +95,7 @@ def test_the_new_plan_runs_at_most_three_iterations_after_the_slow_one(moment: f
     assert run.iterations[-1].ms < run.iterations[first_new - 1].ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.03, 0.2])
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_changes_the_plan_at_most_once_in_1000_iterations(seed: int, noise: float) -> None:
@@ -123,6 +124,7 @@ def test_recovery_goes_back_once_and_late() -> None:
     assert controller.now.delegated == ()
 
 
+@pytest.mark.slow
 def test_a_link_that_comes_and_goes_is_left_in_peace_longer_and_longer() -> None:
     controller = Controller(JOB)
     made = drive(controller, ([HEALTHY] * 8 + [LATE] * 8) * 20)
@@ -228,6 +230,7 @@ def test_what_delegates_add_counts() -> None:
     assert predict(slow_delegates, by_delegate, [healthy]) > predict(JOB, by_delegate, [healthy])
 
 
+@pytest.mark.slow
 def test_an_offered_schedule_is_chosen_where_it_is_best() -> None:
     planned = ps.plan(COSTS, 4, 12, LATE, memory_limit=list(JOB.start.caps), time_limit=1.0).schedule
     controller = Controller(replace(JOB, dispatches=("frozen",)))
@@ -340,6 +343,7 @@ def test_a_dead_link_that_cannot_be_delegated_strands_the_job() -> None:
 # The log
 
 
+@pytest.mark.slow
 def test_a_log_replays_to_the_same_decisions() -> None:
     lines: list[str] = []
     controller = Controller(replace(JOB, host_memory=4.0), log=lines.append)

@@ -70,6 +70,7 @@ class Wander(Noise):
         return math.exp(self.at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Noise, Bursts, Drift, Wander])
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_changes_the_plan_at_most_once_in_1000_iterations(kind: type[Noise], seed: int) -> None:

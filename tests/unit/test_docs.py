@@ -23,6 +23,7 @@ NOT_LISTED = {"--help", "--update-golden", "--extra-index-url"}
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_examples_and_commands_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -30,6 +31,7 @@ def test_examples_and_commands_run(
     assert run_page(page, tmp_path, monkeypatch, capsys) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("block", TORCHRUN, ids=lambda block: block.page.stem)
 def test_examples_for_several_processes_run(block: Block, tmp_path: Path) -> None:

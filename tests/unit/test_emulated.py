@@ -285,6 +285,7 @@ def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_benchmark_has_a_row_for_every_case() -> None:
     from penstock.bench import emulated
 

@@ -59,6 +59,7 @@ def small(load: Any) -> Any:
     return learning.Task(config, batch=8, num_batches=6, every=3, warmup=1)
 
 
+@pytest.mark.slow
 def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("figure7")
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
@@ -90,6 +91,7 @@ def test_a_run_that_diverges_is_told(load: Any) -> None:
     assert load("results").shown(row["final"]) == "diverged"
 
 
+@pytest.mark.slow
 def test_rates(load: Any) -> None:
     module, task = load("rates"), small(load)
     rows = [load("learning").train(method, task) for method in module.methods(1e-3, task)]
@@ -97,6 +99,7 @@ def test_rates(load: Any) -> None:
     assert f"{rows[1]['final'] / rows[0]['final'] - 1:+.2%}" in "\n".join(module.lines(rows))
 
 
+@pytest.mark.slow
 def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("table5")
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
@@ -107,6 +110,7 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sync < vnag < amdp
 
 
+@pytest.mark.slow
 def test_mismatch_finds_zb_v_as_busy_as_amdp(load: Any) -> None:
     module = load("mismatch")
     cells = module.cells(module.COSTINGS[:1], depths=(4,), per_rank=(4,))

@@ -95,6 +95,7 @@ def test_zero1_shares_state_and_step_out(load: Any) -> None:
 # GPT: figures 12 to 15
 
 
+@pytest.mark.slow
 def test_megatron_is_out_of_memory_where_the_papers_is(load: Any) -> None:
     """16.1B: from 1M words on, with whatever is computed again."""
     setups, search = load("setups"), load("search").search
@@ -102,6 +103,7 @@ def test_megatron_is_out_of_memory_where_the_papers_is(load: Any) -> None:
     assert fits == {512: True, 1000: False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "vocabulary", "setup", "shape", "least"),
     [("5B", 1000, (8, 4, 1, "none"), "v-shape", 1.9), ("16.1B", 512, (8, 4, 1, "scores"), "circular", 2.1)],
@@ -120,6 +122,7 @@ def test_headlines_simulated_anew(
     assert base.iteration_ms() / best.iteration_ms() >= least
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_trying_everything_finds(load: Any) -> None:
     setups, search = load("setups"), load("search")
     small = setups.Model("small", 8, 1024, 8, 512, (8,))

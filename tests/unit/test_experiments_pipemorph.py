@@ -58,6 +58,7 @@ def test_figure_5_is_the_paper_s(load: Any) -> None:
     assert find(rows, system="dynamic", delay_ms=20.0)["simulated_ms"] == [410]
 
 
+@pytest.mark.slow
 def test_figure_15_within_the_memory_of_zb(load: Any) -> None:
     module, rows = simulated(load, "figure15", delays=(0.0, 60.0))
     find, chain = load("results").find, load("setups").CHAIN_8
@@ -83,6 +84,7 @@ def test_figure_1_tells_blocking_from_dependencies(load: Any) -> None:
     assert direct > delegated > find(rows, **late | {"delay_ms": 0.0}, transport="direct")["simulated_ms"][0]
 
 
+@pytest.mark.slow
 def test_figure_14_and_16_order_the_systems_as_the_paper_does(load: Any) -> None:
     find = load("results").find
     for name, options, keys in (
@@ -97,6 +99,7 @@ def test_figure_14_and_16_order_the_systems_as_the_paper_does(load: Any) -> None
         assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_figure_17_is_within_three_per_cent_of_the_best(load: Any) -> None:
     module, rows = simulated(load, "figure17", names=("first", "three skipping"), search=0.5)
     find = load("results").find
@@ -106,6 +109,7 @@ def test_figure_17_is_within_three_per_cent_of_the_best(load: Any) -> None:
         assert ours["simulated_ms"][0] <= (1 + module.TARGET) * best["simulated_ms"][0]
 
 
+@pytest.mark.slow
 def test_memory_s_curve_falls_with_memory(load: Any) -> None:
     _, rows = simulated(load, "memory", memories=(15, 8), search=0.1)
     find = load("results").find
@@ -114,6 +118,7 @@ def test_memory_s_curve_falls_with_memory(load: Any) -> None:
     assert find(rows, way="frozen", memory=8)["simulated_ms"] > find(rows, way="dynamic", memory=8)["simulated_ms"]
 
 
+@pytest.mark.slow
 def test_reaction_takes_at_most_three_iterations(load: Any) -> None:
     module, rows = simulated(load, "reaction")
     assert [module.before(row) <= module.TARGET for row in rows] == [True] * len(module.CASES)
@@ -145,6 +150,7 @@ def test_traces_have_the_paper_s_quantiles(load: Any) -> None:
     assert (found["median"], found["mean"], found["p99"]) == pytest.approx((13.0, 22.3, 79.3), rel=0.05)
 
 
+@pytest.mark.slow
 def test_throughput_through_a_trace_with_clairvoyant(load: Any) -> None:
     throughput, chain = load("throughput"), load("setups").CHAIN_4
     rows = list(throughput.rows(load("backends").Backend(), chain, ("A",), 1 / 15, every=6))
@@ -155,6 +161,7 @@ def test_throughput_through_a_trace_with_clairvoyant(load: Any) -> None:
     assert ours["over_clairvoyant"] > -0.05
 
 
+@pytest.mark.slow
 def test_measured_on_threads_through_the_closed_loop(load: Any, tmp_path: Path) -> None:
     backends, loops, systems = load("backends"), load("loops"), load("systems")
     model = replace(load("setups").CHAIN_4, costs=ps.Costs.uniform(4, 1, 1, 1), num_microbatches=8)
@@ -173,6 +180,7 @@ def test_measured_on_threads_through_the_closed_loop(load: Any, tmp_path: Path) 
     assert "median error" in "".join(load("table").lines(load("table").measured_files(tmp_path)))
 
 
+@pytest.mark.slow
 def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) -> None:
     module, rows = simulated(load, "figure19", delays=(0.0, 30.0))
     find = load("results").find
@@ -189,6 +197,7 @@ def test_figure_19_moves_a_late_link_under_pp_and_absorbs_it_there(load: Any) ->
     assert ms["queue", "falcon"] >= module.TARGETS["absorbed"] * ms["queue", "pipemorph"]
 
 
+@pytest.mark.slow
 def test_figure_19_is_measured_on_emulated_devices(load: Any) -> None:
     module, meshes = load("figure19"), load("meshes")
     backend = replace(load("backends").Backend("threads"), stretch=0.25, steps=1, jobs=1)

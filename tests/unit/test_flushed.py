@@ -18,6 +18,7 @@ def even(num_stages: int) -> ps.Costs:
     return ps.Costs.uniform(num_stages, each, each, each, activation=each)
 
 
+@pytest.mark.slow
 def test_with_even_stages_the_best_in_the_memory_of_1f1b_leaves_hardly_a_bubble() -> None:
     found = flushed_schedules(even, 4, 4, 6, memory_limit=4.0)
     assert [run.makespan for run in found] == sorted(run.makespan for run in found)

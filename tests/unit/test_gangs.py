@@ -270,6 +270,7 @@ class Meets(NullDevice):
         return Payload([]) if edge.is_token else super().give(edge)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_simulated_and_measured_order_agree(asynchronous: bool) -> None:
     rng = random.Random(asynchronous)

@@ -25,6 +25,7 @@ class Unreachable:
     check = compare_set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [DeadlineExceeded("nothing came"), PeerLost("rank 0 is gone")])
 def test_a_rank_speaks_for_itself(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     store: Any = Unreachable()

@@ -104,6 +104,7 @@ def test_distmm(size: int, n: int, every: int) -> None:
     same(program, "distmm", gather_every=every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "busy"), [(4, 0.96), (8, 0.97), (12, 0.97)])
 def test_amdp_oldest_first_is_near_the_library_s_own(d: int, busy: float) -> None:
     """What was ready first is not told to the language; the earlier block and microbatch first comes close to it."""

@@ -122,6 +122,7 @@ def test_pipedream_fills_and_drains_once(name: str, p: int, n: int) -> None:
         assert steady == (["F", "B"] * n)[: len(steady)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "busy"), [(4, 0.98), (8, 0.98), (12, 0.98), (16, 0.98), (6, 0.9), (10, 0.9)])
 def test_amdp_keeps_ranks_busy(d: int, busy: float) -> None:
     schedule = ps.build("amdp", d, 40 * d)
@@ -129,6 +130,7 @@ def test_amdp_keeps_ranks_busy(d: int, busy: float) -> None:
     assert max(peak_in_flight(schedule)) <= 2 * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [4, 8, 12, 16])
 def test_amdp_needs_no_more_than_d_and_one_activations_where_the_directions_are_alike(d: int) -> None:
     schedule = ps.build("amdp", d, 40 * d, b=1.0)
@@ -255,6 +257,7 @@ def factor(name: str, p: int) -> int:
     return 2 * (p - 1) if name == "hanayo" else p - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "full", "p"), SIZES)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_deepest_first_with_whole_backwards(name: str, options: dict, full: int, p: int, rounds: int) -> None:

@@ -144,6 +144,7 @@ def test_bound_under_a_cap_is_never_above_the_optimum(cap: int) -> None:
         assert bound.makespan == best  # one turn after the other: barriers and round trips fill all the time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2, 4])
 @pytest.mark.parametrize("split", [False, True])
 def test_caps_are_kept(limit: int, split: bool) -> None:
@@ -156,6 +157,7 @@ def test_caps_are_kept(limit: int, split: bool) -> None:
     assert counted.schedule.splits_backward() is split
 
 
+@pytest.mark.slow
 def test_plans_with_late_links_stages_shared_by_some_and_two_pipelines() -> None:
     links = ps.Links({(0, 1): 3.0, (2, 3): 1.5})
     for placement, num_microbatches in (
@@ -172,6 +174,7 @@ def test_plans_with_late_links_stages_shared_by_some_and_two_pipelines() -> None
         assert plan.makespan < serial
 
 
+@pytest.mark.slow
 def test_ends_are_shortened() -> None:
     costs = random_costs(5, 3)
     steps: list[Progress] = []

@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_examples_and_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_plain_loop(name: str) -> None:
     found = []

@@ -35,6 +35,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_plain_loop(name: str) -> None:
     found = []

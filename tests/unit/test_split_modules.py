@@ -338,6 +338,7 @@ def test_a_compiled_block_inside_a_stage_is_left_alone() -> None:
     assert report.deferred == ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
+@pytest.mark.slow
 def test_a_stage_compiled_after_it_was_prepared() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     twin = copy.deepcopy(stage)

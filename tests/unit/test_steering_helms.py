@@ -205,6 +205,7 @@ class Forgetful:
         self._store.close()
 
 
+@pytest.mark.slow
 def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helm, "RESEND", 0.05)
     lose = ["test/plans/1", "test/plans/3", "test/plans/3"]
@@ -216,6 +217,7 @@ def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: p
         assert ranks.news(Dropped) == []
 
 
+@pytest.mark.slow
 def test_a_plan_that_never_reaches_a_rank_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helm, "GIVE_UP", 0.2)
     lose = ["test/plans/3"] * 1000
@@ -252,6 +254,7 @@ class Gone:
             raise StoreLost("the cable is out")
 
 
+@pytest.mark.slow
 def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_path: Path) -> None:
     memory = InProcessStore()
     gone = Gone(memory)
@@ -272,6 +275,7 @@ def test_one_rank_without_the_store_ends_steering_for_all_and_says_so_once(tmp_p
         assert replay(ranks.log()) == ()
 
 
+@pytest.mark.slow
 def test_a_store_that_comes_back_in_time_goes_on(tmp_path: Path) -> None:
     memory = InProcessStore()
     gone = Gone(memory)

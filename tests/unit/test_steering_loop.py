@@ -35,6 +35,7 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
     raise AssertionError(f"nothing was switched within {most} steps: {pipe.decisions} {pipe.notices}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", "host"])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     steering = ps.Steering(folder=tmp_path)
@@ -73,6 +74,7 @@ def test_emulate_tells_what_each_step_ran() -> None:
     assert run.notices == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tcp", "redis"])
 def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_path: Path) -> None:
     """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
@@ -95,6 +97,7 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
     assert replay((tmp_path / "control.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
         steering = ps.Steering(store=server.address, patience=0.5)

@@ -31,6 +31,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         opened.close()
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_popped_once_and_in_order(store: Store) -> None:
     other = store.another()
     values = [b"", b"\x00\xff\n", "größer".encode(), b"x" * 200_000]
@@ -75,6 +76,7 @@ def test_a_server_that_died_is_found_again(server: Server) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_loses_nothing(server: Server) -> None:
     line = Line(open_store(server.address))
     assert line.push("a", b"1")

@@ -257,6 +257,7 @@ def test_the_files_name_comes_first_and_the_spot_stays(tmp_path: Path) -> None:
     assert (caught.value.line, caught.value.column, caught.value.rank) == (2, 2, 1)
 
 
+@pytest.mark.slow
 def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = ps.build("zb", 2, 4, memory_limit=4)
     native, csv, back = (str(tmp_path / name) for name in ("zb.json", "zb.csv", "back.json"))
@@ -272,6 +273,7 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "0SEND_F0" in Path(csv).read_text()
 
 
+@pytest.mark.slow
 def test_a_bad_csv_ends_in_1_with_its_spot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv, out = tmp_path / "bad.csv", tmp_path / "out.json"
     csv.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F?,1B1\n")

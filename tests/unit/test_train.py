@@ -115,6 +115,7 @@ def test_what_a_run_leaves(train: Train, tmp_path: Path, text: Path) -> None:
     assert {"layers.0.token.weight", "layers.1.attention.qkv.weight", "layers.7.output.weight"} <= set(weights)
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_beats_the_bigram(train: Train) -> None:
     """A text in which a pair says little, and the letters before it all."""
     report = train("run", "--steps 120 --lr 0.02 --lr-warmup 5 --sample 30")
@@ -154,6 +155,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["", "--dropout 0.1 --tied", "--precision bfloat16"], ids=["plain", "tied", "bfloat16"]
 )
@@ -173,6 +175,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
 def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, options: str) -> None:
     """Saved at step 2, gone on with under two other schedules and numbers of ranks."""
@@ -237,6 +240,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["folder", "text.jsonl", "pair", "pair.bin", "pair.idx"])
 def test_data(train: Train, tmp_path: Path, sources: Path, name: str) -> None:
     report = train("run", f"--data {sources / name} --steps 2")

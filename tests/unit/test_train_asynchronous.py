@@ -95,6 +95,7 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
     assert f"at most {most} between F and B: proved before the run, and counted in it" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 0", "--zero off", "--drain-every 2"])
 def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
@@ -228,6 +229,7 @@ def test_a_schedule_file_says_its_windows(train: Train, tmp_path: Path, text: Pa
     assert json.loads((tmp_path / "other/settings.json").read_text())["microbatches"] == 8
 
 
+@pytest.mark.slow
 def test_a_pass_that_breaks_off(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Some updates of the pass were made: nothing but loading goes on from there, and then as if it had not been."""
     options = f"{SMALL} --data {text} --schedule amdp --steps 6 --drain-every 2 --save-every 2 --sample 0"

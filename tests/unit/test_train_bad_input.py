@@ -177,6 +177,7 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(p.relative_to(folder)), p.stat().st_mtime_ns) for p in folder.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD.keys())
 def test_a_mistake_is_told(tell: Callable[..., list[str]], options: str, words: list[str]) -> None:
     lines = tell(f"{SMALL} --data text.txt {options}")

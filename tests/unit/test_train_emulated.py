@@ -120,6 +120,7 @@ def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) ->
     assert "holds a run; give another --out" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     """The link turns late, the plan changes on all ranks, and the end says what was slow and what was decided."""
     report = run(
@@ -147,6 +148,7 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert json.loads(json.dumps(found.to_json())) == steered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["amdp", "vnag"])
 def test_an_asynchronous_iteration_is_a_pass(run: Run, place: Path, schedule: str) -> None:
     report = run(f"--schedule {schedule} --microbatches 4 --drain-every 2 --steps 2")

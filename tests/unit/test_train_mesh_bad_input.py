@@ -167,6 +167,7 @@ def tell(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Tell:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD.keys())
 def test_a_mistake_is_told(tell: Tell, options: str, words: list[str]) -> None:
     lines = tell(options)
@@ -182,6 +183,7 @@ WORLDS: dict[str, tuple[int, str, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "options", "words"), WORLDS.values(), ids=WORLDS.keys())
 def test_sizes_that_do_not_multiply_to_the_world(
     tell: Tell, monkeypatch: pytest.MonkeyPatch, world: int, options: str, words: list[str]

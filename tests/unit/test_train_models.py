@@ -73,6 +73,7 @@ def train(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: A
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_it_learns_and_goes_on(train: Train, tmp_path: Path, model: str) -> None:
     """Under another number of ranks than it began with, to the same losses as a run without a break."""
@@ -91,6 +92,7 @@ def test_it_learns_and_goes_on(train: Train, tmp_path: Path, model: str) -> None
     assert losses(tmp_path / "part") == whole
 
 
+@pytest.mark.slow
 def test_what_each_kind_is_held_against(train: Train) -> None:
     told = {model: train(model, f"{options} --steps 3 --ranks 2") for model, options in MODELS.items()}
     for model in ("gpt", "decoder"):
@@ -105,6 +107,7 @@ def test_what_each_kind_is_held_against(train: Train) -> None:
     assert [told[model]["model"].rsplit("/", 1)[-1] for model in MODELS] == ["gpt", "bert", "clip", "llama"]
 
 
+@pytest.mark.slow
 def test_a_decoder_begins_with_the_weights_in_its_folder(train: Train, place: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,6 +142,7 @@ def test_a_decoder_comes_with_its_tokenizer(train: Train, place: Path, tmp_path:
     assert set(written) <= set(vocabulary), "the model has 300 words, its tokenizer five"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_recomputing_changes_no_number(train: Train, tmp_path: Path, model: str) -> None:
     options = f"{MODELS[model]} --steps 2 --ranks 2"
@@ -147,6 +151,7 @@ def test_recomputing_changes_no_number(train: Train, tmp_path: Path, model: str)
     assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "clip"])
 def test_replicas_in_one_process_are_more_microbatches(train: Train, tmp_path: Path, model: str) -> None:
     options = f"{MODELS[model]} --steps 2 --ranks 2"
@@ -196,6 +201,7 @@ def test_a_file_of_towers_runs(train: Train, place: Path) -> None:
     assert (report["num_ranks"], report["steps"]) == (3, 1)
 
 
+@pytest.mark.slow
 def test_towers_learn_what_they_tell_of(train: Train) -> None:
     """Each by a schedule of its own: new combinations are found ten times as often as by chance."""
     report = train("towers", "--model clip --ranks 5 --steps 32 --tower text=microbatches:4")

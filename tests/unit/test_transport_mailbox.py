@@ -43,6 +43,7 @@ def two(
 # Bounded channels.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth", "dispatch"),
     [
@@ -84,6 +85,7 @@ def test_what_waits_for_what_is_as_in_the_simulator(name: str, depth: int) -> No
     assert compared > 100
 
 
+@pytest.mark.slow
 def test_a_delegated_link_has_no_bound_and_others_keep_theirs() -> None:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
     both = "0:1=latency:30ms 1:2=latency:30ms"
@@ -180,6 +182,7 @@ def test_a_crossing_tells_the_link_from_its_ends() -> None:
     assert one.crossings() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("links", "at_least"),
     {

@@ -55,6 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     return str(message)
 
 
+@pytest.mark.slow
 def test_it_measures_searches_and_remembers(
     ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_it_measures_searches_and_remembers(
     assert "nothing measured, 6 taken from the database" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_best_run_and_are_shown_beside_their_prediction(
     ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +124,7 @@ def test_interrupted_verification_shows_what_ran(
     assert [each["measured"] is not None for each in result["best_running"]].count(True) == 1
 
 
+@pytest.mark.slow
 def test_the_best_schedule_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +145,7 @@ def test_the_best_schedule_trains(
     assert (inputs.schedule, inputs.config.depth, inputs.config.tied) == (schedule, 2, True)
 
 
+@pytest.mark.slow
 def test_a_program_needs_a_file_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep = ["--model", "tiny", "--batch", "16", "--tflops", "0.05", "--ranks", "4", "--pp", "4", "--dp", "1"]
     result = told(capsys, "tune", *deep, "--microbatch-size", "1")
@@ -162,6 +166,7 @@ def test_a_cut_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], 
     assert "--cut 1,x: whole numbers are needed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_profile_written_is_read_again(
     ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

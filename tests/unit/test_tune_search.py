@@ -27,6 +27,7 @@ def everything(space: Space, model: Profile) -> Iterator[tuple[Candidate, Predic
             yield candidate, predict(candidate.plan.schedule, candidate.cut, model, LINKS, shape.dp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("limit", [None, 600.0])
 def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> None:
@@ -58,6 +59,7 @@ def test_programs_join_the_ranking() -> None:
     assert len(orders) == len(set(orders))
 
 
+@pytest.mark.slow
 def test_programs_keep_the_memory_limit() -> None:
     model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), Space(4, 8, pp=[4])
     least = min(p.peak_bytes for _, p in everything(space, model))

@@ -213,6 +213,7 @@ def grown(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links) -> float:
     return ps.simulate(schedule, costs, links=links).makespan - ps.simulate(schedule, costs).makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slack", [2, 3, 4, 5])
 @pytest.mark.parametrize("link", [0, 1, 2])
 def test_theorem_1_holds_in_strict_alternation(slack: int, link: int) -> None:
@@ -244,6 +245,7 @@ def test_priority_lowers_the_threshold_to_one_op(slack: int) -> None:
     assert grown(turns, TEN, late(2, 15.0)) <= 30
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     f=st.integers(1, 20),
