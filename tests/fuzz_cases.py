@@ -27,7 +27,7 @@ from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied
 from penstock.library.build import SCHEDULES
 from penstock.runtime.rng import mix
 from penstock.runtime.shards import whole
-from plain_loop import call, cut, weights
+from plain_loop import call, cut, seed_devices, weights
 
 D = 4
 """The width of every model."""
@@ -35,6 +35,9 @@ NUM_STEPS = 3
 
 Shape = tuple[int, int, int]
 """Processes along pp, dp and tp."""
+
+TOWERS = "distmm"
+"""The schedule whose branches meet in no stage: ops of its own compare what they end in."""
 
 TOLERANCE = 2e-5
 """Of float32, relative, where replicas or shards add up in another order than one process."""
@@ -142,8 +145,7 @@ def draw(seed: int, shape: Shape | None = None) -> Case:
 
 def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
     ranks = shape[0] if shape else rng.choice([1, 2, 2, 3, 4, 4])
-    names = [name for name in SCHEDULES if name != "distmm"]
-    schedule = rng.choice(names)
+    schedule = rng.choice(list(SCHEDULES))
     num = rng.choice([2, 3, 4, 4, 6, 8, 8])
     flat = shape is None or shape[1] * shape[2] == 1
     replicas = shape[1] if shape else 1
@@ -155,6 +157,9 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
     listed = rng.random() < 0.15
     form = rng.choice(["sequential"] * 30 + ["list"] * 15 + ["functions"] * 8 + ["subclass"])
     events = tuple(sorted(rng.sample(EVENTS, rng.choice([0, 0, 1, 1, 2]))))
+    if schedule == TOWERS:  # each stage is its own, and what its ops compare has no place for other options
+        form, autocast, listed = "list", False, False
+        blocks = tuple(name for name in blocks if name in BLOCKS and name != "a gradient kept elsewhere")
     if form == "functions":  # there is no model that a user could do anything to
         events = tuple(event for event in events if event == "accumulate")
     return Case(
@@ -177,7 +182,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
         sharding=sharding,
         transport=rng.choice(["host", "direct"]) if shape else "host",
         events=events,
-        loss=rng.choice(["mean", "mean", "weighted"]),
+        loss="mean" if schedule == TOWERS else rng.choice(["mean", "mean", "weighted"]),
     )
 
 
@@ -295,6 +300,10 @@ def as_module(model: Any) -> nn.Module:
 
 def batch_of(case: Case, step: int) -> tuple[Any, Any]:
     torch.manual_seed(case.seed * 10 + step)
+    if case.schedule == TOWERS:
+        graph = case.build().graph
+        starts = [stage for stage, before in enumerate(graph.sources) if not before]
+        return {stage: torch.randn(case.samples, 3, D) for stage in starts}, None
     if not case.listed:
         return torch.randn(case.samples, 3, D), torch.randn(case.samples, 3, D)
     num = case.num_microbatches * case.num_replicas
@@ -428,7 +437,8 @@ def plain(case: Case, schedule: ps.Schedule) -> Seen:
             optimizer.zero_grad()
     seen.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
     seen.recorded = recorded(module)
-    seen.evaluated = plain_evaluate(model, case, schedule, loss_fn)
+    if case.schedule != TOWERS:
+        seen.evaluated = plain_evaluate(model, case, schedule, loss_fn)
     return seen
 
 
@@ -445,6 +455,8 @@ def steps_of(case: Case) -> Iterator[tuple[int, bool]]:
 
 def plain_step(model: Any, case: Case, schedule: ps.Schedule, step: int, loss_fn: Any) -> Tensor:
     """Adds a step's gradients; pipelines (and replicas) sum by themselves first, and only the first keeps buffers."""
+    if case.schedule == TOWERS:
+        return towers_step(model, case, schedule, step)
     module = as_module(model)
     own, replicas = schedule.num_microbatches, case.num_replicas
     num = own * replicas
@@ -488,6 +500,52 @@ def plain_step(model: Any, case: Case, schedule: ps.Schedule, step: int, loss_fn
 def called(model: Any, value: Any, seed: int | None) -> Any:
     """The model's output; a sequential with a forward of its own is one layer."""
     return call([model], value, seed) if isinstance(model, Scaled) else call(model, value, seed)
+
+
+def compare(call: ps.OpCall) -> None:
+    """What a gather does: a loss of all that both branches ended in."""
+    call.add_loss(apart(call.gather()))
+
+
+def apart(values: dict[tuple[int, int], Tensor]) -> Tensor:
+    one, other = (
+        torch.cat([v for (s, _), v in sorted(values.items()) if s == stage])
+        for stage in sorted({s for s, _ in values})
+    )
+    return (torch.tanh(one) - other).square().mean()
+
+
+def towers_step(model: Any, case: Case, schedule: ps.Schedule, step: int) -> Tensor:
+    """As `plain_step`: whole branches forward, a loss of several microbatches, and each one's backward in order."""
+    num, sources = schedule.num_microbatches, schedule.graph.sources
+    (gather,) = schedule.graph.registered
+    size = num // gather.num_ops
+    inputs, _ = batch_of(case, step)
+    given = {stage: value.tensor_split(num) for stage, value in inputs.items()}
+    scales = weights(next(iter(inputs.values())), None, num, None)  # type: ignore[arg-type]
+    total: Tensor | None = None
+    with torch.random.fork_rng(devices=[]):
+        for group in range(gather.num_ops):
+            outputs: dict[tuple[int, int], Tensor] = {}
+            mine = range(group * size, (group + 1) * size)
+            for m in mine:
+                for stage, module in enumerate(model):
+                    value = outputs[sources[stage][0], m] if sources[stage] else given[stage][m]
+                    seed_devices(mix(mix(mix(0, step), m), stage))
+                    outputs[stage, m] = module(value)
+            ends = sorted(set(range(len(model))) - {s for before in sources for s in before})
+            leaves = {(s, m): outputs[s, m].detach().requires_grad_() for s in ends for m in mine}
+            loss = apart(leaves) * sum(scales[m] for m in mine)
+            grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            for m in mine:
+                for s in ends:
+                    if outputs[s, m].requires_grad:
+                        outputs[s, m].backward(grads[s, m])
+            for _ in mine:
+                share = loss.detach() / size
+                total = share.clone() if total is None else total + share
+    assert total is not None
+    return total
 
 
 def _fill(module: nn.Module, values: dict[str, Tensor]) -> None:
@@ -560,7 +618,8 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
             given,
             schedule,
             tied=tied,
-            loss_fn=LOSSES[case.loss](),
+            loss_fn=None if case.schedule == TOWERS else LOSSES[case.loss](),
+            ops={"GATHER": compare} if case.schedule == TOWERS else None,
             optimizer=OPTIMIZERS[case.optimizer],
             mesh=place,
             dispatch=case.dispatch,
@@ -638,6 +697,8 @@ def _differences(case: Case, pipe: Any, model: Any, want: Seen) -> Iterator[str]
         if case.shape is None and case.form != "functions":
             own = {n: p.detach() for n, p in module.named_parameters()}
             yield from near(want.parameters, own, "in the user's model: ")
+    if want.evaluated is None:
+        return
     evaluated = pipe.evaluate(*batch_of(case, 1)).loss
     yield from near({"loss": want.evaluated}, {"loss": evaluated}, "evaluated: ")
 
