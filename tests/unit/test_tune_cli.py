@@ -294,6 +294,35 @@ def test_bytes_are_read(text: str, value: float) -> None:
     assert number_of_bytes("--memory-limit", text) == value
 
 
+@pytest.mark.xfail(strict=True, reason="both are said not to run")
+def test_copies_and_several_pipelines_are_recommended_where_they_are_fastest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The runtime runs both, so neither is marked, and the fastest of all is what to train with.
+    monkeypatch.chdir(tmp_path)
+    orders: list[Order] = []
+    monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
+    for extra in (["--dp", "2"], ["--pp", "2", "--dp", "1", "--schedule", "chimera"]):
+        result = told(capsys, "tune", *FAST, "--ranks", "2", *extra)
+        choice = result["choice"]
+        assert {name: choice[name] for name in result["best"][0]} == result["best"][0]
+        assert (choice["tp"], choice["sharding"], choice["dispatch"]) == (1, "none", "frozen")
+        assert result["refused"] == {}
+        assert main(shlex.split(result["train"])[1:]) == 0
+        settings = orders[-1].settings
+        assert (settings.ranks, settings.dp, settings.microbatches) == (
+            choice["pp"], choice["dp"], choice["num_microbatches"],
+        )  # fmt: skip
+        schedule = gather_inputs(settings).schedule
+        assert schedule.name == choice["schedule"]
+        assert main(["tune", *FAST, "--ranks", "2", *extra]) == 0
+        printed = capsys.readouterr().out
+        named = f"{choice['schedule']}, pp {choice['pp']}, dp {choice['dp']}, tp 1, {choice['num_microbatches']} "
+        assert f"choice  {named}" in printed
+        assert printed.rstrip().endswith(result["train"])
+        assert "*" not in printed
+
+
 def test_dynamic_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
