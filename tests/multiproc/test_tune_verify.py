@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,38 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path, capsys: pyte
     again = json.loads(capsys.readouterr().out)
     assert (again["num_measured"], again["num_reused"]) == (0, 2)
     assert [each["step_ms"] for each in again["best"]] == [first["step_ms"], second["step_ms"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [["--dp", "2"], ["--pp", "2", "--dp", "1", "--schedule", "chimera"]])
+def test_copies_and_several_pipelines_are_run_and_the_line_trains(
+    extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["tune", *SMALL, "--ranks", "2", "--batch", "4", "--microbatch-size", "1", *extra]
+    measure = ["--seconds", "0.05", "--database", "db", "--verify", "1", "--steps", "2"]
+    assert main([*arguments, *measure, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    choice = result["choice"]
+    assert choice["pp"] * choice["dp"] == 2
+    assert len(choice["measured"]["steps_ms"]) == 4
+    shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
+    assert main([*shlex.split(result["train"])[1:], *shortened]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_the_line_of_a_program_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = ["--model", "nano", "--depth", "6", "--width", "16", "--heads", "1", "--context", "8", "--batch", "8"]
+    assert main(["tune", *deep, "--tflops", "0.001", "--ranks", "2", "--pp", "2", "--dp", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["choice"]["program"]
+    shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
+    assert main([*shlex.split(result["train"])[1:], *shortened]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
 
 
 @pytest.mark.slow

@@ -34,10 +34,9 @@ def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> No
     space, model = Space(4, 8), profile(9, seed)
     found = search(space, lambda shape, again: model, lambda shape: LINKS, limit, num_best=6)
     fits = [(c, p) for c, p in everything(space, model) if limit is None or p.peak_bytes <= limit]
-    for best, kept in ((found.best, fits), (found.best_running, [(c, p) for c, p in fits if c.runs])):
-        expected = sorted((p.step, p.peak_bytes) for _, p in kept)[:6]
-        assert [(r.prediction.step, r.prediction.peak_bytes) for r in best] == expected
-        assert all(r.samples_per_second == 8 / r.prediction.step * 1e3 for r in best)
+    expected = sorted((p.step, p.peak_bytes) for _, p in fits)[:6]
+    assert [(r.prediction.step, r.prediction.peak_bytes) for r in found.best] == expected
+    assert all(r.samples_per_second == 8 / r.prediction.step * 1e3 for r in found.best)
     assert found.num_tried == len(list(everything(space, model)))
     assert found.num_tried - found.num_too_large == len(fits)
 

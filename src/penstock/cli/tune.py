@@ -6,6 +6,7 @@ penstock tune --model gpt2-1.5b --ranks 16 --tflops 150     for devices that are
 
 from __future__ import annotations
 
+import hashlib
 import json as json_module
 import re
 import shlex
@@ -23,7 +24,7 @@ from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
-    from penstock.tune.search import Found
+    from penstock.tune.search import Candidate, Found
     from penstock.tune.session import Source
 
 Model = Annotated[str, typer.Option("--model", "--preset", help="A GPT by its sizes, as in penstock train.")]
@@ -74,7 +75,7 @@ def tune(
     threads: Threads = 1,
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks at most; else as many as fit.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", metavar="N,N,...", help="Ranks of a pipeline to try.")] = None,
-    dp: Annotated[str | None, typer.Option("--dp", metavar="N,N,...", help="Copies of it to try; 1 runs.")] = None,
+    dp: Annotated[str | None, typer.Option("--dp", metavar="N,N,...", help="Replicas of it to try.")] = None,
     microbatch_size: Annotated[
         str | None, typer.Option("--microbatch-size", metavar="N,N,...", help="Samples of a microbatch to try.")
     ] = None,
@@ -104,7 +105,12 @@ def tune(
     seconds: Seconds = 1.0,
     fresh: Fresh = False,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write the best schedule that runs, for train.")
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write the schedule of the choice. A program, which has no name, goes to runs/ without it.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -139,8 +145,13 @@ def tune(
     )
     say = None if json else say_line
     outcome = run(asked, say, _Counter() if say is not None and sys.stderr.isatty() else None)
-    if out is not None:
-        _write(outcome.found, out)
+    choice = outcome.choice
+    if out is None and choice is not None and choice.candidate.plan.program and outcome.config is not None:
+        out = _place_of(choice.candidate)
+    if out is not None and choice is not None:
+        from penstock.formats import save
+
+        save(choice.candidate.plan.schedule, out)
     command = _with_settings(report.train_command(outcome, out), settings)
     if json:
         print_json({**report.as_json(outcome), "out": out, "train": command})
@@ -149,7 +160,7 @@ def tune(
         if out is not None:
             print(f"wrote {out}")
         if command is not None:
-            print(f"\n{command}")
+            print(command)
     if outcome.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
 
@@ -209,12 +220,12 @@ def json_object(option: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-def _write(found: Found, out: str) -> None:
-    from penstock.formats import save
-
-    if not found.best_running:
-        raise Misuse(f"--out {out}: nothing that was found runs, so there is no schedule to write; allow --dp 1")
-    save(found.best_running[0].candidate.plan.schedule, out)
+def _place_of(candidate: Candidate) -> str:
+    """Where a program goes for which no --out was given, so that the line that trains with it can be copied."""
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    digest = hashlib.sha256(str(candidate.plan.schedule).encode()).hexdigest()[:8]
+    return str(folder / f"program-{candidate.shape.pp}x{candidate.shape.num_microbatches}-{digest}.json")
 
 
 def _with_settings(command: str | None, settings: Settings) -> str | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.tune.profile import Profile, Transfer
-from penstock.tune.search import Candidate, Ranked, in_bytes
+from penstock.tune.search import Candidate, Ranked, in_bytes, settings_of
 from penstock.tune.session import Outcome
 from penstock.tune.verify import Measured
 
@@ -28,7 +28,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "num_reused": outcome.num_reused,
         "interrupted": outcome.interrupted,
         "best": [_ranked_json(outcome, ranked) for ranked in found.best],
-        "best_running": [_ranked_json(outcome, ranked) for ranked in found.best_running],
+        "choice": None if outcome.choice is None else _choice_json(outcome, outcome.choice),
+        "refused": dict(found.refused),
         "notices": outcome.notices,
     }
 
@@ -46,7 +47,6 @@ def _ranked_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
         "num_microbatches": candidate.shape.num_microbatches,
         "recompute": candidate.recompute,
         "cut": [len(layers) for layers in candidate.cut],
-        "runs": candidate.runs,
         "step_ms": prediction.step,
         "makespan_ms": prediction.makespan,
         "update_ms": prediction.update,
@@ -57,6 +57,12 @@ def _ranked_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
         "memory_bytes": [memory.total for memory in prediction.memory],
         "measured": None if measured is None else _measured_json(ranked, measured),
     }
+
+
+def _choice_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
+    settings = settings_of(ranked.candidate, outcome.settings)
+    same = {name: getattr(settings, name) for name in ("tp", "sharding", "dispatch")}
+    return {**_ranked_json(outcome, ranked), **same}
 
 
 def _measured_json(ranked: Ranked, measured: Measured) -> dict[str, Any]:
@@ -71,40 +77,56 @@ def _measured_json(ranked: Ranked, measured: Measured) -> dict[str, Any]:
 
 
 def show(outcome: Outcome, num_shown: int) -> None:
-    """Prints the best, and the best that run here where those are others."""
+    """Prints the best, and what to train with."""
     found = outcome.found
     _print_table(outcome, f"{outcome.model}: the fastest by prediction", found.best[:num_shown])
-    shown = {ranked.candidate for ranked in found.best[:num_shown]}
-    running = [ranked for ranked in found.best_running[:num_shown] if ranked.candidate not in shown]
-    if running:
-        print()
-        _print_table(outcome, "more of those that penstock train runs", running)
     print()
     print(_summary(outcome))
-    if any(not ranked.candidate.runs for ranked in found.best[:num_shown]):
-        print("*  predicted only: penstock train runs one pipeline, without copies of it (dp 1)")
     for notice in outcome.notices:
         print(f"note  {notice}")
+    if outcome.choice is not None:
+        print(f"\nchoice  {choice_words(outcome, outcome.choice)}")
+
+
+def choice_words(outcome: Outcome, ranked: Ranked) -> str:
+    """What to train with, all that says what it is, and what its step takes."""
+    candidate, shape = ranked.candidate, ranked.candidate.shape
+    settings = settings_of(candidate, outcome.settings)
+    each = "" if shape.dp == 1 else " in each replica"
+    said = [
+        f"{candidate.name}{' (a program of no name)' if candidate.plan.program else ''}",
+        f"pp {shape.pp}",
+        f"dp {shape.dp}",
+        f"tp {settings.tp}",
+        f"{shape.num_microbatches} microbatches of {shape.microbatch_size}{each}",
+        f"{' '.join(str(len(layers)) for layers in candidate.cut)} layers",
+        *(["recompute"] if candidate.recompute else []),
+        f"sharding {settings.sharding}",
+        f"dispatch {settings.dispatch}",
+    ]
+    measured = outcome.measured.get(candidate)
+    took = f"{ranked.prediction.step:.1f} ms a step predicted"
+    if measured is not None:
+        took += f", {measured.step:.1f} ms measured: the fastest of {len(outcome.measured)} that were run"
+    return f"{', '.join(said)}; {took}"
 
 
 def train_command(outcome: Outcome, schedule_file: str | None = None) -> str | None:
-    """The line that trains with the best that runs; None where there is no such line.
+    """The line that trains with the choice; None where the model is just a file of costs, which nothing trains.
 
-    There is none where nothing that runs was found, the model is just a file of costs, or the best is a program
-    that no file holds yet.
+    Args:
+        schedule_file: holds its schedule; needed for a program, which has no name.
     """
-    if not outcome.found.best_running or outcome.config is None:
+    if outcome.choice is None or outcome.config is None:
         return None
-    candidate = outcome.found.best_running[0].candidate
-    if candidate.plan.program and schedule_file is None:
-        return None
+    candidate = outcome.choice.candidate
+    shape = candidate.shape
     words = ["penstock", "train", "--preset", outcome.model, "--batch", str(outcome.space.batch)]
-    if schedule_file is not None:
-        words += ["--schedule", schedule_file]
-    else:
-        shape = candidate.shape
-        words += ["--schedule", candidate.plan.name, "--ranks", str(shape.pp)]
-        words += ["--microbatches", str(shape.num_microbatches)]
+    words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
+    if shape.dp > 1:
+        words += ["--dp", str(shape.dp)]
+    words += ["--microbatches", str(shape.num_microbatches)]
+    if schedule_file is None:
         for name, value in candidate.plan.options:
             option = {"num_stages": "--stages"}.get(name, f"--{name}")
             words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
@@ -117,7 +139,7 @@ def _print_table(outcome: Outcome, title: str, rows: Sequence[Ranked]) -> None:
     speed = "samples/s" if outcome.config is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule")
-    heads = ["pp", "dp", "microbatches", "layers", "step ms", speed, "bubbles", "a rank"]
+    heads = ["pp", "dp", "microbatches", "layers", "step ms", speed, "bubbles", "memory per rank"]
     for head in [*heads, *(["measured ms", "off"] if verified else [])]:
         table.add_column(head, justify="right")
     for ranked in rows:
@@ -131,7 +153,7 @@ def _cells(outcome: Outcome, ranked: Ranked, verified: bool) -> list[str]:
     name = candidate.name + (" +recompute" if candidate.recompute else "")
     tokens = _tokens(outcome, ranked)
     cells = [
-        name if candidate.runs else f"{name}*",
+        name,
         str(shape.pp),
         str(shape.dp),
         f"{shape.num_microbatches} of {shape.microbatch_size}",
@@ -163,6 +185,9 @@ def _summary(outcome: Outcome) -> str:
     said = [f"{found.num_tried} candidates"]
     if found.num_too_large:
         said.append(f"{found.num_too_large} of them above the memory limit")
+    if found.refused:
+        reason, _ = found.refused.most_common(1)[0]
+        said.append(f"{found.refused.total()} of them penstock train would refuse, like: {reason}")
     if outcome.num_measured or outcome.num_reused:
         measured = f"{outcome.num_measured} profiles measured" if outcome.num_measured else "nothing measured"
         said.append(f"{measured}, {outcome.num_reused} taken from the database")

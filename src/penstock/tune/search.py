@@ -7,11 +7,16 @@ not simulated. The best few are those that simulating every candidate would give
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.dispatch import Dispatch
-from penstock.runtime import partition
+from penstock.runtime import RuntimeFailure, partition
+from penstock.runtime.setup import require_runnable
+from penstock.train.mesh_sizes import check_placement
+from penstock.train.settings import Settings, SettingsError
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
@@ -40,11 +45,6 @@ class Candidate:
         return self.shape.pp * self.shape.dp
 
     @property
-    def runs(self) -> bool:
-        """Whether the runtime runs it: one pipeline, no copies."""
-        return self.plan.runs and self.shape.dp == 1
-
-    @property
     def name(self) -> str:
         """The schedule's, with its options."""
         return self.plan.name + "".join(f" {name}={_short(value)}" for name, value in self.plan.options)
@@ -71,15 +71,16 @@ class Found:
     """What a search has come to, also when it was interrupted.
 
     Attributes:
-        best: the fastest first. best_running: alike, of those that the runtime runs.
+        best: the fastest first; `penstock train` runs all of them.
         num_tried: candidates looked at. num_too_large: those of them above the memory limit.
+        refused: how many of them `penstock train` would refuse, by what it would say.
         smallest: the least memory any candidate needs, and which that is.
     """
 
     best: list[Ranked] = field(default_factory=list)
-    best_running: list[Ranked] = field(default_factory=list)
     num_tried: int = 0
     num_too_large: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
     smallest: tuple[float, Candidate] | None = None
     interrupted: bool = False
 
@@ -95,16 +96,19 @@ def search(
     progress: Callable[[Found], None] | None = None,
     interrupted: bool = False,
     programs: bool = False,
+    settings: Settings | None = None,
 ) -> Found:
     """Looks at the whole space.
 
     Args:
         memory_limit: bytes a rank may need.
-        num_best: candidates to keep, of all and of those that run.
+        num_best: candidates to keep.
         num_devices: ranks that can work at the same time on the machine.
         progress: called after each candidate.
         interrupted: whether measuring was, so that some profiles are missing.
         programs: whether to search programs too, on the shapes of the best.
+        settings: of the run that is tuned, besides what candidates say themselves; those of `penstock train` where
+            not given.
 
     An interrupt (Ctrl-C) returns what was found so far, if anything was.
 
@@ -113,8 +117,13 @@ def search(
     """
     found = Found(interrupted=interrupted)
     shapes = space.shapes()
+    run = settings or Settings(batch=space.batch, microbatches=1, ranks=1)
 
     def consider(candidate: Candidate, profile: Profile, transfer: Transfer) -> None:
+        if (reason := refusal(candidate, run)) is not None:
+            found.num_tried += 1
+            found.refused[reason] += 1
+            return
         _consider(found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch, num_devices)
         if progress is not None:
             progress(found)
@@ -148,6 +157,9 @@ def search(
             f"no schedule {names}accepts any of the numbers of ranks and microbatches tried, like "
             f"{shapes[0].pp} and {shapes[0].num_microbatches}, with the model's layers; try others"
         )
+    if found.refused.total() == found.num_tried:
+        (reason, count), *_ = found.refused.most_common(1)
+        raise TuneError(f"penstock train refuses all {found.num_tried} candidates, {count} of them because {reason}")
     if not found.best and found.smallest is not None and memory_limit is not None:
         least, candidate = found.smallest
         raise TuneError(
@@ -173,10 +185,39 @@ def candidates(
         yield Candidate(shape, plan, cuts[key], recompute)
 
 
+def settings_of(candidate: Candidate, settings: Settings) -> Settings:
+    """The settings of `penstock train` for a candidate; a program's schedule is a file's, which stands in it yet.
+
+    Raises:
+        SettingsError: settings that do not go together.
+    """
+    shape, plan = candidate.shape, candidate.plan
+    options: dict[str, Any] = {{"num_stages": "stages"}.get(name, name): value for name, value in plan.options}
+    return replace(
+        settings,
+        schedule=settings.schedule if plan.program else plan.name,
+        ranks=shape.pp,
+        dp=shape.dp,
+        microbatches=shape.num_microbatches,
+        cut=tuple(len(layers) for layers in candidate.cut),
+        recompute=candidate.recompute,
+        **{"stages": None, "warmup": None, **options},
+    )
+
+
+def refusal(candidate: Candidate, settings: Settings) -> str | None:
+    """Why `penstock train` would refuse a candidate; None where it runs it. The checks are the run's own."""
+    try:
+        check_placement(settings_of(candidate, settings), candidate.plan.schedule)
+        require_runnable(candidate.plan.schedule)
+    except (SettingsError, RuntimeFailure) as error:
+        return str(error)
+    return None
+
+
 def _best_shapes(found: Found) -> list[tuple[Shape, bool]]:
     """Where programs are searched: the shapes of the best candidates."""
-    ranked = [*found.best_running, *found.best]
-    shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in ranked if r.candidate.shape.pp > 1)
+    shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in found.best if r.candidate.shape.pp > 1)
     return list(shapes)[:NUM_SHAPES]
 
 
@@ -187,7 +228,7 @@ def _is_known(found: Found, candidate: Candidate) -> bool:
         (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
         and other.plan.schedule.placement == schedule.placement
         and other.plan.schedule.order == schedule.order
-        for other in (ranked.candidate for ranked in (*found.best, *found.best_running))
+        for other in (ranked.candidate for ranked in found.best)
     )
 
 
@@ -211,15 +252,13 @@ def _consider(
     if memory_limit is not None and need > memory_limit:
         found.num_too_large += 1
         return
-    lists = [found.best, *([found.best_running] if candidate.runs else [])]
     least = _busiest(candidate, profile, transfer)
-    if all(len(row) >= num_best and row[-1].prediction.step < least for row in lists):
+    if len(found.best) >= num_best and found.best[-1].prediction.step < least:
         return
     prediction = predict(schedule, cut, profile, transfer, candidate.shape.dp, num_devices, dispatch)
     ranked = Ranked(candidate, prediction, batch / prediction.step * 1e3 if prediction.step else float("inf"))
-    for row in lists:
-        bisect.insort(row, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
-        del row[num_best:]
+    bisect.insort(found.best, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
+    del found.best[num_best:]
 
 
 def _busiest(candidate: Candidate, profile: Profile, transfer: Transfer) -> float:

@@ -19,7 +19,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
 from penstock.tune.meter import Meter, Need
 from penstock.tune.profile import Profile, Transfer
-from penstock.tune.search import Candidate, Found, search
+from penstock.tune.search import Candidate, Found, Ranked, search
 from penstock.tune.space import Shape, Space
 from penstock.tune.verify import Measured, verify
 
@@ -84,12 +84,13 @@ class Outcome:
     """What came of it.
 
     Attributes:
-        config: of the GPT; None for a model that is only a file of costs.
+        settings: asked for. config: of the GPT; None for a model that is only a file of costs.
         num_measured, num_reused: measurements made now, and taken from the database.
         measured: of the candidates that were run.
     """
 
     model: str
+    settings: Settings
     config: GPTConfig | None
     space: Space
     found: Found
@@ -98,6 +99,15 @@ class Outcome:
     measured: dict[Candidate, Measured] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     interrupted: bool = False
+
+    @property
+    def choice(self) -> Ranked | None:
+        """What to train with: the fastest of those that were run, or where none was, the fastest by prediction."""
+        best = self.found.best
+        ran = [ranked for ranked in best if ranked.candidate in self.measured]
+        if ran:
+            return min(ran, key=lambda ranked: self.measured[ranked.candidate].step)
+        return best[0] if best else None
 
 
 def tune(
@@ -192,7 +202,7 @@ def _tune_here(
             interrupted,
         )  # fmt: skip
     outcome = Outcome(
-        settings.preset, config, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
+        settings.preset, settings, config, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
         interrupted=found.interrupted or interrupted,
     )  # fmt: skip
     if asked.num_verified and not outcome.interrupted:
@@ -216,7 +226,7 @@ def _tune_file(asked: Asked, file: CostsFile, num_ranks: int, progress: Callable
         return file.transfer(shape.pp * shape.dp) or assumed
 
     found = _searched(asked, space, profile_of, transfer_of, None, progress)
-    return Outcome(file.model, None, space, found, interrupted=found.interrupted)
+    return Outcome(file.model, asked.settings, None, space, found, interrupted=found.interrupted)
 
 
 def _tune_estimated(
@@ -234,7 +244,7 @@ def _tune_estimated(
         )  # fmt: skip
 
     found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress)
-    return Outcome(settings.preset, config, space, found, interrupted=found.interrupted)
+    return Outcome(settings.preset, settings, config, space, found, interrupted=found.interrupted)
 
 
 def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> Space:
@@ -260,15 +270,14 @@ def _searched(
     return search(
         space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
         asked.settings.dispatch, devices, progress, interrupted, asked.programs and not asked.schedules,
+        asked.settings,
     )  # fmt: skip
 
 
 def _verify(asked: Asked, outcome: Outcome, config: GPTConfig, say: Callable[[str], None] | None) -> None:
-    chosen = outcome.found.best_running[: asked.num_verified]
+    chosen = outcome.found.best[: asked.num_verified]
     if len(chosen) < asked.num_verified:
-        outcome.notices.append(
-            f"{asked.num_verified} candidates were to be verified; {len(chosen)} of those found run on this machine"
-        )
+        outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
         outcome.measured = verify(chosen, asked.settings, config, asked.num_steps, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)

@@ -98,11 +98,6 @@ class Plan:
     options: tuple[tuple[str, object], ...] = ()
     program: bool = False
 
-    @property
-    def runs(self) -> bool:
-        """Whether the runtime runs it: one pipeline."""
-        return self.schedule.placement.num_pipelines == 1
-
 
 def counts(limit: int) -> list[int]:
     """Powers of two up to `limit`, and its other divisors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from penstock.runtime import Pipeline
 from penstock.runtime.measured import measured_costs
 from penstock.simulate import Timeline
 from penstock.train.inputs import device_of, optimizer_class
+from penstock.train.mesh import mesh_of
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed
 from penstock.tune.device import Clock
@@ -24,20 +25,22 @@ WARM_UPS = 3
 def run(
     settings: Settings, config: GPTConfig, task: dict[str, Any], rank: int, meet: Callable[[], None]
 ) -> dict[str, Any]:
-    """Steps of `task["schedule"]` on stages of `task["cut"]` layers each, on random tokens, with updates.
+    """Steps of `task["schedule"]` on every replica of the settings' mesh, on random tokens, with updates.
 
     Ranks start each step together (`meet`), as they do in training, where a step ends for all at its loss.
     Returns milliseconds and clocks of every step on this rank, the steps' makespans, and on rank 0 the mean op times
     by stage.
     """
     schedule = from_json(task["schedule"])
-    parts = ranges(task["cut"])
-    wrap = recomputed if task["recompute"] else None
+    parts = ranges(settings.cut or ())
+    wrap = recomputed if settings.recompute else None
     pipe = Pipeline(
         [lambda part=part: gpt_stage(config, part, settings.seed, wrap=wrap) for part in parts],  # type: ignore[misc]
         schedule,
         loss_fn=CrossEntropy(),
         optimizer=optimizer_class(settings),
+        mesh=mesh_of(settings),
+        sharding=settings.sharding,
         dispatch=settings.dispatch,
         device=device_of(settings),
         autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
@@ -47,7 +50,7 @@ def run(
         timeout=settings.timeout,
     )
     draws = torch.Generator().manual_seed(1)
-    shape = task["microbatch_size"] * schedule.num_microbatches, config.context
+    shape = task["microbatch_size"] * schedule.num_microbatches * settings.dp, config.context
     inputs, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
     timelines: list[Timeline] = []
     steps: list[float] = []
@@ -72,7 +75,7 @@ def run(
     }
 
 
-def ranges(cut: list[int]) -> list[range]:
+def ranges(cut: Sequence[int]) -> list[range]:
     """The layers of each stage, from how many each holds."""
     found, start = [], 0
     for count in cut:

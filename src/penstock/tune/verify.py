@@ -12,7 +12,7 @@ from penstock.formats.native import to_json
 from penstock.models import GPTConfig
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.device import others
-from penstock.tune.search import Candidate, Ranked
+from penstock.tune.search import Candidate, Ranked, settings_of
 from penstock.tune.work import Answer, carry_out
 
 DISTURBED = 0.25
@@ -65,7 +65,7 @@ def verify(
     answers: dict[Candidate, list[Answer]] = {}
     by_ranks: dict[int, list[Candidate]] = {}
     for ranked in best:
-        by_ranks.setdefault(ranked.candidate.shape.pp, []).append(ranked.candidate)
+        by_ranks.setdefault(ranked.candidate.num_ranks, []).append(ranked.candidate)
     try:
         for num_ranks, group in by_ranks.items():
             order = [candidate for turn in range(rounds) for candidate in (group if turn % 2 == 0 else group[::-1])]
@@ -87,11 +87,9 @@ def trial_task(candidate: Candidate, settings: Settings, config: GPTConfig, num_
     return {
         "do": "run",
         "text": str(candidate),
-        "settings": dataclasses.asdict(settings),
+        "settings": dataclasses.asdict(settings_of(candidate, settings)),
         "vocab_size": config.vocab_size,
         "schedule": to_json(candidate.plan.schedule),
-        "cut": [len(layers) for layers in candidate.cut],
-        "recompute": candidate.recompute,
         "microbatch_size": candidate.shape.microbatch_size,
         "steps": num_steps,
     }
