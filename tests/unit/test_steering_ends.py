@@ -1,0 +1,188 @@
+"""What steering's threads and processes do when a disk is full, a store stands still or nonsense comes in: each is
+noticed, training goes on, and nothing of ours is left after `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_steering_helms import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
+
+import penstock as ps
+from penstock.control import Sensitivity
+from penstock.runtime.steering.decider import Decider
+from penstock.runtime.steering.records import CONTROL, ITERATIONS, TIMELINES
+from penstock.runtime.stores import InProcessStore, StoreLost, open_store
+from stores import Server, running
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full"),
+]
+
+DEADLINE = 60.0
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("penstock-")}
+
+
+def children() -> set[int]:
+    task = Path(f"/proc/{os.getpid()}/task")
+    return {int(pid) for each in task.iterdir() for pid in (each / "children").read_text().split()}
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """No thread and no process of ours is left that was not there before."""
+    threads, processes = ours(), children()
+    yield
+    assert ours() <= threads
+    assert children() <= processes
+
+
+def step_until(ranks: Group, what: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < end, [one.notices for one in ranks.helms]
+        ranks.step(LATE, heard=False)
+        time.sleep(0.02)
+
+
+# A full disk.
+
+
+@pytest.mark.xfail(strict=True, reason="the thread that reads the controller's log ends at a write that fails")
+@pytest.mark.parametrize("name", [CONTROL, ITERATIONS, TIMELINES])
+def test_a_full_disk_ends_the_records_with_one_notice_and_steering_goes_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    with nothing_left(), group(tmp_path) as ranks:
+        step_until(ranks, lambda: ranks.helms[0].number >= 1)
+        step_until(ranks, lambda: bool(ranks.helms[0].notices))
+        for _ in range(3):
+            ranks.step(LATE, heard=False)
+        (notice,) = ranks.helms[0].notices
+        assert notice.startswith(f"records in {tmp_path} end here: {name}: No space left on device")
+        assert all(one.notices == [] for one in ranks.helms[1:])
+
+
+# A controller whose words cannot be taken in.
+
+
+@pytest.mark.xfail(strict=True, reason="the thread that reads them ends, and nobody is told")
+def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None:
+    said: list[str] = []
+    job = ps.Steering().job(COSTS, START, 0, False)
+
+    def take(line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with nothing_left():
+        decider = Decider(job, Sensitivity(), take, said.append)
+        end = time.monotonic() + DEADLINE
+        while not said and time.monotonic() < end:
+            decider.feed(json.dumps({"record": {"iteration": 0, "number": 0}}))
+            time.sleep(0.01)
+        decider.close()
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+
+
+class Garbled(InProcessStore):
+    """A store from which one queue gives nonsense."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__()
+        self._garbled = queue
+
+    def pop(self, queue: str, timeout: float) -> bytes | None:
+        return b"\xff{" if queue == self._garbled else super().pop(queue, timeout)
+
+
+@pytest.mark.parametrize(
+    "queue",
+    [
+        pytest.param(
+            "test/plans/2",
+            marks=pytest.mark.xfail(strict=True, reason="the thread that takes plans ends, and nobody is told"),
+        ),
+        "test/reports",
+    ],
+)
+def test_nonsense_from_the_store_ends_steering_with_one_notice(tmp_path: Path, queue: str) -> None:
+    with nothing_left(), group(tmp_path, stores=[Garbled(queue)] * NUM_RANKS) as ranks:
+        step_until(ranks, lambda: all(one.notices for one in ranks.helms))
+        assert [len(one.notices) for one in ranks.helms] == [1] * NUM_RANKS
+        assert {one.number for one in ranks.helms} == {0}
+
+
+# A store that stands still, or is gone.
+
+
+@pytest.fixture(params=["tcp", "redis"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running(request.param) as server:
+        yield server
+
+
+def stands_still(server: Server) -> None:
+    server.signal(signal.SIGSTOP)
+
+
+@pytest.mark.xfail(strict=True, reason="a call to a TCPStore that stands still never returns")
+def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.stores.tcp.CONNECT", 0.5)
+    with running("tcp") as server:
+        store = open_store(server.address)
+        stands_still(server)
+        ended: list[str] = []
+
+        def call(what: Callable[[], Any]) -> None:
+            try:
+                what()
+            except StoreLost as error:
+                ended.append(str(error))
+
+        for what in (lambda: store.pop("a", 0.1), lambda: open_store(server.address)):
+            thread = threading.Thread(target=call, args=(what,), daemon=True)
+            thread.start()
+            thread.join(DEADLINE / 4)
+        assert len(ended) == 2
+        assert all(str(server.port) in text for text in ended)
+
+
+@pytest.mark.xfail(strict=True, reason="threads that wait for the store outlive close")
+@pytest.mark.parametrize("fate", [stands_still, Server.kill])
+def test_no_thread_outlives_close_when_the_store_is_gone(
+    tmp_path: Path, server: Server, fate: Callable[[Server], None]
+) -> None:
+    with nothing_left():
+        stores = [open_store(server.address) for _ in range(NUM_RANKS)]
+        with group(tmp_path, stores=stores) as ranks:
+            for _ in range(3):
+                ranks.step(HEALTHY)
+            fate(server)
+            for _ in range(3):
+                ranks.step(HEALTHY, heard=False)
+
+
+# A decider that stands still.
+
+
+def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path) -> None:
+    with nothing_left(), group(tmp_path) as ranks:
+        ranks.step(HEALTHY)
+        pid = ranks.helms[0].controller
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(200):  # more than a pipe holds: whoever feeds it stands still, too
+            ranks.step(HEALTHY, heard=False)
