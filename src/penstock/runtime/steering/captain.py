@@ -28,8 +28,8 @@ from penstock.runtime.steering.report import Report, lines_of
 
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
-ENDS = 1.0
-"""Seconds that the thread has to end: it may wait for a decider that is far behind."""
+ENDS, GONE = 1.0, 10.0
+"""Seconds that the thread has to end: it may wait for a decider that is far behind; and once nothing holds it."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Captain:
         take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
             that rank 0 always knows what it waits for.
         stop: called where deciding cannot go on, with the reason.
+        notice: called with what a person should know.
 
     Attributes:
         decisions: all so far, as the log has them.
@@ -91,11 +92,12 @@ class Captain:
         queue: Callable[[int], str],
         take: Callable[[Plan], None],
         stop: Callable[[str], None],
+        notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
         self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
-        self._records = Records(steering.folder)
+        self._records = Records(steering.folder, notice)
         self._gathering = Gathering(setting.start.schedule.num_ranks)
         self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
@@ -107,9 +109,13 @@ class Captain:
         self._plan: Plan | None = None
         self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
         self._decider: Decider | None = None
-        if setting.costs is not None:
-            self._begin(setting.costs)
         self._closed = threading.Event()
+        try:
+            if setting.costs is not None:
+                self._begin(setting.costs)
+        except BaseException:
+            self._records.close()
+            raise
         self._thread = threading.Thread(target=self._work, name="penstock-captain", daemon=True)
         self._thread.start()
 
@@ -137,6 +143,9 @@ class Captain:
         self._closed.set()
         self._thread.join(ENDS)
         if self._decider is not None:
+            self._decider.close()
+        self._thread.join(GONE)  # it may have stood still while the decider read nothing
+        if self._decider is not None:  # it may have been started at the last moment
             self._decider.close()
         self._records.close()
 
@@ -203,6 +212,8 @@ class Captain:
         }
 
     def _begin(self, costs: Costs) -> None:
+        if self._closed.is_set():
+            return
         setting = self._setting
         job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates)
         self._decider = Decider(job, self._steering.sensitivity, self._hear, self._stop)

@@ -67,7 +67,7 @@ class Decider:
         self._write("\n".join(lines))
 
     def close(self) -> None:
-        """Ends the process, with what it was doing."""
+        """Ends the process, with what it was doing, and the thread that reads its words."""
         self._closed = True
         late = threading.Timer(END, self._process.kill)
         late.start()
@@ -89,8 +89,15 @@ class Decider:
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "it was started with a pipe"
-        for line in self._process.stdout:
-            self._take(line.rstrip("\n"))
-        code = self._process.wait()
+        with self._process.stdout as lines:
+            try:
+                for line in lines:
+                    self._take(line.rstrip("\n"))
+            except Exception as error:
+                # Nobody reads what it says from here on: it would stand still, and whoever feeds it, too.
+                self._process.kill()
+                reason = f"what the controller said could not be taken in: {error!r}"
+            else:
+                reason = f"the controller's process ended with exit code {self._process.wait()}"
         if not self._closed:
-            self._ended(f"the controller's process ended with exit code {code}")
+            self._ended(reason)

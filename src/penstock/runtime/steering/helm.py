@@ -33,8 +33,8 @@ KEPT = 64
 """Reports kept while the store is gone; older ones are dropped."""
 COMPARED = 64
 """Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
-ENDS = 1.0
-"""Seconds that threads have to end, and other processes to say that they have."""
+ENDS, GONE = 1.0, 10.0
+"""Seconds that threads have to end, and other processes to say that they have; and once the store is let go of."""
 RESEND, GIVE_UP = 1.0, 15.0
 """Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
 
@@ -88,23 +88,31 @@ class Helm:
         self._meeting = meeting
         self._closed = threading.Event()
         self._captain = None
-        if meeting.first == 0:
-            self._lines = [Line(meeting.store.another()) for _ in range(3)]
-            self._captain = Captain(
-                steering,
-                setting,
-                self._lines[1],
-                self._lines[2],
-                meeting.reports,
-                meeting.plans,
-                self._take,
-                self._stop_later,
-            )
-        else:
-            self._lines = [Line(meeting.store.another()) for _ in range(2)]
-        self._threads = [threading.Thread(target=self._send, name="penstock-reports", daemon=True)]
+        self._lines: list[Line] = []
+        try:
+            for _ in range(3 if meeting.first == 0 else 2):
+                self._lines.append(Line(meeting.store.another()))
+            if meeting.first == 0:
+                self._captain = Captain(
+                    steering,
+                    setting,
+                    self._lines[1],
+                    self._lines[2],
+                    meeting.reports,
+                    meeting.plans,
+                    self._take,
+                    self._stop_later,
+                    self.notices.append,
+                )
+        except BaseException:
+            self._let_go()
+            raise
+        works = {"penstock-reports": self._send}
         if self._captain is None:
-            self._threads.append(threading.Thread(target=self._receive, name="penstock-plans", daemon=True))
+            works["penstock-plans"] = self._receive
+        self._threads = [
+            threading.Thread(target=self._work, args=(work,), name=name, daemon=True) for name, work in works.items()
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -166,15 +174,24 @@ class Helm:
         """Ends the threads; what is on its way to the store may be lost."""
         self._closed.set()
         self._out.put(None)
+        end = time.monotonic() + ENDS
         for thread in self._threads:
-            thread.join(ENDS)
+            thread.join(max(0.0, end - time.monotonic()))
+        answers = all(line.silent() <= ENDS for line in self._lines)
+        if not answers:
+            self._let_go()  # of the store, in which a thread may stand still
         if self._captain is not None:
             self._captain.close()
-        if all(line.silent() == 0 for line in self._lines):  # else a thread stands still in one of them
+        if answers:
             self._meeting.part(ENDS)
-            for line in self._lines:
-                line.close()
-            self._meeting.close()
+            self._let_go()
+        self._meeting.close()
+        for thread in self._threads:
+            thread.join(GONE)
+
+    def _let_go(self) -> None:
+        for line in self._lines:
+            line.close()
 
     def _follow_up(self, captain: Captain, number: int, refused: int | None, missing: Sequence[int]) -> None:
         """Rank 0 sees to a plan that not all ranks hold."""
@@ -219,15 +236,23 @@ class Helm:
 
     # In threads.
 
+    def _work(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._stop_later(f"rank {self._meeting.first} could not go on: {error!r}")
+
     def _send(self) -> None:
-        line, waiting = self._lines[0], deque[bytes](maxlen=KEPT)
-        while (put := self._out.get()) is not None:
-            waiting.append(self._report(*put))
-            while waiting and not self._closed.is_set():
-                if line.push(self._meeting.reports, waiting[0]):
-                    waiting.popleft()
-                elif not self._out.empty() and (newer := self._out.get()) is not None:
-                    waiting.append(self._report(*newer))
+        line, waiting, failed = self._lines[0], deque[bytes](maxlen=KEPT), False
+        while not self._closed.is_set():
+            if not waiting or (failed and not self._out.empty()):
+                put = self._out.get()
+                if put is None:
+                    return
+                waiting.append(self._report(*put))
+            failed = not line.push(self._meeting.reports, waiting[0])
+            if not failed:
+                waiting.popleft()
 
     def _report(self, iteration: int, measured: Measured) -> bytes:
         return report_of(iteration, measured, self._meeting.ahead, self._stretch).to_json()

@@ -1,7 +1,7 @@
 """A store as steering uses it: what fails is tried again later, and how long it has not answered is known.
 
-Each line belongs to one thread. Any other may ask how long it has been silent, even while a call stands still because
-the store's process does.
+Each line belongs to one thread. Any other may ask how long it has been silent, and close it, even while a call stands
+still because the store's process does.
 """
 
 from __future__ import annotations

@@ -3,16 +3,20 @@
 control.jsonl      the controller's log: `penstock.control.replay` makes the same decisions of it
 iterations.jsonl   one line an iteration
 timelines.jsonl    when every op ran, of some iterations: an early one, and those around each switch
+
+Training does not end for the sake of its records: where one cannot be written, all end there, with whole lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.steering.report import Report
@@ -23,12 +27,16 @@ CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines
 class Records:
     """Writes the files; keeps nothing where there is no folder.
 
+    Args:
+        ended: called once where a file cannot be written to any more, with the reason. From then on nothing is.
+
     Raises:
         RuntimeFailure: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
-        self._files: dict[str, IO[str]] = {}
+    def __init__(self, folder: str | Path | None, ended: Callable[[str], None]) -> None:
+        self._files: dict[str, int] = {}
+        self._folder, self._ended = folder, ended
         self._lock = threading.Lock()
         if folder is None:
             return
@@ -36,8 +44,10 @@ class Records:
             Path(folder).mkdir(parents=True, exist_ok=True)
             _put_aside(Path(folder))
             for name in (CONTROL, ITERATIONS, TIMELINES):
-                self._files[name] = (Path(folder) / name).open("w", encoding="utf-8")
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._files[name] = os.open(Path(folder) / name, flags, 0o666)
         except OSError as error:
+            self.close()
             raise RuntimeFailure(f"{folder}: {error.strerror}; give another folder for the records") from None
 
     def control(self, line: str) -> None:
@@ -58,16 +68,36 @@ class Records:
 
     def close(self) -> None:
         with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files = {}
+            self._close()
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # a quota's word may come this late
+                os.close(file)
+        self._files = {}
 
     def _write(self, name: str, line: str) -> None:
         with self._lock:
             file = self._files.get(name)
-            if file is not None:
-                file.write(line + "\n")
-                file.flush()
+            if file is None:
+                return
+            try:
+                _append(file, line.encode() + b"\n")
+            except OSError as error:
+                self._close()
+                self._ended(f"records in {self._folder} end here: {name}: {error.strerror}; training goes on")
+
+
+def _append(file: int, data: bytes) -> None:
+    """Appends all of it, or nothing. Raises OSError."""
+    before, left = os.fstat(file).st_size, memoryview(data)
+    try:
+        while left:
+            left = left[os.write(file, left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, before)
+        raise
 
 
 def _put_aside(folder: Path) -> None:

@@ -36,7 +36,7 @@ class RedisStore:
             raise RuntimeFailure(
                 f"{without_password(url)}: redis-py is needed for it; pip install 'penstock[redis]'"
             ) from None
-        self._url = url
+        self._url, self._closed = url, False
         self._lost: tuple[type[Exception], ...] = (redis.RedisError, OSError)
         try:
             self._client: Any = redis.Redis.from_url(  # what the address says goes before these
@@ -74,9 +74,12 @@ class RedisStore:
         return RedisStore(self._url)
 
     def close(self) -> None:
-        self._client.close()
+        self._closed = True
+        self._client.connection_pool.disconnect()
 
     def _do(self, call: Callable[[Any], Any]) -> Any:
+        if self._closed:
+            raise StoreLost(f"the Redis at {without_password(self._url)} was closed here")
         try:
             return call(self._client)
         except self._lost as error:

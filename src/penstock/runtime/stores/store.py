@@ -19,7 +19,8 @@ class StoreLost(RuntimeFailure):
 class Store(Protocol):
     """One connection, for one thread. Every call raises StoreLost where the store cannot be reached.
 
-    Only a store that stands still without closing its connections may hold a call for longer than asked.
+    A store that stands still without closing its connections holds a call for some seconds longer than asked, and
+    then counts as one that cannot be reached.
     """
 
     def push(self, queue: str, value: bytes) -> None:
@@ -32,4 +33,4 @@ class Store(Protocol):
         """A connection for another thread."""
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection; any thread may do that. A call under way, and all after it, raise StoreLost."""
