@@ -1,0 +1,154 @@
+"""Models some of whose stages share parameters, trained by pipelines and by loops beside them.
+
+Where a schedule has several pipelines, the loop keeps a model a pipeline and adds up their gradients, as
+`copies_runs.grouped_step` does; over a mesh it is the plain loop, within the tolerance of a mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock as ps
+from copies_runs import grouped_step
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.shards import whole
+from plain_loop import differences, plain_step
+
+WIDTH = 6
+MSE = nn.MSELoss()
+ADAM = partial(torch.optim.AdamW, lr=0.05)
+TOLERANCE = 1e-5
+"""Of float32, where replicas or shards add up in another order than one process."""
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("chimera", {}),
+    ("chimera", {"backward": "split"}),
+    ("bitpipe", {}),
+    ("dualpipe", {}),
+    ("amdp", {}),
+]
+GIVEN = ("sequential", "list", "functions")
+
+
+def tied_model(num_stages: int, seed: int = 3) -> nn.Sequential:
+    """A layer a stage: the first and the last are one module, the first and a middle one share a weight."""
+    torch.manual_seed(seed)
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layers = [first, *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages - 2)), first]
+    if num_stages > 2:
+        layers[num_stages // 2][0].weight = first[0].weight
+    return nn.Sequential(*layers)
+
+
+def tied_names(num_stages: int) -> list[list[str]]:
+    """What `tied_model` shares, by name."""
+    last, middle = num_stages - 1, num_stages // 2
+    weights = ["0.0.weight", f"{middle}.0.weight", f"{last}.0.weight"]
+    return [list(dict.fromkeys(weights)), ["0.0.bias", f"{last}.0.bias"]]
+
+
+def as_given(model: nn.Sequential, given: str) -> tuple[Any, Sequence[Sequence[str]]]:
+    """A model of a layer a stage as one of GIVEN, and what `tied=` is to be."""
+    if given == "sequential":
+        return model, ()
+    if given == "list":
+        return list(model), ()
+    return [lambda s=s: copy.deepcopy(model[s]) for s in range(len(model))], tied_names(len(model))
+
+
+def steps(num_samples: int, count: int = 2) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(4)
+    return [(torch.randn(num_samples, WIDTH), torch.randn(num_samples, WIDTH)) for _ in range(count)]
+
+
+def wrong_copies(name: str, options: dict[str, Any], given: str, zero: bool, num_ranks: int = 4) -> list[str]:
+    """What is not as in the grouped loop over two updates, the second after two steps, in words."""
+    schedule = ps.build(name, num_ranks, 2 * num_ranks, **options)
+    model = tied_model(schedule.num_stages)
+    plain = copy.deepcopy(model)
+    adam = ADAM(plain.parameters())
+    source, tied = as_given(model, given)
+    pipe = ps.Pipeline(source, schedule, loss_fn=MSE, optimizer=ADAM, zero=zero, tied=tied, timeout=20)
+    found: list[str] = []
+    for number, (x, y) in enumerate(steps(2 * schedule.num_microbatches + 1, 3), start=1):
+        loss, want = grouped_step(plain, x, y, schedule, number)
+        for n, p in plain.named_parameters():
+            p.grad = want[n]
+        result = pipe.step(x, y, update=False)
+        own = {n: p.grad for n, p in pipe.named_parameters()}
+        found += [f"step {number}: {d}" for d in differences({n: want[n] for n in own}, own)]
+        found += [] if torch.equal(result.loss, loss) else [f"step {number}: loss {result.loss} is not {loss}"]
+        adam.step()
+        pipe.update()
+        values = {n: p.detach() for n, p in plain.named_parameters()}
+        mine = {n: p.detach() for n, p in pipe.named_parameters()}
+        found += [f"step {number}: {d}" for d in differences({n: values[n] for n in mine}, mine)]
+    pipe.close()
+    return found
+
+
+def wrong_mesh(
+    shape: tuple[int, int, int],
+    name: str,
+    sharding: str = "none",
+    given: str = "sequential",
+    parallelize: Callable[..., Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What is farther from the plain loop than a mesh may be, over two updates of two steps each, in words."""
+    pp, dp, _ = shape
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    schedule = ps.build(name, pp, 2 * pp)
+    model = tied_model(schedule.num_stages)
+    plain = copy.deepcopy(model)
+    adam = ADAM(plain.parameters())
+    source, tied = as_given(model, given)
+    given_optimizer: Any = ADAM(model.parameters()) if options.pop("instance", False) else ADAM
+    pipe = ps.Pipeline(
+        source, schedule, loss_fn=MSE, optimizer=given_optimizer, mesh=mesh, sharding=sharding, tied=tied,
+        parallelize=parallelize, timeout=30, **options,
+    )  # fmt: skip
+    found: list[str] = []
+    num = dp * schedule.num_microbatches
+    for number, (x, y) in enumerate(steps(2 * num + 1, 4), start=1):
+        loss = plain_step(plain, x, y, num, MSE, step=number)
+        result = pipe.step(x, y, update=False)
+        found += _far(f"step {number}: loss", result.loss, loss)
+        if number % 2:
+            continue
+        for n, p in pipe.named_parameters():
+            if p.grad is not None:  # of a parameter that another replica owns there is none
+                found += _far(f"step {number}: gradient of {n}", whole(p.grad), plain.get_parameter(n).grad)
+            elif sharding != "zero1":
+                found.append(f"step {number}: no gradient of {n}")
+        adam.step()
+        adam.zero_grad()
+        pipe.update()
+        for n, p in pipe.named_parameters():
+            found += _far(f"step {number}: {n}", whole(p.detach()), plain.get_parameter(n).detach())
+    pipe.close()
+    return found
+
+
+def _far(what: str, found: Tensor, want: Tensor | None) -> list[str]:
+    if want is None or found.shape != want.shape or not torch.allclose(found, want, rtol=TOLERANCE, atol=TOLERANCE):
+        return [
+            f"{what} is {found.flatten()[:3].tolist()}, want {None if want is None else want.flatten()[:3].tolist()}"
+        ]
+    return []
+
+
+def refused(make: Callable[[], Any]) -> str:
+    """The message with which a pipeline is refused; empty where it is not."""
+    try:
+        make().close()
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
