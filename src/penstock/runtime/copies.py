@@ -3,24 +3,27 @@
     pipeline 0   stage 0 on rank 0, stage 1 on rank 1      the owners: what is saved, named and clipped
     pipeline 1   stage 1 on rank 0, stage 0 on rank 1      copies: their gradients go to the owner, values come back
 
-Copies start from their owner's values. Where updates are no ops of the schedule, their gradients are added up at the
-end of a step, ((g0 + g1) + g2) ..., in the order of the pipelines, and every copy gets the sum.
+Copies of one stage in one process are one module, the user's own; `copy_state.py` keeps what each has for itself.
+Where updates are no ops of the schedule, their gradients are added up at the end of a step, ((g0 + g1) + g2) ..., in
+the order of the pipelines, and every copy gets the sum.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
+from penstock.runtime.copy_state import CopyStates
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
 from penstock.runtime.shards import as_shard, local
 from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.stages import build_stage
+from penstock.runtime.tied import Tie
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
@@ -31,21 +34,15 @@ Copy = tuple[int, int]
 def build_copies(
     sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int]
 ) -> dict[Copy, Stage]:
-    """The copies that `ranks` host. A module given is the first of its copies here; the others are copied from it."""
+    """The copies that `ranks` host; those of one stage are one module."""
+    built: dict[int, Stage] = {}
     found: dict[Copy, Stage] = {}
-    first: dict[int, Stage] = {}
     for pipeline, hosts in enumerate(placement.pipelines):
-        seen: dict[int, object] = {}  # of one pipeline, so that parameters which its stages share stay shared
         for stage in range(len(hosts)):
-            if not set(placement.hosts(pipeline, stage)) & set(ranks):
-                continue
-            source = sources[stage]
-            if stage not in first:
-                first[stage] = found[pipeline, stage] = build_stage(source, stage)
-            elif isinstance(source, nn.Module):
-                found[pipeline, stage] = copy.deepcopy(first[stage], seen)
-            else:
-                found[pipeline, stage] = build_stage(source, stage)
+            if set(placement.hosts(pipeline, stage)) & set(ranks):
+                if stage not in built:
+                    built[stage] = build_stage(sources[stage], stage)
+                found[pipeline, stage] = built[stage]
     return found
 
 
@@ -72,15 +69,29 @@ class Copies:
     def __init__(self, here: Mapping[Copy, Stage], placement: Placement, peers: Peers) -> None:
         self.here = dict(here)
         self._pipelines, self._placement, self._peers = placement.pipelines, placement, peers
+        self._states: dict[int, CopyStates] = {}
+        self._twins: set[str] = set()
+
+    def know(self, ties: Sequence[Tie]) -> None:
+        """Once stages are as they run: a parameter that several share counts in its owner alone."""
+        self._twins = {name for tie in ties for name in tie.twins}
+        stages = self.stages
+        count = Counter(id(module) for stage in stages.values() for module in stage.modules())
+        kept = {module for module, num in count.items() if num > 1}
+        for index, stage in stages.items():
+            pipelines = sorted(k for k, s in self.here if s == index)
+            if len(pipelines) > 1:
+                self._states[index] = CopyStates(stage, pipelines, self._counted(index), kept)
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """Stage -> its module, for those that any pipeline has in this process; ascending."""
+        return {index: self.here[k, index] for k, index in sorted(self.here, key=lambda key: key[::-1])}
 
     @property
     def owners(self) -> dict[int, Stage]:
-        """Stage -> its owner's copy, for those in this process."""
-        return self.of(OWNER)
-
-    def of(self, pipeline: int) -> dict[int, Stage]:
-        """Stage -> its copy in a pipeline, for those in this process; ascending stages."""
-        return {stage: self.here[k, stage] for k, stage in sorted(self.here) if k == pipeline}
+        """Stage -> its owner's copy, for those in this process; ascending stages."""
+        return {stage: self.here[k, stage] for k, stage in sorted(self.here) if k == OWNER}
 
     def of_rank(self, rank: int) -> list[Copy]:
         """The copies that a rank runs: of those that it shares with ranks of this process, the first rank's."""
@@ -96,71 +107,109 @@ class Copies:
         """Those in this process, each once."""
         return list({id(p): p for stage in self.here.values() for p in stage.parameters()}.values())
 
-    def stand_ins(self) -> dict[int, list[Parameter]]:
-        """By the id of a parameter of the first copy here, that of every copy here."""
-        found: dict[int, list[Parameter]] = {}
-        first: dict[int, Stage] = {}
-        for (_, index), stage in sorted(self.here.items()):
-            origin = first.setdefault(index, stage)
-            for one, own in zip(origin.parameters(), stage.parameters(), strict=True):
-                if all(own is not known for known in found.setdefault(id(one), [])):
-                    found[id(one)].append(own)
-        return found
+    # Whose turn it is.
+
+    def select(self, pipeline: int, stage: int) -> None:
+        """Before an op of a copy in a training step: its stage holds that copy's gradients, buffers and weights."""
+        state = self._states.get(stage)
+        if state is not None:
+            state.select(pipeline)
+
+    def each(self) -> Iterator[Copy]:
+        """Every copy, its turn while it is given; afterwards the owners hold theirs."""
+        for key in self.here:
+            self.select(*key)
+            yield key
+        for state in self._states.values():
+            state.select(OWNER)
+
+    def separate_weights(self) -> None:
+        """Every copy gets weights of its own, as updates are ops."""
+        for state in self._states.values():
+            state.separate_weights()
+
+    def begin(self) -> None:
+        """Starts a training step."""
+        for state in self._states.values():
+            state.begin()
+
+    def end(self) -> None:
+        """Ends it, however it went."""
+        for state in self._states.values():
+            state.end()
+
+    # Gradients.
 
     def sum_gradients(self) -> None:
         """Adds up the copies' gradients, in the order of the pipelines, and gives every copy the sum."""
-        found: list[tuple[Parameter, Tensor | None]] = []  # set at the end: stages may share a parameter
-        for hosts, copies in self._shared():
-            sums = [p.grad for p in copies[OWNER].parameters()] if OWNER in copies else None
-            likes = list(next(iter(copies.values())).parameters())
+        found: list[tuple[Parameter, Tensor | None]] = []
+        for index, hosts, copies in self._shared():
+            likes = self._counted(index)
+            if index in self._states:
+                parts = self._states[index].take_gradients()
+            else:
+                parts = {k: [p.grad for p in likes] for k in copies}
+            sums = parts.get(OWNER)
             for k in range(1, len(hosts)):
-                mine = [p.grad for p in copies[k].parameters()] if k in copies else [None] * len(likes)
+                mine = parts.get(k, [None] * len(likes))
                 came = [self._sent(g, p, hosts[k], [hosts[OWNER]]) for g, p in zip(mine, likes, strict=True)]
                 if sums is not None:
                     sums = [_sum(total, part) for total, part in zip(sums, came, strict=True)]
             totals = sums or [None] * len(likes)
             shared = [self._sent(g, p, hosts[OWNER], hosts) for g, p in zip(totals, likes, strict=True)]
-            for stage in copies.values():
-                found += zip(stage.parameters(), shared, strict=True)
+            found += zip(likes, shared, strict=True)
         for parameter, gradient in found:
             parameter.grad = gradient
 
     def leave_sums_to_owners(self) -> None:
         """Before a step that adds to what `sum_gradients` gave every copy: it counts once."""
-        for (k, _), stage in self.here.items():
-            if k != OWNER:
-                stage.zero_grad()
+        for index in self.stages:
+            if (OWNER, index) not in self.here:
+                for parameter in self._counted(index):
+                    parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Leaves no gradient in any copy."""
+        for state in self._states.values():
+            state.drop_gradients()
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _counted(self, index: int) -> list[Parameter]:
+        """Those of a stage here that no other stage owns, in the same order on every rank."""
+        return [p for name, p in self.stages[index].named_parameters() if name not in self._twins]
+
+    # Values.
+
+    def share_weights(self) -> None:
+        """Gives every copy in this process that has weights of its own the owner's, where that is here."""
+        for state in self._states.values():
+            state.share_weights()
 
     def share_parameters(self) -> None:
         """Gives every copy the owner's values."""
-        for hosts, copies in self._shared():
-            self._share(hosts, copies, {k: list(stage.parameters()) for k, stage in copies.items()})
+        self.share_weights()
+        for index, hosts, _ in self._shared():
+            self._share(hosts, (OWNER, index) in self.here, list(self.stages[index].parameters()))
 
     def share_buffers(self) -> None:
         """Gives every copy the owner's buffers (statistics, say), which each copy keeps for itself during a step."""
-        for hosts, copies in self._shared():
-            self._share(hosts, copies, {k: list(stage.buffers()) for k, stage in copies.items()})
+        for index, hosts, _ in self._shared():
+            self._share(hosts, (OWNER, index) in self.here, list(self.stages[index].buffers()))
 
-    def _share(
-        self, hosts: Sequence[int], copies: Mapping[int, Stage], tensors: Mapping[int, Sequence[Tensor]]
-    ) -> None:
-        likes = next(iter(tensors.values()))
-        values = tensors.get(OWNER, [None] * len(likes))
+    def _share(self, hosts: Sequence[int], owns: bool, tensors: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            came = [self._sent(v, like, hosts[OWNER], hosts) for v, like in zip(values, likes, strict=True)]
-            for k, own in tensors.items():
-                for tensor, value in zip(own, came, strict=True):
-                    if k != OWNER and value is not None and tensor is not value:
-                        tensor.data.copy_(value)
+            for tensor in tensors:
+                value = self._sent(tensor if owns else None, tensor, hosts[OWNER], hosts)
+                if not owns and value is not None:
+                    tensor.data.copy_(value)
 
-    def _shared(self) -> Iterator[tuple[list[int], dict[int, Stage]]]:
-        """Stage by stage (the rank of each of its copies, the copies here by pipeline), where there are several."""
+    def _shared(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Of every stage here (its number, the rank of each copy, the pipelines here), where there are several."""
         if len(self._pipelines) == 1:
             return
-        for index in range(len(self._pipelines[0])):
-            copies = {k: stage for (k, s), stage in sorted(self.here.items()) if s == index}
-            if copies:
-                yield [ranks[index] for ranks in self._pipelines], copies
+        for index in self.stages:
+            yield index, [ranks[index] for ranks in self._pipelines], sorted(k for k, s in self.here if s == index)
 
     def _sent(self, tensor: Tensor | None, like: Tensor, source: int, targets: Sequence[int]) -> Tensor | None:
         value = None if tensor is None else local(tensor.detach())

@@ -10,12 +10,12 @@ Weight gradients come out of autograd alone, so a split backward runs whole (I d
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh import Mesh
@@ -29,8 +29,15 @@ def is_fully_sharded(stage: nn.Module) -> bool:
     return module is not None and isinstance(stage, module.FSDPModule)
 
 
-def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> None:
+def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tied: Collection[str]) -> set[int]:
     """Leaves this process its part of each stage; all start from the first replica's values.
+
+    Args:
+        tied: names of parameters that several stages share. They stay whole, as does what several layers of a stage
+            share, and what is one number, which FSDP2 does not take.
+
+    Returns:
+        The parameters that stay whole, by id.
 
     Raises:
         RuntimeFailure: several pipelines, or stages that ranks share.
@@ -42,11 +49,14 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     group = mesh.replica_mesh.get_group()
+    kept: set[int] = set()
     for stage in stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
             dist.broadcast(local(tensor.data), group=group, group_src=0)
-        whole = {p for p in stage.parameters() if stays_whole(p)}
-        for module in (*stage.in_order, stage):
+        uses = Counter(p for layer in dict.fromkeys(stage.in_order) for p in layer.parameters())
+        whole = {p for name, p in stage.named_parameters() if p.dim() == 0 or name in tied or uses[p] > 1}
+        kept.update(map(id, whole))
+        for module in dict.fromkeys((*stage.in_order, stage)):
             if set(module.parameters()) - whole:
                 fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False, ignored_params=whole)
         for part in stage.modules():
@@ -55,11 +65,7 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement) -> 
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_reshard_after_backward(False)  # or every microbatch would gather them again
-
-
-def stays_whole(parameter: Parameter) -> bool:
-    """Whether a parameter is one number, which FSDP2 does not take: every replica keeps it."""
-    return parameter.dim() == 0
+    return kept
 
 
 def rest(stages: Iterable[nn.Module]) -> None:

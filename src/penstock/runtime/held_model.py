@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -9,16 +10,22 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.copies import Copies, build_copies
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.fsdp import shard_fully
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
-from penstock.runtime.parameters import tied_gradients as catching
 from penstock.runtime.setup import device_of
 from penstock.runtime.shards import as_shard, local
-from penstock.runtime.sharing import Parallelize, cut_stages, require_tied_alike, share_stages
+from penstock.runtime.sharing import (
+    Parallelize,
+    cut_stages,
+    keep_as_one,
+    names_of_one,
+    require_cut_alike,
+    require_tied_alike,
+    share_stages,
+)
 from penstock.runtime.stage import Stage, StageSource
-from penstock.runtime.tied import Tie
+from penstock.runtime.tied import Tie, TiedGradients
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
@@ -27,7 +34,8 @@ class HeldModel:
     """Attributes:
     copies: of stages, in this process. stages: the owners among them, by stage.
     device: where they lie.
-    ties: parameters that several stages share. tied: of each pipeline, what catches their gradients.
+    ties: parameters that several stages share. tied: what takes and passes on their gradients.
+    whole: parameters, by id, that each replica keeps whole where replicas keep parts of all others.
     parameters: of all copies, each once.
     named: name -> parameter, for those here; a tied one is its lowest stage's.
     own: those of them that this process answers for, among the ranks of its pipeline.
@@ -54,25 +62,29 @@ class HeldModel:
         peers = mesh.pipeline
         self.copies = copies = Copies(build_copies(sources, placement, peers.here), placement, peers)
         self.stages: dict[int, Stage] = copies.owners
-        share_stages(self.stages, placement, peers, parallelize)
-        cut_stages(copies.here.values(), mesh, parallelize)
-        self.device = device_of(copies.here.values(), device)
-        for stage in copies.here.values():
-            stage.to(self.device)
-        if mesh.has_parts:
-            shard_fully(copies.here.values(), mesh, placement)
-        self.ties: list[Tie] = ties_of(sources, self.stages, tied, peers)
+        stages = copies.stages
+        # On the whole model, before anything takes the place of a parameter.
+        self.ties: list[Tie] = ties_of(sources, stages, tied, peers)
         require_tied_alike(self.ties, placement, peers)
-        if self.ties and mesh.has_parts:
-            names = ", ".join(self.ties[0].names.values())
-            raise RuntimeFailure(f'{names} are one parameter, of which sharding="fsdp" makes several; use "zero1"')
-        self.tied = [catching(self.ties, copies.of(k)) for k in range(placement.num_pipelines)]
+        self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
+        as_one = names_of_one(stages)
+        share_stages(self.stages, placement, peers, parallelize)
+        cut_stages(stages, mesh, parallelize)
+        keep_as_one(as_one, stages)
+        self.device = device_of(stages.values(), device)
+        for stage in stages.values():
+            stage.to(self.device)
+        names = {name for tie in self.ties for name in tie.names.values()}
+        self.whole = shard_fully(stages.values(), mesh, placement, names) if mesh.has_parts else set()
+        copies.know(self.ties)
+        self.tied = TiedGradients(self.ties, stages)
+        require_cut_alike(self.ties, stages, peers)
         self.parameters: list[Parameter] = copies.parameters()
         self.named = owned_parameters(self.stages, self.ties, lambda _: True)
         self.own = owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
         self.dtypes = all_dtypes(self.stages, self.own, peers)
-        self._share_tied_values()
         self.share_values()
+        self._share_tied_values()
 
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
@@ -83,51 +95,59 @@ class HeldModel:
         self.copies.share_parameters()
         self.copies.share_buffers()
 
+    def stand_ins(self) -> dict[int, list[Parameter]]:
+        """By the id of a parameter of the model given, what took its place when stages were cut."""
+        now = {index: dict(stage.named_parameters()) for index, stage in self.copies.stages.items()}
+        found: dict[int, list[Parameter]] = {}
+        for given, index, name in self._given:
+            known, one = given(), now[index].get(name)
+            if known is not None and one is not None and one is not known:
+                found.setdefault(id(known), []).append(one)
+        return found
+
     def begin(self) -> None:
         """Starts a training step."""
-        for tied in self.tied:
-            tied.begin()
+        self.copies.begin()
+        self.tied.begin()
 
     def end(self) -> None:
         """Ends it, however it went."""
-        for tied in self.tied:
-            tied.end()
+        self.copies.end()
 
     def gather_gradients(self) -> None:
         """Brings together the gradients of what several stages or pipelines share."""
-        for pipeline, tied in enumerate(self.tied):
-            sums = tied.sums()
-            for slot, tie in enumerate(self.ties, start=1):
-                tied.put(slot, self._share(tie, pipeline, sums.get(slot), tied.parameter(slot)))
         self.copies.sum_gradients()
+        for slot, tie in enumerate(self.ties, start=1):
+            parameter = self.tied.parameter(slot)
+            self.tied.put(slot, self._spread(tie, None if parameter is None else parameter.grad, parameter))
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.copies.drop_gradients()
 
     def every_stage(self) -> list[nn.Module]:
-        """All copies of all stages here."""
-        return list(self.copies.here.values())
+        """All stages here, whichever pipelines run them."""
+        return list(self.copies.stages.values())
 
     def close(self) -> None:
-        for tied in self.tied:
-            tied.close()
+        self.tied.close()
 
     def _share_tied_values(self) -> None:
-        """Starts all copies of a tied parameter from its owner's value."""
-        tied = self.tied[OWNER]
+        """Starts all stages that share a parameter from its owner's value."""
         for slot, tie in enumerate(self.ties, start=1):
-            parameter = tied.parameter(slot)
-            value = self._share(tie, OWNER, None if parameter is None else parameter.detach(), parameter)
-            if parameter is not None and value is not None:
-                with torch.no_grad():
-                    tied.fill(slot, value)
+            parameter = self.tied.parameter(slot)
+            value = self._spread(tie, None if parameter is None else parameter.detach(), parameter)
+            if value is not None:
+                self.tied.fill(slot, value)
 
-    def _share(self, tie: Tie, pipeline: int, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
-        """What the owner of a tied parameter has, for all ranks that hold it in a pipeline."""
-        ranks = [self.placement.pipelines[pipeline][stage] for stage in tie.stages]
-        if len(self.placement.hosts(pipeline, tie.owner)) > 1:
+    def _spread(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """What every copy of a tie's owner has, for all ranks that hold another stage of it."""
+        if len(self.placement.hosts(OWNER, tie.owner)) > 1:
             return tensor  # the same ranks share all the stages, and each has what is its own
+        have = {ranks[tie.owner] for ranks in self.placement.pipelines}
+        need = {ranks[stage] for ranks in self.placement.pipelines for stage in tie.stages} - have
+        source = self.placement.pipelines[OWNER][tie.owner]
+        if not need or set(self._peers.here) & (have - {source}):
+            return tensor
         part = None if tensor is None else local(tensor)
-        came = self._peers.share(part, None if like is None else local(like), ranks[0], sorted({*ranks}))
+        came = self._peers.share(part, None if like is None else local(like), source, sorted(need))
         return None if came is None else as_shard(came, like)

@@ -59,10 +59,9 @@ class Learner:
         """Over what is stepped here: of several copies of a stage the owner's, or every one."""
         if self.updating is not None:
             return self.updating.make_optimizer(given)
-        model, owned = self._model, self.replicas.owned
-        if self._zero:
-            return optimizer_of(given, owned(model.owned()))
-        return optimizer_of(given, owned(model.parameters), model.copies.stand_ins())
+        model = self._model
+        stepped = model.owned() if self._zero else model.parameters
+        return optimizer_of(given, self.replicas.owned(stepped), model.stand_ins())
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
         """Starts a step. `rates` and `update` as in `Pipeline.step`."""
@@ -130,7 +129,7 @@ class Learner:
 
     def bytes_of(self, rank: int) -> dict[str, int]:
         """What a rank here holds; see `Pipeline.state_bytes`."""
-        return bytes_of(self._model.copies, self.updating, self.optimizer, rank)
+        return bytes_of(self._model.copies, self.updating, self.optimizer, rank, self._zero)
 
     def state(self) -> State:
         """What is saved, and loaded."""

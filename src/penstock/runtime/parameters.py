@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
 from penstock.runtime.stage import Stage
-from penstock.runtime.tied import Tie, TiedGradients, find_ties
+from penstock.runtime.tied import Tie, find_ties, merged, require_one_name
 
 
 def ties_of(
@@ -20,37 +20,46 @@ def ties_of(
 ) -> list[Tie]:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 
+    The same on every rank: found on the whole model, before anything takes the place of a parameter.
+
+    Args:
+        stages: those built in this process.
+
     Raises:
-        RuntimeFailure: a name that is in no stage.
+        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage.
     """
-    whole = [
-        dict(s.named_parameters()) if isinstance(s, Stage) else
-        {f"{i}.{n}": p for n, p in s.named_parameters()} if isinstance(s, nn.Module) else {}
-        for i, s in enumerate(sources)
-    ]  # fmt: skip
-    ties = find_ties(whole)
-    if not tied:
-        return ties
-    own = [(index, [n for n, _ in stage.named_parameters(remove_duplicate=False)]) for index, stage in stages.items()]
-    by_name = {n: s for part in peers.gather(own) for s, names in part for n in names}
-    for group in tied:
-        if missing := [name for name in group if name not in by_name]:
-            raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
-        names = dict(sorted((by_name[name], name) for name in group))
-        if len(names) > 1 and all(t.names != names for t in ties):
-            ties.append(Tie(names))
-    return ties
+    whole: list[dict[str, Parameter]] = []
+    for index, source in enumerate(sources):
+        if isinstance(source, nn.Module) and index not in stages:
+            prefix = "" if isinstance(source, Stage) else f"{index}."
+            whole.append({prefix + name: p for name, p in source.named_parameters()})
+        else:
+            whole.append(dict(stages[index].named_parameters()) if index in stages else {})
+    # Of functions each process calls those of its own stages, and sees what these share.
+    ties = [Tie(names) for found in peers.gather([t.names for t in find_ties(whole)]) for names in found]
+    if tied:
+        first = {
+            name: (stage, one) for part in peers.gather(_first_names(stages)) for name, (stage, one) in part.items()
+        }
+        for group in tied:
+            if missing := [name for name in group if name not in first]:
+                raise RuntimeFailure(f"tied parameter {missing[0]!r} is in no stage")
+            names: dict[int, str] = {}
+            for stage, name in sorted(first[name] for name in group):
+                require_one_name(names.setdefault(stage, name), name, stage)
+            if len(names) > 1:
+                ties.append(Tie(names))
+    return merged(ties)
 
 
-def tied_gradients(ties: Sequence[Tie], stages: Mapping[int, Stage]) -> TiedGradients:
-    """What catches the gradients of tied parameters of the stages here."""
-    local = {
-        (slot, stage): dict(stages[stage].named_parameters())[name]
-        for slot, tie in enumerate(ties, start=1)
-        for stage, name in tie.names.items()
-        if stage in stages
-    }
-    return TiedGradients(ties, local)
+def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
+    """Of every name of a parameter here its stage, and the first name of the same parameter there."""
+    found: dict[str, tuple[int, str]] = {}
+    for index, stage in stages.items():
+        first: dict[int, str] = {}
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            found[name] = index, first.setdefault(id(parameter), name)
+    return found
 
 
 def owned_parameters(
@@ -61,7 +70,7 @@ def owned_parameters(
     Args:
         answers: whether it does for a stage here.
     """
-    twins = {name for tie in ties for stage, name in tie.names.items() if stage != tie.owner}
+    twins = {name for tie in ties for name in tie.twins}
     own: dict[str, Parameter] = {}
     for index, stage in stages.items():
         own.update((n, p) for n, p in stage.named_parameters() if n not in twins and answers(index))

@@ -138,12 +138,14 @@ class RanksHere:
     def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting)
+        select = model.copies.select if training else None
+        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, select)
         if self._updating is not None and training:
             device = self._updating.device(device, rank)
         if schedule.graph.registered or schedule.graph.needs:
             tokens = plan.wiring.num_tokens(rank)
-            device = RegisteredDevice(device, rank, self._calls, tokens, self._outputs, model.device, meeting)
+            outputs, calls = self._outputs, self._calls
+            device = RegisteredDevice(device, rank, calls, tokens, outputs, model.device, meeting, select)
         return device
 
     def _signatures(self, settings: StepSettings) -> list[str]:

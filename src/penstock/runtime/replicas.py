@@ -12,7 +12,7 @@ state, and after an update it gives the others the new value.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from torch.nn import Parameter
 
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
-from penstock.runtime.copies import Copy
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import rest, stays_whole
+from penstock.runtime.fsdp import rest
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
@@ -49,32 +48,36 @@ class Replicas:
         self._model, self._peers, self._timeout = model, peers, timeout
         self._order = tuple(order)
         self._owner = _owners(model.parameters, peers.num_ranks) if owners else {}
-        slots = [(tied, slot) for tied in model.tied for slot in range(1, len(model.ties) + 1)]
-        apart = {id(p): p for tied, slot in slots if (p := tied.parameter(slot)) is not None}
+        tied, slots = model.tied, range(1, len(model.ties) + 1)
+        self._tied = {id(p): p for slot in slots if (p := tied.parameter(slot)) is not None}
         # Of a tie's several parameters in this process the first alone is summed, and the others take its sum.
-        self._follow = [(p, tied.parameter(slot)) for tied, slot in slots for p in tied.followers(slot)]
-        followers = {id(p) for p, _ in self._follow}
+        self._follow = [(p, tied.parameter(slot)) for slot in slots for p in tied.followers(slot)]
         self._owner |= {id(p): self._owner[id(first)] for p, first in self._follow if id(first) in self._owner}
         self._early: dict[int, list[list[Parameter]]] = {}
-        self._late: list[list[Parameter]] = [[p] for p in apart.values() if p.requires_grad]
-        for (_, stage), parameters in self._parameters({*apart, *followers}):
-            buckets = cut_into_buckets(reversed(parameters), self._owner_of)
-            if stage in self._order:
-                self._early[stage] = buckets
-            else:
-                self._late += buckets
+        self._late: list[list[Parameter]] = []
+        self._wanting: list[Parameter] | None = None
         self._kept: list[tuple[Parameter, Tensor]] = []
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
         self._under_way: list[tuple[GradientBucket, Any, int | None]] = []
 
-    def _parameters(self, apart: set[int]) -> Iterator[tuple[Copy, list[Parameter]]]:
-        """Of each copy of a stage the parameters that want a gradient, each once."""
-        seen = set(apart)
-        for key, stage in sorted(self._model.copies.here.items()):
+    def _cut(self) -> None:
+        """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
+        wanting = [p for p in self._model.parameters if p.requires_grad]
+        if self._wanting is not None and list(map(id, wanting)) == list(map(id, self._wanting)):
+            return
+        self._wanting = wanting
+        self._early.clear()
+        self._late = [[p] for p in self._tied.values() if p.requires_grad]
+        seen = {*self._tied, *(id(p) for p, _ in self._follow)}
+        for index, stage in self._model.copies.stages.items():
             mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen and self._takes(p)]
             seen.update(map(id, mine))
-            yield key, mine
+            buckets = cut_into_buckets(reversed(mine), self._owner_of)
+            if index in self._order:
+                self._early[index] = buckets
+            else:
+                self._late += buckets
 
     def _takes(self, parameter: Parameter) -> bool:
         """Whether this adds up a parameter's gradients."""
@@ -96,6 +99,7 @@ class Replicas:
 
     def begin(self) -> None:
         """Starts a step: gradients of earlier ones are sums already, and kept aside."""
+        self._cut()
         for parameter, _ in self._follow:
             parameter.grad = None
         self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None and self._takes(p)]
@@ -150,7 +154,7 @@ class Replicas:
     def share_parameters(self) -> None:
         """After an update: every owner gives the others its parameters' new values."""
         if self._owner:
-            stepped = [p for p in self._model.parameters if p.requires_grad]
+            stepped = self._wanting or []
             self._share(stepped, lambda p: self._owner[id(p)])
 
     def share_all(self) -> None:
@@ -160,8 +164,8 @@ class Replicas:
 
     def share_buffers(self) -> None:
         """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
-        stages = [stage for _, stage in sorted(self._model.copies.here.items())]
-        self._share([b for stage in stages for b in stage.buffers()], lambda _: 0)
+        stages = self._model.copies.stages.values()
+        self._share(list({id(b): b for stage in stages for b in stage.buffers()}.values()), lambda _: 0)
 
     def _share(self, tensors: Sequence[Any], source: Callable[[Any], int]) -> None:
         buckets = [(ValueBucket(part), source(part[0])) for part in cut_into_buckets(tensors, source)]
@@ -235,7 +239,7 @@ class Parts(Replicas):
     """Replicas that keep a part of everything each: FSDP2 adds gradients up, but for what each keeps whole."""
 
     def _takes(self, parameter: Parameter) -> bool:
-        return stays_whole(parameter)
+        return id(parameter) in self._model.whole
 
     def share_all(self) -> None:
         """They started alike, before each kept its part."""

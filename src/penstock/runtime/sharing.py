@@ -8,7 +8,8 @@ process there is one stage, and its first rank runs it for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.groups import groups_of
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers, Peers
+from penstock.runtime.shards import placements_of
 from penstock.runtime.stage import Stage
 from penstock.runtime.tied import Tie
 from penstock.schedule import Placement
@@ -55,8 +57,11 @@ def share_stages(
             parallelize(stages[stage], meshes[ranks])
 
 
-def cut_stages(stages: Iterable[Stage], mesh: Mesh, parallelize: Parallelize | None) -> None:
+def cut_stages(stages: Mapping[int, Stage], mesh: Mesh, parallelize: Parallelize | None) -> None:
     """Makes stages this process's shards of them, where the mesh has shards; all start from the first one's values.
+
+    Args:
+        stages: each once. A module that lies in several is cut in each of them.
 
     Raises:
         RuntimeFailure: nothing says how to cut a stage.
@@ -70,10 +75,90 @@ def cut_stages(stages: Iterable[Stage], mesh: Mesh, parallelize: Parallelize | N
             "your own that takes a stage and a device mesh"
         )
     group = mesh.shards.get_group()
-    for stage in stages:
+    _part(stages)
+    for stage in stages.values():
         for tensor in (*stage.parameters(), *stage.buffers()):
             dist.broadcast(tensor.data, group=group, group_src=0)
         parallelize(stage, mesh.shards)
+
+
+def _part(stages: Mapping[int, Stage]) -> None:
+    """Gives each stage modules of its own: what an earlier one has too is copied, its parameters tied by name."""
+    seen: set[int] = set()
+    for _, stage in sorted(stages.items()):
+        copies: dict[int, Any] = {}
+        for module in list(_known(stage, seen)):
+            stage.replace(module, copy.deepcopy(module, copies))
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = copies.get(id(parameter), parameter)
+        seen.update(id(module) for module in stage.modules())
+
+
+def _known(module: nn.Module, seen: Collection[int]) -> Iterator[nn.Module]:
+    """The modules below one that are among those seen, but none below these."""
+    for child in module.children():
+        if id(child) in seen:
+            yield child
+        else:
+            yield from _known(child, seen)
+
+
+Names = tuple[int, list[str]]
+"""A stage, and the names there of one parameter."""
+
+
+def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
+    """What is one parameter under several names within a stage."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            found.setdefault((index, id(parameter)), []).append(name)
+    return [(index, names) for (index, _), names in found.items() if len(names) > 1]
+
+
+def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
+    """After stages were cut: what was one parameter of a stage before is one again.
+
+    Raises:
+        RuntimeFailure: its uses have been cut in different ways.
+    """
+    for index, names in known:
+        stage = stages[index]
+        first, *others = (stage.get_parameter(name) for name in names)
+        for name, parameter in zip(names[1:], others, strict=True):
+            if parameter is first:
+                continue
+            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((names[0], first), (name, parameter))}
+            _require_alike({each: (str(cut), shape) for each, (cut, shape) in kinds.items()})
+            path, _, last = name.rpartition(".")
+            setattr(stage.get_submodule(path), last, first)
+
+
+def require_cut_alike(ties: Sequence[Tie], stages: Mapping[int, Stage], peers: Peers) -> None:
+    """Raises RuntimeFailure, the same on every rank, where stages that share a parameter have been cut in ways that
+    give each another part of it.
+    """
+    mine = {
+        name: (str(placements_of(p := stages[index].get_parameter(name))), tuple(p.shape))
+        for tie in ties
+        for index, name in tie.names.items()
+        if index in stages
+    }
+    found = {name: kind for part in peers.gather(mine) for name, kind in part.items()}
+    for tie in ties:
+        _require_alike({name: found[name] for name in tie.names.values()})
+
+
+def _require_alike(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    if len(set(kinds.values())) > 1:
+        said = "; ".join(
+            f"{name} of shape {list(shape)} as {cut or 'a whole'}" for name, (cut, shape) in kinds.items()
+        )
+        raise RuntimeFailure(
+            f"one parameter is held in different ways ({said}); let parallelize= cut it alike wherever it is used, "
+            "or untie it"
+        )
 
 
 def require_tied_alike(ties: Sequence[Tie], placement: Placement, peers: Peers) -> None:

@@ -36,6 +36,14 @@ class Stage(nn.Module):
         """Its layers, in the order in which they run."""
         return self._layers
 
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Puts a module in another one's place, wherever in the stage that lies."""
+        self._layers = tuple(new if layer is old else layer for layer in self._layers)
+        for parent in self.modules():
+            for name, child in parent._modules.items():
+                if child is old:
+                    parent._modules[name] = new
+
     def _place(self, name: str, layer: nn.Module) -> None:
         """Registers a layer so that its dotted name is its path."""
         *folders, last = name.split(".")

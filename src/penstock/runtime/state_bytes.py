@@ -10,19 +10,25 @@ from torch.optim import Optimizer
 from penstock.runtime.copies import Copies
 from penstock.runtime.shards import local
 from penstock.runtime.updating import Updating
+from penstock.schedule.updates import OWNER
 
 
-def bytes_of(copies: Copies, updating: Updating | None, optimizer: Optimizer | None, rank: int) -> dict[str, int]:
+def bytes_of(
+    copies: Copies, updating: Updating | None, optimizer: Optimizer | None, rank: int, zero: bool
+) -> dict[str, int]:
     """Bytes of a rank's parameters, older versions, gradients and optimizer state.
 
     Versions and gradients are the most that were held in the last step; of a schedule whose updates are no ops there
     is one version, and a gradient as large as each parameter that wants one.
+
+    Args:
+        zero: only the owner's copy of a stage has the optimizer's state.
     """
     mine = copies.of_rank(rank)
     stages = [copies.here[key] for key in mine]
     parameters = [p for stage in stages for p in stage.parameters()]
     if updating is None:
-        stepped: list[Tensor] = list(parameters)
+        stepped: list[Tensor] = [p for k, i in mine if k == OWNER or not zero for p in copies.here[k, i].parameters()]
         versions, gradients = 0, _size(p for p in parameters if p.requires_grad)
     else:
         held = [updating.weights[key] for key in mine]
@@ -31,7 +37,9 @@ def bytes_of(copies: Copies, updating: Updating | None, optimizer: Optimizer | N
         versions = sum(each["versions"] for each in counted)
         gradients = sum(each["gradients"] for each in counted)
     state = {} if optimizer is None else optimizer.state
-    kept = [value for one in stepped for value in state.get(one, {}).values() if isinstance(value, Tensor)]
+    kept = [
+        value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values() if isinstance(value, Tensor)
+    ]
     return {
         "parameters": _size(parameters),
         "versions": versions,

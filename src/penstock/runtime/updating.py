@@ -44,9 +44,10 @@ class Updating:
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule, zero)
+        copies.separate_weights()
         self.weights: dict[Copy, CopyWeights] = {
-            (k, index): CopyWeights(stage, schedule, index, k, self.rule, k == OWNER or not zero)
-            for (k, index), stage in copies.here.items()
+            (k, index): CopyWeights(copies.here[k, index], schedule, index, k, self.rule, k == OWNER or not zero)
+            for k, index in copies.each()
         }
         self._open = False
         self._failed: str | None = None
@@ -58,10 +59,8 @@ class Updating:
     def stand_ins(self) -> dict[int, list[Parameter]]:
         """By the id of a parameter of the model given, its masters here."""
         found: dict[int, list[Parameter]] = {}
-        first: dict[int, Copy] = {}
         for key in sorted(self.weights):
-            origin = self._copies.here[first.setdefault(key[1], key)]
-            for name, parameter in origin.named_parameters():
+            for name, parameter in self._copies.here[key].named_parameters():
                 master = self.weights[key].masters.get(name)
                 found.setdefault(id(parameter), []).extend([] if master is None else [master])
         return found
@@ -92,22 +91,35 @@ class Updating:
                 "one each"
             )
         self._open = leave_open
-        for weights in self.weights.values():
-            weights.begin(optimizer, rates, clip_norm, leave_open)
+        self._require_known()
+        self._copies.share_weights()  # whatever was done to the model's since
+        for key in self._copies.each():
+            self.weights[key].begin(optimizer, rates, clip_norm, leave_open)
 
     def device(self, inner: Device, rank: int) -> Device:
         """The device of a rank, around the one that runs all other ops."""
         weights = {key: self.weights[key] for key in self._copies.of_rank(rank)}
-        return UpdatingDevice(inner, weights, self._schedule, self._zero, self._open)
+        return UpdatingDevice(inner, weights, self._schedule, self._zero, self._open, self._copies.select)
 
     def end(self) -> None:
         """Ends a step: all parameters are the newest."""
-        for weights in self.weights.values():
-            weights.end()
+        for key in self._copies.each():
+            self.weights[key].end()
 
     def fail(self, error: BaseException) -> None:
         """Takes note that a step broke off, perhaps between two updates."""
         self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _require_known(self) -> None:
+        """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made."""
+        for (_, index), weights in self.weights.items():
+            for name, parameter in weights.stage.named_parameters():
+                if parameter.requires_grad and name not in weights.trained:
+                    raise RuntimeFailure(
+                        f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
+                        f"updates that {self._schedule.name} has in its order are those of what was trained then; "
+                        "make a new pipeline"
+                    )
 
     def require_whole(self) -> None:
         """Raises RuntimeFailure where a step broke off and nothing was loaded since."""
@@ -132,9 +144,9 @@ class Updating:
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides parameters and optimizer: older versions, gradients of an open window."""
         return {
-            f"{PREFIX}{k}/{name}": tensor
-            for (k, _), weights in self.weights.items()
-            for name, tensor in weights.state().items()
+            f"{PREFIX}{key[0]}/{name}": tensor
+            for key in self._copies.each()
+            for name, tensor in self.weights[key].state().items()
         }
 
     def load(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
@@ -153,8 +165,8 @@ class Updating:
             elif rest.startswith(GRADIENTS):
                 held[rest] = held[rest] + tensor
         of_owner = {n: t for n, t in by_copy.get(OWNER, {}).items() if not n.startswith(GRADIENTS)}
-        for (k, index), weights in self.weights.items():
-            stage = self._copies.here[k, index]
+        for k, index in self._copies.each():
+            weights, stage = self.weights[k, index], self._copies.here[k, index]
             weights.fill({name: p.detach() for name, p in stage.named_parameters()})
             weights.num_updates = num_updates
             weights.load_state({**of_owner, **by_copy.get(k, {})})

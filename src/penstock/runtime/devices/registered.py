@@ -18,6 +18,7 @@ from penstock.runtime.registered import Calls, name_of
 from penstock.runtime.streams import Awaited, Started
 from penstock.runtime.worker import Device
 from penstock.schedule import Op
+from penstock.schedule.updates import OWNER
 
 
 class RegisteredDevice:
@@ -30,6 +31,7 @@ class RegisteredDevice:
         outputs: what forwards made here.
         device: where the stages lie; on a GPU an op ends when its work is done, as with all other ops.
         meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
+        select: has a stage hold what its copy of a pipeline has; a function sees what the owner's has.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class RegisteredDevice:
         outputs: Outputs,
         device: torch.device,
         meeting: Meeting | None = None,
+        select: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._inner = inner
+        self._inner, self._select = inner, select
         self._rank, self._calls, self._tokens = rank, calls, tokens
         self._outputs, self._meeting = outputs, meeting
         self._gpu = device if device.type == "cuda" else None
@@ -76,6 +79,8 @@ class RegisteredDevice:
 
     def _call(self, op: Op) -> Any:
         function, call = self._calls[self._rank, op]
+        if self._select is not None:
+            self._select(OWNER, op.stage)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
                 returned = function(replace(call, _outputs=self._outputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,8 @@ class TorchDevice:
 
     Args:
         runners: of the copies of stages that the rank hosts, by (pipeline, stage).
-        tied: of each pipeline. schedule: what runs.
+        tied: gradients of parameters that stages share. schedule: what runs.
+        select: has a stage hold what its copy of a pipeline has; None outside of training.
         meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
             what it leaves there is what came of the op on the others.
 
@@ -32,12 +33,13 @@ class TorchDevice:
     def __init__(
         self,
         runners: Mapping[Copy, StageRunner],
-        tied: Sequence[TiedGradients],
+        tied: TiedGradients,
         schedule: Schedule,
         device: torch.device,
         meeting: Meeting | None = None,
+        select: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._runners = runners
+        self._runners, self._select = runners, select
         self._gpu = device if device.type == "cuda" else None
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
         self._junctions = None if is_plain(schedule) else Junctions(schedule)
@@ -61,10 +63,18 @@ class TorchDevice:
     def _run(self, op: Op, received: Sequence[Payload]) -> None:
         pipeline = self._pipelines[op.microbatch]
         runner = self._runners[pipeline, op.stage]
+        if self._select is None:
+            self._outcome = runner.forward(op.microbatch, self._entering(op, received))
+        else:
+            self._select(pipeline, op.stage)
+            with self._tied.inside(op.stage):
+                self._train(op, received, runner)
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+
+    def _train(self, op: Op, received: Sequence[Payload], runner: StageRunner) -> None:
         if op.kind == "F":
-            if self._junctions is not None:
-                received = [] if (joined := self._junctions.inputs(op, received)) is None else [joined]
-            self._outcome = runner.forward(op.microbatch, received[0] if received else None)
+            self._outcome = runner.forward(op.microbatch, self._entering(op, received))
         elif op.kind == "W":
             runner.backward_weight(op.microbatch)
             self._outcome = None
@@ -72,19 +82,22 @@ class TorchDevice:
             runner.recompute(op.microbatch)
             self._outcome = None
         else:
-            tied = self._tied[pipeline]
-            came, sums = tied.sort(op, received)
+            came, sums = self._tied.sort(op, received)
             main = came[0] if came else None
             if self._junctions is not None:
                 main = self._junctions.gradients(op, came)
             self._outcome = runner.backward(op.kind, op.microbatch, main, sums)
-            tied.collect(op)
-        if self._gpu is not None:
-            torch.cuda.synchronize(self._gpu)
+            self._tied.take(op)
+
+    def _entering(self, op: Op, received: Sequence[Payload]) -> Payload | None:
+        """What a forward gets; None where the batch goes in."""
+        if self._junctions is not None:
+            return self._junctions.inputs(op, received)
+        return received[0] if received else None
 
     def give(self, edge: Edge) -> Payload:
         if edge.slot:
-            return self._tied[self._pipelines[edge.producer.microbatch]].give(edge)
+            return self._tied.give(edge)
         outcome = self._outcome
         if outcome is None or edge.producer != self._op:
             raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")

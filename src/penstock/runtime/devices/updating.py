@@ -9,7 +9,7 @@ Only such schedules have it, so others pay nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -30,22 +30,34 @@ class UpdatingDevice:
         weights: of the copies of this rank.
         zero: the owner sends parameters; otherwise the summed gradients, and every copy steps.
         open_window: the last window goes on in the next step: nothing is sent for it, and its U do nothing.
+        select: has a stage hold what its copy of a pipeline has.
     """
 
     def __init__(
-        self, inner: Device, weights: Mapping[Copy, CopyWeights], schedule: Schedule, zero: bool, open_window: bool
+        self,
+        inner: Device,
+        weights: Mapping[Copy, CopyWeights],
+        schedule: Schedule,
+        zero: bool,
+        open_window: bool,
+        select: Callable[[int, int], None],
     ) -> None:
         if schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
-        self._inner, self._weights, self._schedule = inner, weights, schedule
+        self._inner, self._weights, self._schedule, self._select = inner, weights, schedule, select
         self._windows, self._zero = schedule.windows, zero
         self._open = self._windows.num_updates - 1 if open_window else None
-        self._memory = {p.untyped_storage().data_ptr() for w in weights.values() for p in w.stage.parameters()}
+        self._memory = {p.untyped_storage().data_ptr() for key in weights for p in self._of(*key).stage.parameters()}
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
 
+    def _of(self, pipeline: int, stage: int) -> CopyWeights:
+        """A copy's weights, whose turn it is from now on."""
+        self._select(pipeline, stage)
+        return self._weights[pipeline, stage]
+
     def run(self, op: Op, received: Sequence[Payload]) -> None:
-        weights = self._weights[self._schedule.pipeline_of(op), op.stage]
+        weights = self._of(self._schedule.pipeline_of(op), op.stage)
         if op.kind == UPDATE:
             self._update(weights, op, received)
             return
@@ -67,10 +79,10 @@ class UpdatingDevice:
         if update == self._open:
             return Payload.gradients([])
         if edge.producer.kind != UPDATE:
-            weights = self._weights[self._schedule.pipeline_of(edge.producer), stage]
+            weights = self._of(self._schedule.pipeline_of(edge.producer), stage)
             return Payload.gradients(weights.gradients(update))
         if self._zero:
-            return Payload.gradients(list(self._weights[OWNER, stage].values()))
+            return Payload.gradients(list(self._of(OWNER, stage).values()))
         return Payload.gradients(self._reduced[stage])
 
     def _apart(self, payload: Payload) -> Payload:

@@ -11,7 +11,7 @@ own; `held.py` and `written.py` say how the module's parameters get to hold what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +191,11 @@ class CopyWeights:
         self._weights.advance(self._rule.oldest(self.num_updates + 1), values)
 
     # -- between passes --------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Collection[str]:
+        """The names of the parameters that updates change."""
+        return self._parameters.keys()
 
     @property
     def num_updates(self) -> int:
