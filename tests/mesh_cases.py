@@ -375,7 +375,7 @@ def jobs(draw: st.DrawFn, model: str, split: Split) -> Job:
     name, num, options = draw(towers() if model == "clip" else chains(pp))
     total = dp * num
     tied = model != "clip" and draw(st.booleans())
-    shardings = ["none", "zero1", *([] if tied else ["fsdp"])] if dp > 1 else ["none"]
+    shardings = ["none", "zero1", "fsdp"] if dp > 1 else ["none"]
     sharding = draw(st.sampled_from(shardings))
     return Job(
         model,

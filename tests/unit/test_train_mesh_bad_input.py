@@ -41,7 +41,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, zero1 or fsdp"]),
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
     "sharding of copies": (f"{SIZES} --schedule chimera --ranks 2 --dp 2 --sharding fsdp", ["chimera", "zero1"]),
-    "sharding of one weight": (f"{SIZES} --tied --dp 2 --sharding fsdp", ["share one weight", "--no-tied", "zero1"]),
     "asynchronous replicas": ("--schedule amdp --dp 2", ["amdp", "leave out --dp 2"]),
     "asynchronous shards": ("--schedule vnag --tp 2", ["vnag", "leave out --tp 2"]),
     "delegates of a mesh": (

@@ -52,7 +52,7 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     device_of(settings)
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
-    check_ties(settings, schedule, task.tied)
+    check_ties(schedule, task.tied)
     return Inputs(settings, schedule, task, task.read(corpus))
 
 

@@ -53,19 +53,14 @@ def check_placement(settings: Settings, schedule: Schedule) -> None:
         )
 
 
-def check_ties(settings: Settings, schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
-    """Raises SettingsError for a weight of two stages that are updated at different times, or each in parts."""
+def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
+    """Raises SettingsError for a weight of two stages that are updated at different times."""
     if not tied or schedule.num_stages == 1:
         return
     if schedule.updates is not None:
         raise SettingsError(
             f"embedding and head share one weight, and {schedule.name} updates their stages at different times; give "
             "--no-tied, or a schedule that updates all stages together"
-        )
-    if settings.sharding == "fsdp":
-        raise SettingsError(
-            "embedding and head share one weight, which --sharding fsdp would keep in parts of each; give --no-tied, "
-            "or --sharding zero1"
         )
 
 
