@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.runtime.aliases import has_views, inner, num_graded, side_by_side
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.tree import Skeleton
@@ -42,7 +43,7 @@ class Junctions:
             return None
         sources = self._graph.sources[op.stage]
         parts = [_joined(group) for group in self._groups(op, sources, received)]
-        self._widths[op.stage, op.microbatch] = [sum(part.needs_grad) for part in parts]
+        self._widths[op.stage, op.microbatch] = [num_graded(part.needs_grad, part.skeleton) for part in parts]
         return parts[0] if len(parts) == 1 else _tuple(parts)
 
     def gradients(self, op: Op, received: Sequence[Payload]) -> Payload | None:
@@ -142,6 +143,7 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     first = payloads[0]
     if len(payloads) == 1:
         return first
+    _require_apart(first)
     if any(len(p.leaves) != len(first.leaves) or p.skeleton != first.skeleton for p in payloads):
         raise RuntimeFailure("microbatches that are to be joined come with different numbers of tensors")
     leaves: list[Tensor | None] = []
@@ -151,22 +153,28 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
             raise RuntimeFailure("of microbatches that are to be joined, some have a gradient and some have none")
         leaves.append(torch.cat(present) if present else None)
     needs = [any(wanted) for wanted in zip(*(p.needs_grad for p in payloads), strict=True)]
-    return Payload(leaves, first.skeleton, needs)
+    return Payload(leaves, inner(first.skeleton), needs)
+
+
+def _require_apart(payload: Payload) -> None:
+    if has_views(payload.skeleton):
+        raise RuntimeFailure(
+            "outputs of a stage share memory, and its microbatches are cut or joined for another stage, which makes "
+            "copies of some; return copies (clone())"
+        )
 
 
 def _cut(payload: Payload, parts: int, place: int) -> Payload:
+    _require_apart(payload)
     leaves = [None if leaf is None else leaf.tensor_split(parts)[place] for leaf in payload.leaves]
     return Payload(leaves, payload.skeleton, payload.needs_grad)
 
 
 def _tuple(parts: Sequence[Payload]) -> Payload:
     """Payloads side by side, as a tuple of their values."""
-    skeletons: list[Skeleton] = []
-    leaves: list[Tensor | None] = []
-    for part in parts:
-        skeletons.append(_shifted(part.skeleton, len(leaves)))
-        leaves += part.leaves
-    return Payload(leaves, ["tuple", skeletons], [needed for part in parts for needed in part.needs_grad])
+    leaves = [leaf for part in parts for leaf in part.leaves]
+    skeleton = side_by_side([part.skeleton for part in parts], [len(part.leaves) for part in parts], _shifted)
+    return Payload(leaves, skeleton, [needed for part in parts for needed in part.needs_grad])
 
 
 def _shifted(skeleton: Skeleton, by: int) -> Skeleton:

@@ -71,9 +71,12 @@ class RanksHere:
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
         self.runners: dict[Copy, StageRunner] = {
-            key: StageRunner(stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast, False)
+            key: StageRunner(
+                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast, False,
+                len(schedule.graph.targets[key[1]]),
+            )
             for key, stage in model.copies.here.items()
-        }
+        }  # fmt: skip
         ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
         self.ends = list(ends.values())
         # Of a shared stage one rank's alone: all of them have the same losses.

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.entry import Entry
+from penstock.runtime.aliases import Kept, graded, has_views, inner, is_shared, share, storage_of, values_of, views_of
+from penstock.runtime.entry import Entry, exits
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.fsdp import is_fully_sharded, sum_after_this
 from penstock.runtime.message import Payload
@@ -36,6 +37,8 @@ class Held:
     outputs: list[Tensor]
     tape: Tape | None
     deferred: bool = False
+    shares: bool = False
+    """Whether there are other outputs, which share memory with these."""
 
 
 class Purpose(Enum):
@@ -82,6 +85,7 @@ class StageRunner:
         is_last: whether its output is what the loss takes.
         can_split: whether I and W can run apart; where not, I runs the full backward and W does nothing.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
+        num_targets: how many stages it feeds.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class StageRunner:
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
         can_split: bool,
+        num_targets: int = 1,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -117,6 +122,8 @@ class StageRunner:
         self._settings: StepSettings | None = None
         self._first = 0
         self._fully_sharded = is_fully_sharded(stage)
+        self._num_targets = num_targets
+        self._own: frozenset[int] | None = None
 
     def may_split(self, can_split: bool) -> None:
         """Says, between two steps, whether I and W can run apart from now on."""
@@ -136,6 +143,7 @@ class StageRunner:
         self._kept.clear()
         self._leaves.clear()
         self._starts.clear()
+        self._own = None
         self._buffers.begin()
         self.losses.clear()
         self.results.clear()
@@ -152,13 +160,13 @@ class StageRunner:
     def forward(self, m: int, received: Payload | None) -> Payload:
         """Runs F and returns what the next stage gets; nothing, from the last."""
         if not self.settings.training:
-            value, _ = self._input(m, received)
+            value, _, kept = self._input(m, received)
             with torch.no_grad(), self._casting():
                 output = self._call(value, m)
                 if self._is_last:
                     self._keep_result(m, output)
-                    return Payload([])
-            return self._outgoing(output)[0]
+                kept.require_same(self.index)
+                return Payload([]) if self._is_last else self._outgoing(output)[0]
         if (self.index, m) in self.settings.recomputed:
             return self._forward_keeping_input(m, received)
         return self._forward_keeping_all(m, received)
@@ -172,16 +180,17 @@ class StageRunner:
         if received is not None:
             leaves = [None if leaf is None else leaf.to(self._device) for leaf in received.leaves]
             received = Payload(leaves, received.skeleton, received.needs_grad)
-        value, _ = self._input(m, received, copied=True)
+        value, _, kept = self._input(m, received, copied=True)
         with self._buffers.noted(m), self._casting(), keeping_nothing():
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
+        kept.require_same(self.index)
         self._kept[m] = received
         return self._outgoing(output)[0]
 
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
-        value, entry = self._input(m, received)
+        value, entry, kept = self._input(m, received)
         tape = self._tape(m)
         with self._casting(), tape.recording() if tape is not None else nullcontext():
             output = self._call(value, m)
@@ -190,9 +199,10 @@ class StageRunner:
         if tape is not None and not self._defers:
             self._defers = tape.deferring
             self._plain.add(self.settings.microbatches.signature(m))
-        entry.close()
+        kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
-        self._held[m] = Held(entry, outputs, tape)
+        entry.close(outputs)
+        self._held[m] = Held(entry, outputs, tape, shares=has_views(payload.skeleton))
         return payload
 
     def _tape(self, m: int) -> Tape | None:
@@ -206,15 +216,16 @@ class StageRunner:
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape()
 
-    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry]:
-        """What the stage is called with, and where those of it that want a gradient enter."""
+    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry, Kept]:
+        """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), Entry([])
+                return unflatten(copies, skeleton), Entry([]), _NOTHING_KEPT
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
-            return unflatten([leaf if leaf.requires_grad else leaf.data for leaf in leaves], skeleton), Entry([])
+            given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
+            return unflatten(given, skeleton), Entry([]), _NOTHING_KEPT
         leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
@@ -222,7 +233,13 @@ class StageRunner:
         entry = Entry([leaves[place] for place in wanted])
         for place, tensor in zip(wanted, entry.tensors, strict=True):
             leaves[place] = tensor
-        return unflatten(leaves, received.skeleton), entry
+        if not is_shared(received.skeleton):
+            return unflatten(leaves, received.skeleton), entry, _NOTHING_KEPT
+        skeleton, views = received.skeleton, views_of(leaves, received.skeleton)
+        if entry.tensors:
+            entry.order(graded(leaves, received.needs_grad, skeleton, views))
+        kept = Kept(leaves, skeleton)
+        return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
@@ -256,21 +273,37 @@ class StageRunner:
 
     def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
         leaves, skeleton = flatten(output)
-        needs = [leaf.requires_grad for leaf in leaves]
         outputs = [leaf for leaf in leaves if leaf.requires_grad]
+        if self._num_targets:
+            own = self._own_memory
+            leaves, skeleton, outputs = share(leaves, skeleton, own, self.index, self._num_targets)
+            if has_views(skeleton):
+                outputs = [exits(output) for output in outputs]
+        needs = [leaf.requires_grad for leaf in leaves]
         return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
+
+    def _own_memory(self) -> frozenset[int]:
+        """The addresses of its parameters' and buffers' memory, as a step found them."""
+        if self._own is None:
+            self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
+        return self._own
 
     def leaves(self, m: int) -> list[Tensor]:
         """The outputs of a microbatch that want a gradient, as leaves.
 
         Raises:
-            RuntimeFailure: its forward is run again, so that nothing is held of it yet.
+            RuntimeFailure: its forward is run again, so that nothing is held of it yet; or some share memory.
         """
         if m not in self._leaves:
             if m not in self._held:
                 raise RuntimeFailure(
                     f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
                     "between F and the backward, and the forward is not run again (R)"
+                )
+            if self._held[m].shares:
+                raise RuntimeFailure(
+                    f"stage {self.index} returns several tensors that share memory, and an op reads the output of a "
+                    "stage that returns one"
                 )
             self._leaves[m] = [output.detach().requires_grad_() for output in self._held[m].outputs]
         return self._leaves[m]
@@ -291,6 +324,7 @@ class StageRunner:
             also: tensors of the graph, and gradients that they have from elsewhere.
         """
         held = self._held[m]
+        held.entry.settle()
         if received is None and not self._is_last:
             if m not in self._starts:
                 raise RuntimeFailure(
@@ -334,3 +368,4 @@ class StageRunner:
 
 
 _NO_ENTRY = Entry([])
+_NOTHING_KEPT = Kept([], 0)
