@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from penstock.runtime.checkpoint import CheckpointError, Reader, load_optimizer, optimizer_tensors, write
+from penstock.runtime.checkpoint import CheckpointError, Reader, optimizer_tensors, stage_optimizer, write
 
 pytestmark = pytest.mark.unit
 
@@ -82,7 +82,7 @@ def test_training_continues_bit_for_bit_on_other_ranks(tmp_path: Path, kind: str
             parameter.copy_(reader.load([f"model/{name}"])[f"model/{name}"])
     others = [make(groups(part)) for part in split(resumed, 2)]
     for optimizer in others:
-        load_optimizer(optimizer, names, reader)
+        stage_optimizer(optimizer, names, reader)()
     train(resumed, others, range(4, 8))
     for (name, left), right in zip(straight.named_parameters(), resumed.parameters()):
         assert torch.equal(left, right), name
@@ -108,7 +108,7 @@ def test_state_and_options_that_are_not_tensors(tmp_path: Path) -> None:
     reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
     fresh = Odd([parameter])
     fresh.param_groups[0] |= {"pair": (), "lr": 5.0}
-    load_optimizer(fresh, {parameter: "a/b.c"}, reader)
+    stage_optimizer(fresh, {parameter: "a/b.c"}, reader)()
     assert fresh.state[parameter] == state
     assert type(fresh.state[parameter]["on"]) is bool
     group = fresh.param_groups[0]
@@ -120,12 +120,54 @@ def test_errors(tmp_path: Path) -> None:
     adam = Adam([parameter])
     with pytest.raises(CheckpointError, match="a parameter of shape \\(2,\\) that has no name"):
         optimizer_tensors(adam, {})
-    adam.state[parameter]["history"] = [torch.ones(2)]
-    with pytest.raises(CheckpointError, match="Adam's state 'history' of a cannot be stored: a Tensor"):
+    adam.state[parameter]["history"] = [torch.ones(2), len]
+    with pytest.raises(CheckpointError, match=r"Adam's state 'history' of a cannot be stored: \[1\] is a builtins"):
+        optimizer_tensors(adam, {parameter: "a"})
+    adam.state[parameter] = {"a/b": 1}
+    with pytest.raises(CheckpointError, match="Adam's state of a has the key 'a/b'"):
         optimizer_tensors(adam, {parameter: "a"})
     del adam.state[parameter]
+    adam.state["all"]["calls"] = 3
+    with pytest.raises(CheckpointError, match="Adam keeps state under 'all', which is no parameter"):
+        optimizer_tensors(adam, {parameter: "a"})
+    del adam.state["all"]
     reader = Reader(write(tmp_path, 1, {}, {"optimizer": optimizer_tensors(adam, {parameter: "a"})[1]}))
     with pytest.raises(CheckpointError, match="holds Adam with 1 parameter groups, this run has SGD with 1"):
-        load_optimizer(SGD([parameter], lr=1.0), {parameter: "a"}, reader)
+        stage_optimizer(SGD([parameter], lr=1.0), {parameter: "a"}, reader)()
     with pytest.raises(CheckpointError, match="holds no optimizer"):
-        load_optimizer(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
+        stage_optimizer(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
+
+
+def test_tensors_inside_state_of_another_kind(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    adam = Adam([parameter])
+    adam.state[parameter] = {"history": [torch.ones(2), (torch.zeros(3), 1)], "exp_avg": torch.full((2,), 5.0)}
+    tensors, meta = optimizer_tensors(adam, {parameter: "a/b"})
+    fresh = Adam([parameter])
+    reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
+    stage_optimizer(fresh, {parameter: "a/b"}, reader)()
+    assert repr(fresh.state[parameter]) == repr({k: adam.state[parameter][k] for k in ("exp_avg", "history")})
+
+
+def test_options_and_state_of_another_kind_are_refused(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    adam = Adam([parameter])
+    tensors, meta = optimizer_tensors(adam, {parameter: "a"})
+    before = repr(adam.state_dict())
+    cases = [
+        ("lr", "fast"),
+        ("lr", float("nan")),
+        ("betas", 0.9),
+        ("betas", {"list": []}),
+        ("eps", None),
+        ("lr", True),
+    ]
+    for step, (key, value) in enumerate(cases):
+        forged = {**meta, "groups": [meta["groups"][0] | {key: value}]}
+        reader = Reader(write(tmp_path, step, tensors, {"optimizer": forged}))
+        with pytest.raises(CheckpointError, match=f"option '{key}' of parameter group 0 is"):
+            stage_optimizer(adam, {parameter: "a"}, reader)
+    reader = Reader(write(tmp_path, 9, {"optimizer/a/exp_avg": torch.zeros(3)}, {"optimizer": meta}))
+    with pytest.raises(CheckpointError, match=r"optimizer/a/exp_avg is \(3,\) of .*, and its parameter \(2,\)"):
+        stage_optimizer(adam, {parameter: "a"}, reader)
+    assert repr(adam.state_dict()) == before

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.runtime.checkpoint import CheckpointError, Reader, export, latest, match, write
+from penstock.runtime.checkpoint import CheckpointError, Reader, candidates, complete, export, latest, match, write
 from penstock.runtime.checkpoint.shard import DTYPES
 
 pytestmark = pytest.mark.unit
@@ -122,7 +122,7 @@ def test_only_needed_shards_are_opened(tmp_path: Path) -> None:
     assert same(Reader(tmp_path / "step-00000001").load(names), share(whole, 0, 2))
     with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is missing"):
         Reader(tmp_path / "step-00000001").load(whole)
-    assert latest(tmp_path) is None
+    assert not complete(tmp_path / "step-00000001")
 
 
 def test_a_step_is_replaced_and_old_ones_are_pruned(tmp_path: Path) -> None:
@@ -140,17 +140,26 @@ def test_the_checkpoint_just_written_is_never_pruned(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000002").is_dir()
 
 
-def test_latest_ignores_what_is_not_complete(tmp_path: Path) -> None:
+def test_latest_does_not_go_back_past_one_that_is_damaged(tmp_path: Path) -> None:
     assert latest(tmp_path / "nothing") is None
     for step in (1, 2, 3, 4):
         write(tmp_path, step, {"a": torch.zeros(2)}, {}, keep=9)
     (tmp_path / ".step-00000009.writing").mkdir()
-    (tmp_path / "step-00000099").mkdir()
+    (tmp_path / "step-00000099.damaged").mkdir()
     (tmp_path / "step-junk").mkdir()
+    (tmp_path / "step-00000008").write_text("a file")
     (tmp_path / "step-00000004" / "index.json").unlink()
     (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
-    assert latest(tmp_path) == tmp_path / "step-00000002"
+    assert latest(tmp_path) == tmp_path / "step-00000004"
+    found = candidates(tmp_path)
+    assert [(path.name[-1], complete(path)) for path in found] == [
+        ("4", False),
+        ("3", False),
+        ("2", True),
+        ("1", True),
+    ]
     assert latest(tmp_path / "step-00000002") == tmp_path / "step-00000002"
+    assert candidates(tmp_path / "step-00000003") == found[1:]
     write(tmp_path, 5, {"a": torch.zeros(2)}, {}, keep=9)
     assert not (tmp_path / ".step-00000009.writing").exists()
 
@@ -230,9 +239,10 @@ def test_another_model_is_named(tmp_path: Path) -> None:
     reader = Reader(
         write(tmp_path, 1, {"model/a": torch.zeros(2, 3), "model/b": torch.zeros(1), "x": torch.ones(1)}, {})
     )
-    match(reader, {"model/a": (2, 3), "model/b": torch.Size([1])}, prefix="model/")
+    real = torch.float32
+    match(reader, {"model/a": ((2, 3), real), "model/b": ((1,), real)}, prefix="model/")
     with pytest.raises(CheckpointError) as caught:
-        match(reader, {"model/a": (2, 4)} | {f"model/c{i}": (1,) for i in range(5)}, prefix="model/")
+        match(reader, {"model/a": ((2, 4), real)} | {f"model/c{i}": ((1,), real) for i in range(5)}, prefix="model/")
     text = str(caught.value)
     assert "is of another model (2 tensors, 6 wanted)" in text
     assert "5 missing: model/c0, model/c1, model/c2 and 2 more" in text
@@ -267,8 +277,9 @@ def damaged(path: Path, **changes: object) -> None:
     ("harm", "message"),
     [
         (lambda path: (path / "index.json").unlink(), "is not a checkpoint: it has no index.json"),
-        (lambda path: damaged(path, version=9), "format version 9; this release reads up to 1: upgrade"),
-        (lambda path: damaged(path, version="x"), "is damaged"),
+        (lambda path: damaged(path, version=9), "format version 9; this release reads up to 2: upgrade"),
+        (lambda path: damaged(path, version="x"), "its format version is 'x'"),
+        (lambda path: damaged(path, version=True), "its format version is True"),
         (lambda path: damaged(path, format="other"), "its format is 'other'"),
         (lambda path: (path / "index.json").write_text("[]"), "its format is 'list'"),
         (lambda path: (path / "index.json").write_text("[" * 100_000), "damaged: not JSON"),
@@ -284,7 +295,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, harm: Callable[[Path], object], 
 
 def test_latest_does_not_go_back_past_a_newer_format(tmp_path: Path) -> None:
     write(tmp_path, 1, {"a": torch.zeros(2)}, {})
-    damaged(write(tmp_path, 2, {"a": torch.zeros(2)}, {}), version=2)
+    damaged(write(tmp_path, 2, {"a": torch.zeros(2)}, {}), version=3)
     assert latest(tmp_path) == tmp_path / "step-00000002"
 
 

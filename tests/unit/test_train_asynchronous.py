@@ -258,6 +258,6 @@ def test_a_pass_that_breaks_off(tmp_path: Path, text: Path, monkeypatch: pytest.
     for go_on in (run.save, run.training.run_pass, run.evaluate):
         with pytest.raises(RuntimeFailure, match=r"an earlier step broke off \(.*no loss today.*load"):
             go_on()
-    run.resume()
+    run.resume("step-00000002")
     run.run()
     assert losses(tmp_path / "run") == expected

@@ -16,6 +16,7 @@ import torch
 import penstock as ps
 from penstock.cli import main
 from penstock.train.settings import Settings
+from train_runs import losses
 
 pytestmark = pytest.mark.unit
 
@@ -278,15 +279,37 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
     from penstock.train.orders import order_of
 
     with pytest.raises(
-        CheckpointError, match=r"checksum differs.*to go on from the one before, move .*step-00000002"
+        CheckpointError, match=rf"checksum differs; step-00000001 before it is whole: .*--resume {copy} --fallback"
     ):
         carry_out(order_of({}, None, str(copy), None, as_json=True), None)
     assert _files(copy / "checkpoints") == before
-    # Truncated ones do not count; with none left there is nothing to go on from.
-    for folder in (newest, older):
-        os.truncate(next(folder.glob("*.safetensors")), 10)
+    # Truncated ones are found out before anything starts; with none left there is nothing to go on from.
+    os.truncate(shard, 10)
     (line,) = tell(f"--resume {copy}")
-    assert "no checkpoint is complete" in line
+    assert "has 10 bytes" in line
+    assert f"go on from there with penstock train --resume {copy} --fallback" in line
+    os.truncate(next(older.glob("*.safetensors")), 10)
+    (line,) = tell(f"--resume {copy}")
+    assert "no older checkpoint is whole: copy one there, or start a new run" in line
+    said = tell(f"--resume {copy} --fallback")
+    assert "no checkpoint is whole" in said[0]
+    (line,) = tell("--fallback", 2)
+    assert line == "--fallback is for a run that goes on; give --resume RUN too"
+
+
+def test_a_run_falls_back_when_it_is_asked_to(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = _damaged(run, tmp_path)
+    (shard,) = (copy / "checkpoints/step-00000002").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    assert main(["train", "--resume", str(copy), "--fallback", "--in-process"]) == 0
+    told = capsys.readouterr().err
+    assert "resume  from step 1" in told
+    assert "checksum differs; set aside as step-00000002.damaged" in told
+    assert losses(copy) == losses(run)
+    names = ["step-00000001", "step-00000002", "step-00000002.damaged"]
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == names
 
 
 def test_a_folder_that_holds_a_run(tell: Callable[..., list[str]], run: Path) -> None:

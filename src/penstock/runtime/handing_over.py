@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.learner import Learner
 from penstock.runtime.peers import GroupPeers, Peers
+from penstock.runtime.training_state import MODEL
 from penstock.runtime.transports.failure import explain
-
-Kind = tuple[tuple[int, ...], torch.dtype]
-"""Of a tensor."""
 
 
 class Sending(NamedTuple):
@@ -40,12 +39,12 @@ class Told(NamedTuple):
 
     Attributes:
         held: shape and type of each tensor that it holds, by name.
-        wanted: names. shapes: that those of the model are to have.
+        wanted: names. kinds: shape and type that those of the model are to have.
     """
 
     held: dict[str, Kind]
     wanted: list[str]
-    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, Kind]
 
 
 def sendings(told: Sequence[Told]) -> list[Sending]:
@@ -78,7 +77,7 @@ def sendings(told: Sequence[Told]) -> list[Sending]:
 class Carried:
     """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
 
-    path = "the pipeline before"
+    path, version = "the pipeline before", VERSION
 
     def __init__(self, tensors: dict[str, Tensor], meta: Any) -> None:
         self._tensors, self.meta = tensors, {"optimizer": meta}
@@ -114,7 +113,18 @@ def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
     _require_shapes(told, known)
     came = _exchange(sendings(told), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
-    after.load(Carried(mine, meta), 0)
+    staged, said = None, None
+    try:
+        staged = after.stage(Carried(mine, meta), 0)
+        staged.try_extra()
+    except CheckpointError as error:
+        said = str(error)
+    if refusals := [each for each in peers.gather(said) if each is not None]:
+        if staged is not None:
+            staged.take_back()
+        raise RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
+    assert staged is not None
+    staged.put()
     return sum(map(_num_bytes, (known[name] for name in came)))
 
 
@@ -125,8 +135,8 @@ def _num_bytes(kind: Kind) -> int:
 
 def _require_shapes(told: Sequence[Told], known: dict[str, Kind]) -> None:
     """The same answer in every process."""
-    for name, shape in (each for one in told for each in one.shapes.items()):
-        if name in known and known[name][0] != shape:
+    for name, (shape, _) in (each for one in told for each in one.kinds.items()):
+        if name.startswith(MODEL) and name in known and known[name][0] != shape:
             raise RuntimeFailure(
                 f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "
                 "from one model"

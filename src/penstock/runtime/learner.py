@@ -18,9 +18,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.replicas import replicas_of
-from penstock.runtime.saving import State
 from penstock.runtime.setup import optimizer_of
 from penstock.runtime.state_bytes import bytes_of
+from penstock.runtime.training_state import State
 from penstock.runtime.updating import Updating
 from penstock.schedule import Schedule
 
@@ -138,7 +138,15 @@ class Learner:
             hosts = self._model.placement.hosts(0, stage)
             return hosts[0] in self._mesh.pipeline.here and self._answers_for(tensor)
 
-        return State(self._model, self.optimizer, self.updating, answers, lambda p: bool(self.replicas.owned([p])))
+        def holder(stage: int) -> str:
+            hosts, here = self._model.placement.hosts(0, stage), self._mesh.pipeline.here
+            part = hosts.index(here[0]) if len(hosts) > 1 and here[0] in hosts else self._mesh.shard
+            return f"{self._mesh.replica}.{part}"
+
+        def steps(parameter: Parameter) -> bool:
+            return bool(self.replicas.owned([parameter]))
+
+        return State(self._model, self.optimizer, self.updating, answers, steps, holder)
 
     def _answers_for(self, tensor: Tensor) -> bool:
         """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""

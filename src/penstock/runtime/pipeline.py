@@ -53,6 +53,7 @@ from penstock.runtime.step_result import StepResult
 from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
 from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.user_state import Stateful
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Worker
 from penstock.schedule import Schedule
@@ -432,29 +433,44 @@ class Pipeline:
         directory: str | Path,
         *,
         meta: Mapping[str, Any] | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
         keep: int = 2,
         number: int | None = None,
     ) -> Path:
         """Writes a checkpoint `directory/step-...`, sharded by parameter name; every rank must call it.
 
         It appears whole or not at all; of older ones the newest `keep - 1` stay. `meta` is small JSON of the
-        caller's, the same on all ranks. `number` is that in the name, `num_steps` by default: whoever counts other
-        steps gives theirs. Raises CheckpointError.
+        caller's, the same on all ranks. `stateful` names objects with `state_dict` and `load_state_dict` whose state
+        is kept too, like a learning-rate scheduler or a data loader; where it differs, that of each replica or
+        process. `number` is that in the name, `num_steps` by default: whoever counts other steps gives theirs.
+        Raises CheckpointError.
         """
         self._learner.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        return saving.save(directory, self._learner.state(), self._mesh.everyone, counters, meta or {}, keep, number)
+        return saving.save(
+            directory, self._learner.state(), self._mesh, counters, meta or {}, stateful or {}, keep, number
+        )
 
-    def load(self, directory: str | Path) -> dict[str, Any]:
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        stateful: Mapping[str, Stateful] | None = None,
+        fallback: bool = False,
+    ) -> dict[str, Any]:
         """Loads a checkpoint, or the newest in a folder, written under any schedule and number of ranks.
 
-        Training goes on as if it had never stopped. Returns the `meta` it was saved with. Raises
-        CheckpointError where it is damaged or of another model.
+        Training goes on as if it had never stopped. Returns the `meta` it was saved with; `stateful` gets the state
+        of the objects it names. Every rank loads the same, or none loads anything. Where the newest is damaged, the
+        error names the one before; with `fallback` it is loaded instead, the damaged one is renamed to
+        `step-....damaged`, and `notices` say so. Raises CheckpointError where it is damaged or of another model;
+        nothing is changed then.
         """
-        counters, meta = saving.load(directory, self._learner.state(), self._mesh.everyone)
-        self._num_steps, self._learner.num_updates = counters["num_steps"], counters["num_updates"]
-        self._seed = counters["seed"]
-        return meta
+        loaded = saving.load(directory, self._learner.state(), self._mesh, stateful or {}, fallback)
+        self._num_steps, self._learner.num_updates = loaded.counters["num_steps"], loaded.counters["num_updates"]
+        self._seed = loaded.counters["seed"]
+        self._notices += [notice for notice in loaded.notices if notice not in self._notices]
+        return loaded.meta
 
     def hand_over(self, then: Pipeline) -> int:
         """Lets another pipeline of the same model go on where this one is: it gets all that training has made.

@@ -1,242 +1,325 @@
-"""A pipeline's state as plain named tensors, to a checkpoint and back, under any schedule and number of ranks.
+"""Checkpoints of a pipeline: every process writes and reads its share, and all of them do it or none.
 
-    model/layers.3.mlp.up.weight             parameters and buffers, by their names in the whole model
-    optimizer/layers.3.mlp.up.weight/exp_avg
-    gradients/layers.3.mlp.up.weight         where gradients wait for an update
+    rank 0 chooses --> all open the same --> each reads and checks its share --> each puts it in place
+                           |                          |
+                    others see another:         one cannot: none loads,
+                    none loads                  or all try the one before
 
-A tied parameter is stored once, under the name it has in its lowest stage.
+Whatever can go wrong goes wrong before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
-from operator import add
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.runtime.checkpoint import (
     CheckpointError,
+    DamagedCheckpointError,
+    Kind,
     Reader,
-    Source,
+    candidates,
+    complete,
     export,
     latest,
-    load_optimizer,
     match,
-    optimizer_tensors,
+    set_aside,
     write,
 )
-from penstock.runtime.held_model import HeldModel
+from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import Peers
-from penstock.runtime.shards import local, shard_like, whole
-from penstock.runtime.updating import GRADIENTS, Updating
-from penstock.runtime.updating import PREFIX as ASYNCHRONOUS
-from penstock.schedule.updates import OWNER
+from penstock.runtime.training_state import BUFFERS, EXTRA, MODEL, Staged, State, extra_digests, extra_to_write
+from penstock.runtime.user_state import Place, StagedUserState, Stateful, digests_of, packed, to_write
 
-MODEL = "model/"
+T = TypeVar("T")
+
 COUNTERS = "pipeline"
+OPTIMIZER = "optimizer"
+SHARED = "All processes must read one shared folder, and nothing may write to it meanwhile"
+COUNTS = ("num_steps", "num_updates", "seed")
 
 
-class State:
-    """What a pipeline saves: the stages and the optimizer of this process, under their stored names.
+class Loaded(NamedTuple):
+    """What a load brought besides the state itself.
 
-    Of several copies of a stage the owner's is saved, and all get what is loaded. So too gradients that wait for an
-    update, and what a schedule with updates keeps besides.
-
-    Args:
-        answers: whether this process is the one that writes a tensor, and what the optimizer keeps of it.
-        steps: whether it steps a parameter.
+    Attributes:
+        counters: of the pipeline. meta: the caller's. notices: what a person should know of it.
     """
 
-    def __init__(
-        self,
-        model: HeldModel,
-        optimizer: Optimizer | None,
-        updating: Updating | None,
-        answers: Callable[[int, Tensor], bool],
-        steps: Callable[[Parameter], bool],
-    ) -> None:
-        self.optimizer, self._model, self._updating, self._steps = optimizer, model, updating, steps
-        stages, ties = model.stages, model.ties
-        stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
-        self._twins = {name for name, stored in stored_as.items() if name != stored}
-        self._tensors: list[tuple[str, Tensor]] = []
-        self._answers: set[str] = set()
-        self._names: dict[Tensor, str] = {}
-        for index, stage in stages.items():
-            for name, parameter in stage.named_parameters():
-                self._tensors.append((name, parameter))
-                self._names.setdefault(parameter, stored_as.get(name, name))
-            kept = stage.state_dict(keep_vars=True)
-            self._tensors += [(name, buffer) for name, buffer in stage.named_buffers() if name in kept]
-            both = (*stage.named_parameters(), *stage.named_buffers())
-            self._answers |= {name for name, t in both if name not in self._twins and answers(index, t)}
-        for stage in model.copies.here.values():
-            for name, parameter in stage.named_parameters():
-                self._names.setdefault(parameter, stored_as.get(name, name))
-        if updating is not None:
-            self._names |= updating.names()
-        self._stored_as = stored_as
-
-    def to_tensors(self) -> tuple[dict[str, Tensor], Any]:
-        """What this process writes, and the optimizer's meta."""
-        tensors, meta = self.held()
-        tensors = {name: t for name, t in tensors.items() if self._writes(name)}
-        return tensors | (self._updating.tensors() if self._updating is not None else {}), meta
-
-    def held(self) -> tuple[dict[str, Tensor], Any]:
-        """All that this process holds, whoever writes it, and the optimizer's meta.
-
-        Whole tensors by their stored names: who holds a shard helps to put them together. Not what a schedule with
-        updates keeps besides.
-        """
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self._tensors:
-            full = whole(tensor.detach())
-            tensors.setdefault(MODEL + self._stored_as.get(name, name), full)
-        if self._updating is None:
-            for stage in self._model.stages.values():
-                for name, parameter in stage.named_parameters():
-                    if parameter.grad is not None:
-                        full = whole(parameter.grad)
-                        tensors.setdefault(GRADIENTS + self._stored_as.get(name, name), full)
-        if self.optimizer is None:
-            return tensors, None
-        state, meta = optimizer_tensors(self.optimizer, self._names)
-        return tensors | {name: whole(t) for name, t in state.items()}, meta
-
-    def _writes(self, name: str) -> bool:
-        kind, _, rest = name.partition("/")
-        return (rest.rpartition("/")[0] if kind == "optimizer" else rest) in self._answers
-
-    def wanted(self, names: Iterable[str]) -> list[str]:
-        """Of the names of all that is held anywhere those that `load` reads here."""
-        stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
-        optimizer = {self._names[p] for p in stepped}
-        mine = {
-            stage_name for stage in self._model.copies.here.values() for stage_name, _ in stage.named_parameters()
-        }
-        waiting = {self._stored_as.get(name, name) for name in mine}
-        found = set(self.expected())
-        for name in names:
-            kind, _, rest = name.partition("/")
-            if (kind == "optimizer" and rest.rpartition("/")[0] in optimizer) or (
-                name.startswith(GRADIENTS) and name.removeprefix(GRADIENTS) in waiting
-            ):
-                found.add(name)
-        return sorted(found)
-
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """Stored name -> shape of the model's tensors in this process."""
-        return {MODEL + self._stored_as.get(name, name): tuple(t.shape) for name, t in self._tensors}
-
-    def load(self, reader: Source, num_updates: int) -> None:
-        """Fills the model and the optimizer. The names must match."""
-        loaded = reader.load(sorted(self.expected()))
-        with torch.no_grad():
-            for name, tensor in self._tensors:
-                value = loaded[MODEL + self._stored_as.get(name, name)]
-                local(tensor.detach()).copy_(local(shard_like(value, tensor)))
-        if self.optimizer is not None:
-            load_optimizer(self.optimizer, self._names, reader)
-        self._model.share_values()
-        self._model.zero_grad()
-        if self._updating is not None:
-            mine = {name for stage in self._model.copies.here.values() for name, _ in stage.named_parameters()}
-            places = {n: _place(n) for n in reader.names()}
-            wanted = [n for n, place in places.items() if place is not None and place.rsplit("/", 1)[-1] in mine]
-            self._updating.load({places[n] or n: t for n, t in reader.load(wanted).items()}, num_updates)
-        else:
-            self._load_gradients(reader)
-
-    def _load_gradients(self, reader: Source) -> None:
-        """Gradients that wait for an update, whatever kind of schedule they come from."""
-        for stage in self._model.copies.here.values():
-            for name, parameter in stage.named_parameters():
-                stored = self._stored_as.get(name, name)
-                found = [n for n in reader.names() if n.endswith(f"gradients/{stored}")]
-                parts = list(reader.load(found).values())
-                if parts and self._steps(parameter):
-                    parameter.grad = shard_like(reduce(add, parts).to(parameter.device), parameter)
+    counters: dict[str, int]
+    meta: dict[str, Any]
+    notices: list[str]
 
 
-def _place(name: str) -> str | None:
-    """Under which name a schedule with updates takes a tensor over: gradients from others are the owner's."""
-    if name.startswith(GRADIENTS):
-        return f"{ASYNCHRONOUS}{OWNER}/{name}"
-    return name if name.startswith(ASYNCHRONOUS) else None
+class Said(NamedTuple):
+    """An error as it goes to the other processes."""
+
+    text: str
+    is_damage: bool
+
+
+class Chosen(NamedTuple):
+    """What may be loaded, the newest first, and what the model of all processes consists of."""
+
+    paths: list[Path]
+    expected: dict[str, Kind]
+    extra_names: set[str]
 
 
 def save(
     directory: str | Path,
     state: State,
-    peers: Peers,
+    mesh: Mesh,
     counters: Mapping[str, int],
     meta: Mapping[str, Any],
+    stateful: Mapping[str, Stateful],
     keep: int,
     number: int | None = None,
 ) -> Path:
-    """Writes a checkpoint; every process must call it. Raises CheckpointError."""
-    tensors, optimizer_meta = state.to_tensors()
-    metas = [m for m in peers.gather(optimizer_meta) if m is not None]
+    """Writes a checkpoint; every process must call it. Raises CheckpointError in all of them where one cannot."""
+
+    peers, place = mesh.everyone, _place_of(mesh)
+
+    def collect() -> Any:
+        if taken := sorted({COUNTERS, OPTIMIZER} & set(meta)):
+            raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
+        return state.share(), state.extra(), packed(stateful)
+
+    found, error = _attempt(collect, f"checkpoint in {directory} could not be written")
+    share, extra, states = found or (None, {}, {})
+    told = (share and share.optimizer, extra_digests(extra), digests_of(states), place)
+    parts = _agree(peers, told, error)
+    me = peers.here[0] if len(parts) > 1 else 0
+    assert share is not None
+    writes = share.writes | extra_to_write(extra, [part[1] for part in parts], me)
+    writes |= to_write(states, [part[2] for part in parts], [part[3] for part in parts], me)
     content = {**meta, COUNTERS: dict(counters)}
-    if metas:
-        content["optimizer"] = metas[0]
+    content |= next(({OPTIMIZER: part[0]} for part in parts if part[0] is not None), {})
     return write(
         Path(directory),
         counters["num_steps"] if number is None else number,
-        tensors,
+        writes,
         content,
-        rank=peers.here[0],
-        num_ranks=peers.num_ranks if len(peers.here) == 1 else 1,
+        rank=me,
+        num_ranks=len(parts),
         barrier=peers.barrier,
         keep=keep,
+        helped=share.helps,
     )
 
 
-def load(directory: str | Path, state: State, peers: Peers) -> tuple[dict[str, int], dict[str, Any]]:
-    """Loads the newest checkpoint of a directory, or the one given; returns the counters and the meta.
+def load(
+    directory: str | Path,
+    state: State,
+    mesh: Mesh,
+    stateful: Mapping[str, Stateful],
+    fallback: bool,
+) -> Loaded:
+    """Loads a checkpoint, or the newest of a folder; every process must call it.
+
+    Args:
+        fallback: whether one that is damaged is set aside and the newest whole one before it loaded instead.
 
     Raises:
-        CheckpointError: none there, damaged, or of another model.
+        CheckpointError: none there, damaged, of another model, or not the same in all processes. Nothing is changed
+            then, in any process.
     """
-    path = find(directory)
-    reader = Reader(path)
-    expected: dict[str, tuple[int, ...]] = {}
-    for part in peers.gather(state.expected()):
-        expected.update(part)
-    match(reader, expected, prefix=MODEL)
+    peers, place = mesh.everyone, _place_of(mesh)
+    chosen = _choose(Path(directory), state, peers, stateful, fallback)
+    damaged: list[tuple[Path, str]] = []
+    for path, following in zip(chosen.paths, [*chosen.paths[1:], None]):
+        try:
+            loaded, staged = _load_one(path, state, peers, place, stateful, chosen)
+        except DamagedCheckpointError as error:
+            if fallback and following is not None:
+                _require_damaged(path, error.damage, peers)
+                damaged.append((path, error.damage))
+                continue
+            later = "".join(f"; {each.name} is damaged too: {damage}" for each, damage in damaged)
+            raise DamagedCheckpointError(error.damage + later, _older(path, chosen.paths, peers)) from error
+        staged.put()
+        return loaded._replace(notices=[*_set_aside(damaged, path, peers), *loaded.notices])
+    raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+
+
+def _place_of(mesh: Mesh) -> Place:
+    peers = mesh.everyone
+    num_processes = peers.num_ranks if len(peers.here) == 1 else 1
+    return Place(mesh.replica, mesh.num_replicas, peers.here[0], num_processes)
+
+
+def _choose(directory: Path, state: State, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool) -> Chosen:
+    """As rank 0 sees it: if every process looked for the newest, one might come to an older one than the others."""
+    found, error = _attempt(lambda: candidates(directory), f"{directory} cannot be read")
+    paths = found or []
+    if not paths and error is None:
+        error = CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+    given = paths[0].name if paths and paths[0] == directory else None
+    call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
+    told = ([path.name for path in paths], call, state.expected(), state.extra_names())
+    parts = _agree(peers, told, error if peers.here[0] == 0 else None)
+    names = parts[0][0]
+    for process, (own, other, _, _) in enumerate(parts):
+        if own and other != parts[0][1]:
+            key = next(key for key in call if other[key] != parts[0][1][key])
+            raise CheckpointError(
+                f"process {process} was given {key} {other[key]!r} and process 0 {parts[0][1][key]!r}: every process "
+                "must make the same call of load"
+            )
+    parent = directory if parts[0][1]["checkpoint"] is None else directory.parent
+    expected = {name: kind for part in parts for name, kind in part[2].items()}
+    return Chosen([parent / name for name in names], expected, {name for part in parts for name in part[3]})
+
+
+def _load_one(
+    path: Path, state: State, peers: Peers, place: Place, stateful: Mapping[str, Stateful], chosen: Chosen
+) -> tuple[Loaded, Staged]:
+    """Reads and checks a checkpoint in all processes; all of them raise where one does."""
+    what = f"checkpoint {path} could not be loaded"
+    reader, error = _attempt(lambda: Reader(path), what)
+    digests = peers.gather((reader and reader.digest, error and str(error)))
+    if None in {digest for digest, _ in digests} and len(set(digests)) > 1:
+        process, said = next((p, said) for p, (_, said) in enumerate(digests) if said is not None)
+        raise CheckpointError(f"process {process} cannot open what others can: {said}. {SHARED}")
+    if error is not None:
+        raise error
+    assert reader is not None
+    if other := [process for process, digest in enumerate(digests) if digest != digests[0]]:
+        raise CheckpointError(f"process {other[0]} sees another checkpoint at {path} than process 0. {SHARED}")
+
+    def stage() -> tuple[Loaded, Staged, StagedUserState]:
+        match(reader, chosen.expected, prefix=MODEL)
+        loaded = _read_meta(reader)
+        loaded.notices.extend(_unknown(reader, chosen))
+        users = StagedUserState(stateful, reader, place)
+        if users.left:
+            loaded.notices.append(
+                f"{path} has the state of {', '.join(users.left)}, which was not loaded: give load(..., stateful=...)"
+            )
+        staged = state.stage(reader, loaded.counters["num_updates"])
+        loaded.notices.extend(staged.notices)
+        return loaded, staged, users
+
+    found, error = _attempt(stage, what)
+    _agree(peers, None, error)
+    assert found is not None
+    loaded, staged, users = found
+
+    def give() -> None:
+        staged.try_extra()
+        users.give()
+
+    _, error = _attempt(give, what)
+    try:
+        _agree(peers, None, error)
+    except BaseException:
+        users.take_back()
+        staged.take_back()
+        raise
+    return loaded, staged
+
+
+def _require_damaged(path: Path, damage: str, peers: Peers) -> None:
+    """Raises CheckpointError where rank 0 finds nothing wrong with a checkpoint that another process cannot read."""
+    whole = False
+    if peers.here[0] == 0:
+        _, error = _attempt(lambda: Reader(path).verify(), str(path))
+        whole = error is None
+    if peers.gather(whole)[0]:
+        raise CheckpointError(f"{damage}; process 0 reads all of it. {SHARED}")
+
+
+def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
+    """The newest checkpoint before one that looks whole to rank 0."""
+    before = paths[paths.index(path) + 1 :]
+    place = next((p for p, each in enumerate(before) if complete(each)), None) if peers.here[0] == 0 else None
+    place = peers.gather(place)[0]
+    return None if place is None else before[place]
+
+
+def _read_meta(reader: Reader) -> Loaded:
+    """The counters and the caller's meta. Raises CheckpointError."""
     meta = dict(reader.meta) if isinstance(reader.meta, dict) else {}
     counters = meta.pop(COUNTERS, None)
     if not isinstance(counters, dict):
-        raise CheckpointError(f"checkpoint {path} was not written by a pipeline: it has no counters")
-    meta.pop("optimizer", None)
-    state.load(reader, counters["num_updates"])
-    return counters, meta
+        raise CheckpointError(f"checkpoint {reader.path} was not written by a pipeline: it has no counters")
+    for name in COUNTS:
+        value = counters.get(name)
+        if type(value) is not int or not (name == "seed" or 0 <= value < 2**63):
+            raise CheckpointError(f"checkpoint {reader.path}: its counter {name} is {value!r:.60}, which is no count")
+    meta.pop(OPTIMIZER, None)
+    return Loaded({name: counters[name] for name in COUNTS}, meta, [])
+
+
+def _unknown(reader: Reader, chosen: Chosen) -> list[str]:
+    """What a checkpoint has and no process takes. Raises CheckpointError where it is extra state."""
+    others = []
+    for name in reader.names():
+        if name.startswith(BUFFERS) and name not in chosen.expected:
+            others.append(name.removeprefix(BUFFERS))
+        if name.startswith(EXTRA):
+            base = name.removeprefix(EXTRA).rpartition("#")[0]
+            if not {base, base.rpartition("@")[0]} & chosen.extra_names:
+                raise CheckpointError(
+                    f"checkpoint {reader.path} has extra state of {base}, and no module here has that name and takes "
+                    "it: build the model it was written with, or choose another checkpoint"
+                )
+    if not others:
+        return []
+    return [f"{reader.path} has {', '.join(others)}, buffers that are not persistent and not there yet: left out"]
+
+
+def _set_aside(damaged: Sequence[tuple[Path, str]], loaded: Path, peers: Peers) -> list[str]:
+    """Renames damaged checkpoints, so that they are not found the newest again; says so, and what was loaded."""
+    names = []
+    for path, _ in damaged if peers.here[0] == 0 else ():
+        with contextlib.suppress(OSError):
+            names.append(set_aside(path).name)
+    names = peers.gather(names)[0] if damaged else []
+    notices = [f"{damage}; {loaded} was loaded instead" for _, damage in damaged]
+    return [*notices, *(f"a damaged checkpoint was set aside as {name}: it can be deleted" for name in names)]
+
+
+def _attempt(action: Callable[[], T], what: str) -> tuple[T | None, CheckpointError | None]:
+    """What an action returns, or its error: whatever it is, the other processes wait to hear of it."""
+    try:
+        return action(), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        failed = CheckpointError(f"{what}: {reason}")
+        failed.__cause__ = error
+        return None, failed
+
+
+def _agree(peers: Peers, value: T, error: CheckpointError | None) -> list[T]:
+    """Every process's value; where one has an error all raise it, damage last, as it may be gone round."""
+    said = None
+    if error is not None:
+        is_damage = isinstance(error, DamagedCheckpointError)
+        said = Said(error.damage if isinstance(error, DamagedCheckpointError) else str(error), is_damage)
+    parts = peers.gather((value, said))
+    errors = [(process, each) for process, (_, each) in enumerate(parts) if each is not None]
+    if not errors:
+        return [each for each, _ in parts]
+    process, first = min(errors, key=lambda pair: pair[1].is_damage)
+    if error is not None and said == first:
+        raise error
+    text = f"process {process}: {first.text}"
+    raise DamagedCheckpointError(text) if first.is_damage else CheckpointError(text)
 
 
 def find(directory: str | Path) -> Path:
-    """The checkpoint meant by a path: itself, or the newest complete one inside."""
-    path = Path(directory)
-    if (path / "index.json").exists():
-        return path
-    newest = latest(path) if path.is_dir() else None
+    """The checkpoint meant by a path: itself, or the newest inside. Raises CheckpointError."""
+    newest = latest(directory)
     if newest is None:
-        raise CheckpointError(f"{path}: no checkpoint there; give a checkpoint or a folder of them")
+        raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
     return newest
 
 
 def export_model(path: str | Path, checkpoint: str | Path) -> Path:
     """Writes a checkpoint's model as one safetensors file with plain parameter names. Raises CheckpointError."""
-    reader = Reader(find(checkpoint))
-    names = [name for name in reader.names() if name.startswith(MODEL)]
-    return export(path, _renamed(reader, names))
-
-
-def _renamed(reader: Reader, names: Iterable[str]) -> dict[str, Tensor]:
-    return {name.removeprefix(MODEL): tensor for name, tensor in reader.load(names).items()}
+    return export(path, Reader(find(checkpoint)))

@@ -43,6 +43,12 @@ def shard_like(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def own_shard(full: Tensor, like: Any) -> Tensor:
+    """The same with memory of its own, so that the whole may go."""
+    part = shard_like(full, like)
+    return as_shard(local(part).clone(), part) if is_sharded(part) else part
+
+
 def as_shard(part: Tensor, like: Any) -> Tensor:
     """A local part as a shard, where `like` is one."""
     if not is_sharded(like):

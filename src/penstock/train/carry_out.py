@@ -41,7 +41,7 @@ def carry_out(order: Order, port: int | None) -> int:
     check_port(port)
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
-    goes_on = check_resume(inputs, folder) if order.resume else None
+    goes_on = check_resume(inputs, folder, order.fallback) if order.resume else None
     order, inputs = _whole(order, inputs, goes_on)
     with folder.made():
         if not order.as_json:
@@ -83,7 +83,7 @@ def run_joined(order: Order) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
-    order, inputs = _whole(order, inputs, check_resume(inputs, folder) if order.resume else None)
+    order, inputs = _whole(order, inputs, check_resume(inputs, folder, order.fallback) if order.resume else None)
     torch.set_num_threads(order.settings.num_threads)
     settle_memory()
     rank, _ = init_process(order.settings.timeout)
@@ -104,8 +104,15 @@ def _check(order: Order) -> Inputs:
 
 
 def _whole(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Order, Inputs]:
-    """The order with as many steps as whole passes and windows have, and a notice where those are more."""
+    """The order with where it goes on, as many steps as whole passes and windows have, and notices on both."""
     settings = order.settings
+    if goes_on is not None:
+        order = replace(
+            order,
+            checkpoint=goes_on.checkpoint,
+            damaged=goes_on.damaged,
+            notices=(*order.notices, *goes_on.notices),
+        )
     start, gathered = (0, 0) if goes_on is None else (goes_on.steps, goes_on.gathered)
     steps = settings.passes.whole(settings.steps, start, gathered)
     if steps == settings.steps:
@@ -119,7 +126,7 @@ def _whole(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Order
 def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
     run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
     if order.resume:
-        run.resume()
+        run.resume(order.checkpoint, order.damaged)
     run.run()
     return run
 

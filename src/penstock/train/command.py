@@ -114,6 +114,9 @@ def train(
     in_process: Annotated[bool | None, _option("All ranks in one process, in turn; emulated: a thread each.")] = None,
     out: Annotated[str | None, _option("Folder of the run; else a new one in runs/.")] = None,
     resume: Annotated[str | None, _option("Go on with the run in this folder.", metavar="RUN")] = None,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="Resuming: from an older checkpoint, where the newest is damaged.")
+    ] = False,
     export: Annotated[str | None, _option("Write the model here at the end (safetensors).", metavar="FILE")] = None,
     port: Annotated[int | None, _option("Port for the ranks to meet at; else a free one.")] = None,
     as_json: Annotated[
@@ -122,12 +125,14 @@ def train(
 ) -> None:
     """Train a GPT, BERT, CLIP or Hugging Face decoder over a mesh of processes; or run a plan on emulated devices."""
     given = {name: value for name, value in locals().items() if value is not None}
-    for name in ("out", "resume", "export", "port", "as_json"):
+    for name in ("out", "resume", "fallback", "export", "port", "as_json"):
         given.pop(name, None)
     given = read_given(given)
     if given.get("device") == "emulated":
+        if fallback:
+            given["fallback"] = True  # which only training takes
         raise typer.Exit(_carry_out_emulated(emulated_order_of(given, out, resume, export, as_json), port))
-    order = order_of(given, out, resume, export, as_json)
+    order = order_of(given, out, resume, export, as_json, fallback)
     raise typer.Exit(_carry_out(order, port))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.runtime.checkpoint import CheckpointError, Reader, latest
+from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader, candidates, complete
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
 from penstock.train.kinds import is_path
@@ -16,31 +16,83 @@ from penstock.train.tasks.open import open_task
 from penstock.train.training import position
 
 
-def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest complete checkpoint of a run, None where it never wrote one.
+class Found(NamedTuple):
+    """The checkpoint that a run goes on from.
 
-    Raises CheckpointError where there are some and none is complete.
+    Attributes:
+        reader: None where it never wrote one.
+        damaged: names of newer ones that are passed over. notices: what is wrong with each.
     """
-    found = latest(folder.checkpoints)
-    if found is None and any(folder.checkpoints.glob("step-*")):
-        raise CheckpointError(f"{folder.checkpoints}: no checkpoint is complete; copy one there, or start a new run")
-    return found
+
+    reader: Reader | None
+    damaged: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def find_checkpoint(folder: RunFolder, fallback: bool) -> Found:
+    """The newest checkpoint of a run; with `fallback` the newest that is whole, to the last byte.
+
+    Raises CheckpointError where it is damaged, or all are.
+    """
+    damaged: list[str] = []
+    notices: list[str] = []
+    for path in candidates(folder.checkpoints):
+        try:
+            reader = Reader(path)
+            reader.require_complete()
+            if fallback:
+                reader.verify()
+        except DamagedCheckpointError as error:
+            if not fallback:
+                older = next((each for each in candidates(path)[1:] if complete(each)), None)
+                raise way_back(DamagedCheckpointError(error.damage, older), folder) from error
+            damaged.append(path.name)
+            notices.append(f"{error.damage}; set aside as {path.name}.damaged")
+            continue
+        return Found(reader, tuple(damaged), tuple(notices))
+    if damaged:
+        raise CheckpointError(
+            f"{folder.checkpoints}: no checkpoint is whole; copy one there, or start a new run\n{notices[0]}"
+        )
+    return Found(None)
+
+
+def way_back(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointError:
+    """The same error with what a run can do about it."""
+    if error.older is None:
+        return CheckpointError(f"{error.damage}; no older checkpoint is whole: copy one there, or start a new run")
+    return CheckpointError(
+        f"{error.damage}; {error.older.name} before it is whole: go on from there with "
+        f"penstock train --resume {folder.path} --fallback"
+    )
 
 
 class GoingOn(NamedTuple):
-    """Where a run goes on: in words, after so many steps, with so many microbatches in the window that is open."""
+    """Where a run goes on.
+
+    Attributes:
+        words: the same for a person. steps: done so far. gathered: microbatches in the window that is open.
+        checkpoint: its name, None where there is none yet. damaged: names of newer ones that are passed over.
+        notices: what is wrong with each.
+    """
 
     words: str
     steps: int
     gathered: int
+    checkpoint: str | None = None
+    damaged: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
-def check_resume(inputs: Inputs, folder: RunFolder) -> GoingOn:
+def check_resume(inputs: Inputs, folder: RunFolder, fallback: bool = False) -> GoingOn:
     """Returns where the run goes on.
+
+    Args:
+        fallback: whether it may be an older checkpoint where the newest is damaged.
 
     Raises:
         SettingsError: another model, optimizer, seed or data than it began with, or no steps left for it.
-        CheckpointError: no complete checkpoint, or a damaged index.
+        CheckpointError: a damaged checkpoint.
     """
     saved = Settings.from_mapping(read_settings(folder.settings), f"{folder.settings}: ")
     now = inputs.settings
@@ -51,10 +103,10 @@ def check_resume(inputs: Inputs, folder: RunFolder) -> GoingOn:
                 f"{folder.path} was started with {name} {getattr(saved, name)!r}, not {getattr(now, name)!r}; "
                 "leave it out, or start a new run"
             )
-    found = newest_checkpoint(folder)
-    if found is None:
+    found = find_checkpoint(folder, fallback)
+    reader = found.reader
+    if reader is None:
         return GoingOn("from the start, as it wrote no checkpoint", 0, 0)
-    reader = Reader(found)
     meta = reader.meta if isinstance(reader.meta, dict) else {}
     steps, gathered = position(meta, reader.step)
     if steps > now.steps:
@@ -67,7 +119,8 @@ def check_resume(inputs: Inputs, folder: RunFolder) -> GoingOn:
             "give the --data and --tokenizer it was started with, unchanged"
         )
     amid = f", {gathered} of {now.window} microbatches of a window gathered" if gathered else ""
-    return GoingOn(f"from step {steps} ({found}){amid}", steps, gathered)
+    words = f"from step {steps} ({reader.path}){amid}"
+    return GoingOn(words, steps, gathered, reader.path.name, found.damaged, found.notices)
 
 
 def _check_window(now: Settings, steps: int, gathered: int, saved: Settings, folder: RunFolder) -> None:

@@ -39,6 +39,7 @@ def take_over(folder: Path) -> tuple[Order, Corpus | None]:
     """
     value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     value |= {"settings": Settings.from_mapping(value["settings"]), "notices": tuple(value["notices"])}
+    value["damaged"] = tuple(value["damaged"])
     order = Order(**value)
     if not (folder / "corpus.json").exists():
         return order, None

@@ -87,7 +87,14 @@ def _new_folder(out: str | None, name: str) -> RunFolder:
     return folder
 
 
-def order_of(given: dict[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool) -> Order:
+def order_of(
+    given: dict[str, Any],
+    out: str | None,
+    resume: str | None,
+    export: str | None,
+    as_json: bool,
+    fallback: bool = False,
+) -> Order:
     """The order for the options given; a resumed run's own settings stand behind them.
 
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
@@ -104,6 +111,8 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
     for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])
+    if fallback and resume is None:
+        raise SettingsError("--fallback is for a run that goes on; give --resume RUN too")
     if resume is None:
         given |= _ranks_here(given, given)
         settings = Settings.from_mapping(_completed(Settings, given, learning=True))
@@ -119,7 +128,7 @@ def order_of(given: dict[str, Any], out: str | None, resume: str | None, export:
         known = {**dataclasses.asdict(saved), **_cleared(given), **given}
         settings = Settings.from_mapping(completed(known | _ranks_here(given, known)))
     settings = dataclasses.replace(settings, threads=settings.num_threads)
-    return Order(settings, str(folder.path), resume is not None, export, as_json)
+    return Order(settings, str(folder.path), resume is not None, export, as_json, fallback=fallback)
 
 
 def _completed(

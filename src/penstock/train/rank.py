@@ -17,14 +17,14 @@ import torch
 from penstock.control import Configuration
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.runtime.checkpoint import CheckpointError
+from penstock.runtime.checkpoint import DamagedCheckpointError, set_aside
 from penstock.runtime.measured import measured_costs
 from penstock.runtime.saving import export_model
 from penstock.runtime.steering import Steering
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
-from penstock.train.going_on import newest_checkpoint
+from penstock.train.going_on import way_back
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
 from penstock.train.moving import Moving
@@ -89,15 +89,20 @@ class RankRun:
             return None
         return Steering(folder.path, settings.store, host_memory=settings.host_units)
 
-    def resume(self) -> None:
-        """Goes on from the newest checkpoint, if one was ever written. Raises CheckpointError."""
-        newest = newest_checkpoint(self.folder)
-        if newest is None:
+    def resume(self, checkpoint: str | None, damaged: Sequence[str] = ()) -> None:
+        """Goes on from a checkpoint, by its name, if one was ever written; damaged ones are set aside.
+
+        Raises CheckpointError.
+        """
+        if checkpoint is None:
             return
         try:
-            self.training.resume(self.pipe.load(newest))
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; to go on from the one before, move {newest} away") from error
+            self.training.resume(self.pipe.load(self.folder.checkpoints / checkpoint))
+        except DamagedCheckpointError as error:
+            raise way_back(error, self.folder) from error
+        for name in damaged if self.first else ():
+            with contextlib.suppress(OSError):
+                set_aside(self.folder.checkpoints / name)
 
     def run(self) -> None:
         """Trains to the last step, or until a signal; rank 0 has the report afterwards."""

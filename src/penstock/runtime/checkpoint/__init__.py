@@ -5,24 +5,36 @@ which shard holds which tensor. Nothing in it can execute code. It is written be
 renamed when complete, so a kill at any moment keeps the last good one; checksums find what a disk did to it later.
 """
 
-from penstock.runtime.checkpoint.errors import CheckpointError
+from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.export import export
-from penstock.runtime.checkpoint.folder import latest
-from penstock.runtime.checkpoint.index import JSON
-from penstock.runtime.checkpoint.match import match
-from penstock.runtime.checkpoint.optimizer import load_optimizer, optimizer_tensors
+from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
+from penstock.runtime.checkpoint.index import JSON, VERSION
+from penstock.runtime.checkpoint.match import Kind, match
+from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
+from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
 from penstock.runtime.checkpoint.reader import Reader, Source
 from penstock.runtime.checkpoint.write import write
 
 __all__ = [
+    "AS_JSON",
     "JSON",
+    "VERSION",
     "CheckpointError",
+    "DamagedCheckpointError",
+    "Kind",
     "Reader",
     "Source",
+    "candidates",
+    "complete",
+    "digest_of",
     "export",
     "latest",
-    "load_optimizer",
     "match",
     "optimizer_tensors",
+    "pack",
+    "set_aside",
+    "stage_optimizer",
+    "step_of",
+    "unpack",
     "write",
 ]

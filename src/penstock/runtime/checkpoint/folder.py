@@ -2,24 +2,44 @@
 
 step-00000100             complete: appears by one rename, vanishes by one rename
 step-00000100.old         complete too, seen only for the moment in which step 100 is replaced by a new one
+step-00000100.damaged     set aside when an older one was loaded in its place
 .step-00000200.writing    not yet complete
 .step-00000050.deleting   no longer complete
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 from pathlib import Path
 
 from penstock.runtime.checkpoint.errors import CheckpointError
-from penstock.runtime.checkpoint.index import INDEX, Index, NewerVersion
+from penstock.runtime.checkpoint.index import INDEX, STEP, NewerVersion
+from penstock.runtime.checkpoint.reader import Reader
 
-__all__ = ["commit", "complete", "fresh", "latest", "prune", "remove", "step_folder", "temporary_folder"]
+__all__ = [
+    "candidates",
+    "commit",
+    "complete",
+    "fresh",
+    "latest",
+    "prune",
+    "remove",
+    "set_aside",
+    "step_folder",
+    "step_of",
+    "temporary_folder",
+]
 
-STEP = re.compile(r"step-(\d{8,})(\.old)?")
-REMAINS = re.compile(r"\.step-\d{8,}(\.old)?\.(writing|deleting)")
+REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None where it has another name."""
+    found = STEP.fullmatch(path.name)
+    return None if found is None else int(found[1])
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -33,26 +53,46 @@ def temporary_folder(directory: Path, step: int) -> Path:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in a folder, None without one; a folder that is a checkpoint is its own.
+    """The newest checkpoint in a folder, None without one; a folder that is a checkpoint is its own.
 
-    Temporaries, half-deleted checkpoints and ones with a damaged index or missing or truncated shards do not count.
-    One of a newer format does: to go back in time silently would be worse than the error its `Reader` raises.
+    Temporaries and half-deleted ones do not count. One that is damaged does, as does one of a newer format: to go
+    back in time silently would be worse than the error its `Reader` raises. Raises `CheckpointError` for a folder
+    that cannot be read.
     """
-    directory = Path(directory)
-    if (directory / INDEX).is_file():
-        return directory if complete(directory) else None
-    return next((path for _, path in reversed(_steps(directory)) if complete(path)), None)
+    return next(iter(candidates(directory)), None)
+
+
+def candidates(directory: str | Path) -> list[Path]:
+    """The checkpoint meant by a path and the older ones beside it, or all in a folder; the newest first."""
+    path = Path(directory)
+    try:
+        itself = STEP.fullmatch(path.name) is not None and path.is_dir()
+        if not itself and not (path / INDEX).exists():
+            return [each for _, each in reversed(_steps(path))]
+        beside = [each for _, each in reversed(_steps(path.parent))] if itself else []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return [path, *beside[[each.name for each in beside].index(path.name) + 1 :]] if beside else [path]
 
 
 def complete(path: Path) -> bool:
     """Whether the index reads and every shard it lists is there with its full size."""
     try:
-        index = Index.load(path / INDEX)
-        return all((path / name).stat().st_size == size for name, size in index.shards.items())
+        Reader(path).require_complete()
     except NewerVersion:
         return True
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
+    return True
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is there to look at and counts no more. Raises `OSError`."""
+    aside = path.with_name(path.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    sync(path.parent)
+    return aside
 
 
 def fresh(temporary: Path) -> None:
@@ -77,25 +117,37 @@ def commit(temporary: Path, target: Path) -> None:
 
 
 def prune(directory: Path, keep: int, current: Path) -> None:
-    """Removes all but the newest `keep` complete checkpoints, never `current`, and what earlier kills left."""
+    """Removes all but the newest `keep` complete checkpoints, never `current`, and what earlier kills left.
+
+    What the disk refuses to remove stays, and is tried again after the next save.
+    """
     for entry in list(directory.iterdir()):
         if REMAINS.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+            _delete(entry)
     others = [path for _, path in _steps(directory) if path != current and complete(path)]
     for path in others[: len(others) - (keep - 1)] if len(others) >= keep else []:
-        remove(path)
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
 def remove(path: Path) -> None:
     """Deletes a folder so that it is never seen half-deleted under its own name. Does nothing where there is none."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     if not path.name.startswith("."):
         hidden = path.with_name(f".{path.name}.deleting")
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
         os.rename(path, hidden)
         path = hidden
-    shutil.rmtree(path, ignore_errors=True)
+    _delete(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():  # what it points to is not ours
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -1,34 +1,43 @@
 """`index.json`: which shard holds which tensor, and what each must look like.
 
-    {"format": "penstock-checkpoint", "version": 1, "crc32": ..., "index": {
+    {"format": "penstock-checkpoint", "version": 2, "crc32": ..., "index": {
         "step": 100, "meta": {...},
         "shards": {"rank-00000.safetensors": <bytes>, ...},
         "tensors": {"model/layers.0.weight": {"shard": ..., "shape": [...], "dtype": "F32", "crc32": ...}, ...}}}
 
-The checksum is of the inner value's compact JSON, so a changed byte anywhere in it is found.
+The checksum is of the inner value's compact JSON, so a changed byte anywhere in it is found. Version 1 had no extra
+state of modules, no buffers beside those of a state dict and no state of the caller's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import stat
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.runtime.checkpoint.errors import CheckpointError
+from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.shard import DTYPES
 
-__all__ = ["INDEX", "JSON", "Entry", "Index", "compact", "shard_name"]
+__all__ = ["INDEX", "JSON", "STEP", "Entry", "Index", "compact", "read_regular", "shard_name"]
 
 JSON = Any
 
 FORMAT = "penstock-checkpoint"
-VERSION = 1
+VERSION = 2
 INDEX = "index.json"
-SHARD = re.compile(r"rank-\d{5,}\.safetensors")
+SHARD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
+STEP = re.compile(r"step-(\d{8,18})(\.old)?", re.ASCII)
+"""The name of a checkpoint's folder."""
+MOST = 2**63 - 1
+MOST_DIMENSIONS = 64
+SHOWN = 60
 
 
 class NewerVersion(CheckpointError):
@@ -52,6 +61,7 @@ class Index:
     meta: JSON
     shards: dict[str, int]
     tensors: dict[str, Entry]
+    version: int = VERSION
 
     def save(self, path: Path) -> None:
         """Writes and fsyncs the index file. Raises `OSError` as the disk does."""
@@ -67,48 +77,126 @@ class Index:
             os.fsync(file.fileno())
 
     @classmethod
-    def load(cls, path: Path) -> Index:
-        """Reads and checks an index file. Raises `CheckpointError`, `NewerVersion` for a later format."""
+    def read(cls, path: Path, content: bytes) -> Index:
+        """Reads and checks the content of an index file.
+
+        Raises `CheckpointError`; `DamagedCheckpointError` for one that is not as it was written, `NewerVersion` for a
+        later format.
+        """
         try:
-            value = json.loads(path.read_bytes().decode("utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {INDEX}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: not JSON ({error}). Use an older checkpoint") from None
+            raise DamagedCheckpointError(f"{path} is damaged: not JSON ({error})") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             found = value.get("format") if isinstance(value, dict) else type(value).__name__
-            raise CheckpointError(f"{path} is not the index of a checkpoint: its format is {found!r}, not {FORMAT!r}")
+            raise DamagedCheckpointError(
+                f"{path} is not the index of a checkpoint: its format is {_short(found)}, not {FORMAT!r}"
+            )
         version = value.get("version")
-        if isinstance(version, int) and version > VERSION:
+        if type(version) is int and version > VERSION:
             raise NewerVersion(
                 f"{path.parent} has format version {version}; this release reads up to {VERSION}: upgrade penstock"
             )
         inner = value.get("index")
-        if version != VERSION or _sum(compact(inner)) != value.get("crc32"):
-            raise CheckpointError(f"{path} is damaged: its checksum does not match. Use an older checkpoint")
+        if type(version) is not int or version < 1:
+            raise DamagedCheckpointError(f"{path} is damaged: its format version is {_short(version)}")
         try:
-            return cls._parse(inner)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is malformed: {type(error).__name__} {error}. Write it anew") from error
+            whole = _sum(compact(inner)) == value.get("crc32")
+        except (RecursionError, ValueError):
+            whole = False
+        if not whole:
+            raise DamagedCheckpointError(f"{path} is damaged: its checksum does not match")
+        try:
+            return cls._parse(inner, version)
+        except _Malformed as error:
+            raise DamagedCheckpointError(f"{path} is malformed: {error}") from None
 
     @classmethod
-    def _parse(cls, inner: JSON) -> Index:
-        shards = {str(name): int(size) for name, size in inner["shards"].items()}
-        tensors = {}
-        for name, entry in inner["tensors"].items():
-            tensors[name] = Entry(
-                str(entry["shard"]), tuple(map(int, entry["shape"])), str(entry["dtype"]), int(entry["crc32"])
-            )
-            if entry["shard"] not in shards:
-                raise ValueError(f"{name} lies in {entry['shard']!r}, which is not listed")
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
+    def _parse(cls, inner: JSON, version: int) -> Index:
+        index = _dict(inner, "its index")
+        for part in ("step", "meta", "shards", "tensors"):
+            if part not in index:
+                raise _Malformed(f"it has no {part}")
+        step = _count(index["step"], "step")
+        shards = {
+            name: _count(size, f"the size of {name}") for name, size in _dict(index["shards"], "shards").items()
+        }
         for name in shards:
             if not SHARD.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a shard")
-        return cls(int(inner["step"]), inner["meta"], shards, tensors)
+                raise _Malformed(f"{_short(name)} is no name of a shard")
+        tensors = {name: _entry(name, entry, shards) for name, entry in _dict(index["tensors"], "tensors").items()}
+        taken = dict.fromkeys(shards, 0)
+        for entry in tensors.values():
+            taken[entry.shard] += _num_bytes(entry)
+        for name, size in shards.items():
+            if taken[name] > size:
+                raise _Malformed(f"tensors of {taken[name]} bytes are to lie in {name}, which has {size}")
+        return cls(step, index["meta"], shards, tensors, version)
+
+
+class _Malformed(Exception):
+    """What an index says that cannot be."""
+
+
+def _without_repeats(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{_short(next(n for n in names if names.count(n) > 1))} is there twice")
+    return found
+
+
+def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> Entry:
+    if not name or name == "__metadata__":
+        raise _Malformed(f"{name!r} is no name of a tensor")
+    what = _short(name)
+    fields = _dict(value, what)
+    for field in Entry._fields:
+        if field not in fields:
+            raise _Malformed(f"{what} has no {field}")
+    shard, shape, dtype = fields["shard"], fields["shape"], fields["dtype"]
+    if not isinstance(shard, str) or shard not in shards:
+        raise _Malformed(f"{what} lies in {_short(shard)}, which is not listed")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _Malformed(f"{what} has the unknown dtype {_short(dtype)}")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise _Malformed(f"{what} has the shape {_short(shape)}")
+    sizes = tuple(_count(size, f"a size of {what}") for size in shape)
+    crc32 = _count(fields["crc32"], f"the checksum of {what}")
+    return Entry(shard, sizes, dtype, crc32)
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+
+
+def _dict(value: JSON, what: str) -> dict[str, JSON]:
+    if not isinstance(value, dict):
+        raise _Malformed(f"{what} is {_short(value)}, not an object")
+    return value
+
+
+def _count(value: JSON, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _Malformed(f"{what} is {_short(value)}, which is no count")
+    return value
+
+
+def _short(value: JSON) -> str:
+    text = repr(value) if not isinstance(value, (dict, list)) or len(value) < SHOWN else f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def read_regular(path: Path) -> bytes:
+    """What a file holds. Raises `CheckpointError` for one that is not there, cannot be read, or is no plain file."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DamagedCheckpointError(f"{path} is no plain file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def shard_name(rank: int) -> str:

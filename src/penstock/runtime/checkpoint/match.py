@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+import torch
 
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.reader import Reader
 
-__all__ = ["match"]
+__all__ = ["Kind", "match"]
 
 SHOWN = 3
 
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
 
-def match(reader: Reader, expected: Mapping[str, Sequence[int]], *, prefix: str = "") -> None:
-    """Compares a checkpoint's names and shapes with those expected, both only where they begin with `prefix`.
 
-    Raises `CheckpointError` that lists the first few missing, unexpected and differently shaped names.
+def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> None:
+    """Compares a checkpoint's names, shapes and types with those expected, where they begin with `prefix`.
+
+    Raises `CheckpointError` that lists the first few missing, unexpected and different names.
     """
-    wanted = {name: tuple(shape) for name, shape in expected.items() if name.startswith(prefix)}
-    held = {name: reader.shape(name) for name in reader.names() if name.startswith(prefix)}
+    wanted = {name: kind for name, kind in expected.items() if name.startswith(prefix)}
+    held = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names() if name.startswith(prefix)}
     differences = [
         _list("missing", [name for name in wanted if name not in held]),
         _list("unexpected", [name for name in held if name not in wanted]),
         _list(
             "of another shape",
             [
-                f"{name} {held[name]} here, {shape} wanted"
-                for name, shape in wanted.items()
-                if held.get(name, shape) != shape
+                f"{name} {held[name][0]} here, {shape} wanted"
+                for name, (shape, _) in wanted.items()
+                if name in held and held[name][0] != shape
+            ],
+        ),
+        _list(
+            "of another type",
+            [
+                f"{name} {held[name][1]} here, {dtype} wanted"
+                for name, (_, dtype) in wanted.items()
+                if name in held and held[name][1] != dtype
             ],
         ),
     ]

@@ -1,7 +1,8 @@
 """An optimizer's state as plain named tensors, and back, whatever the rank that will hold each parameter.
 
     optimizer/layers.3.qkv.weight/exp_avg      a state tensor
-    optimizer/layers.3.qkv.weight/calls#json   anything else JSON can say, as the bytes of its text
+    optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `plain`
+    optimizer/layers.3.qkv.weight/calls#0      a tensor inside it
 
 The options of the parameter groups are the same on all ranks and small: they are the meta.
 """
@@ -9,52 +10,94 @@ The options of the parameter groups are the same on all ranks and small: they ar
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.runtime.checkpoint.errors import CheckpointError
+from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.index import JSON
+from penstock.runtime.checkpoint.plain import pack, unpack
 from penstock.runtime.checkpoint.reader import Source
-from penstock.runtime.shards import shard_like
+from penstock.runtime.shards import own_shard
 
-__all__ = ["load_optimizer", "optimizer_tensors"]
+__all__ = ["optimizer_tensors", "stage_optimizer"]
 
 PREFIX = "optimizer/"
-AS_JSON = "#json"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
+FACTORED = ("Adafactor", "LBFGS")  # those of torch.optim whose state has other shapes than the parameter
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], JSON]:
     """The state as tensors named `optimizer/<parameter>/<key>`, and the meta to store as `meta["optimizer"]`.
 
     The tensors are the optimizer's own, not copies. Options that JSON cannot say are left out. Raises
-    `CheckpointError` for a parameter without a name, or state that is neither tensors nor JSON.
+    `CheckpointError` for a parameter without a name, state of no parameter, or state that is no plain data.
     """
     tensors: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = _name(names, parameter)
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{PREFIX}{name}/{key}"] = value
-                else:
-                    tensors[f"{PREFIX}{name}/{key}{AS_JSON}"] = _pack(optimizer, name, key, value)
+    kind = type(optimizer).__name__
+    if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise CheckpointError(
+            f"{kind} keeps state under {other[0]!r:.60}, which is no parameter, and a checkpoint goes by "
+            "their names: keep it in the state of a parameter, or in a parameter group"
+        )
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        name = _name(names, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(key, str) or "/" in key or "#" in key:
+                raise CheckpointError(f"{kind}'s state of {name} has the key {key!r}: keys are text without / and #")
+            if isinstance(value, Tensor):
+                tensors[f"{PREFIX}{name}/{key}"] = value
+            else:
+                tensors |= pack(f"{PREFIX}{name}/{key}", value, f"{kind}'s state {key!r} of {name}")
     groups = [_options(group) for group in optimizer.param_groups]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups}
+    return tensors, {"class": kind, "groups": groups}
 
 
-def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Source) -> None:
-    """Gives the optimizer's parameters the state they had in the checkpoint, and its groups their options.
+def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Source) -> Callable[[], None]:
+    """Reads the state that the optimizer's parameters had in the checkpoint, and its groups' options.
 
     A parameter without state in the checkpoint has none afterwards. State keeps its dtype and goes to the
-    parameter's device. Groups are matched by their index. Raises `CheckpointError`, before anything is changed, for
-    a checkpoint without an optimizer or of another one, or another number of groups; also for damage.
+    parameter's device. Groups are matched by their index.
+
+    Returns:
+        What puts all of it in place, and cannot fail.
+
+    Raises:
+        CheckpointError: a checkpoint without an optimizer or of another one, another number of groups, options of
+            another kind, or state that does not fit a parameter; also damage. Nothing is changed then.
     """
+    groups = _read_groups(optimizer, reader)
+    keys: dict[str, list[str]] = defaultdict(list)
+    for full in reader.names():
+        if full.startswith(PREFIX):
+            name, _, key = full[len(PREFIX) :].rpartition("/")
+            keys[name].append(key)
+    plain_kinds = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ not in FACTORED
+    found: list[tuple[Tensor, dict[str, Any]]] = []
+    for group, options in zip(optimizer.param_groups, groups):
+        kept_on_host = not (options.get("capturable") or options.get("fused"))
+        for parameter in group["params"]:
+            # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
+            name = _name(names, parameter)
+            found.append((parameter, _read_state(reader, name, keys, parameter, kept_on_host, plain_kinds)))
+
+    def put() -> None:
+        for group, options in zip(optimizer.param_groups, groups):
+            _set_options(group, options)
+        for parameter, state in found:
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+
+    return put
+
+
+def _read_groups(optimizer: Optimizer, reader: Source) -> list[dict[str, Any]]:
+    """The options of each group as they are to be."""
     meta = reader.meta.get("optimizer") if isinstance(reader.meta, dict) else None
     kind = type(optimizer).__name__
     if not isinstance(meta, dict) or not isinstance(meta.get("groups"), list):
@@ -64,38 +107,72 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: So
             f"checkpoint {reader.path} holds {meta.get('class')} with {len(meta['groups'])} parameter groups, this "
             f"run has {kind} with {len(optimizer.param_groups)}: use the optimizer it was written with"
         )
-    keys: dict[str, list[str]] = defaultdict(list)
-    for full in reader.names():
-        if full.startswith(PREFIX):
-            name, _, key = full[len(PREFIX) :].rpartition("/")
-            keys[name].append(key)
-    wanted = [
-        f"{PREFIX}{name}/{key}"
-        for group in optimizer.param_groups
-        for name in (_name(names, parameter) for parameter in group["params"])
-        for key in keys[name]
-    ]
-    loaded = reader.load(wanted)
-    taken: set[str] = set()
-    for group, options in zip(optimizer.param_groups, meta["groups"]):
-        _set_options(group, options)
-        for parameter in group["params"]:
-            optimizer.state.pop(parameter, None)
-            name = _name(names, parameter)
-            if keys[name]:
-                optimizer.state[parameter] = {
-                    key.removesuffix(AS_JSON): _place(key, loaded[f"{PREFIX}{name}/{key}"], parameter, group)
-                    for key in keys[name]
-                }
-                if name in taken:  # tied parameters are stored once, and each updates a state of its own
-                    _separate(optimizer.state[parameter])
-                taken.add(name)
+    groups = []
+    for place, (stored, group) in enumerate(zip(meta["groups"], optimizer.param_groups)):
+        if not isinstance(stored, dict):
+            raise CheckpointError(f"checkpoint {reader.path}: parameter group {place} holds no options")
+        options = {}
+        for key, value in stored.items():
+            try:
+                options[key] = _decode(value)
+            except (TypeError, KeyError, ValueError, RecursionError):
+                raise CheckpointError(
+                    f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {value!r:.60}, which no "
+                    "optimizer wrote"
+                ) from None
+            if not _is_like(options[key], group.get(key)):
+                raise CheckpointError(
+                    f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {options[key]!r:.60}, "
+                    f"and {kind} has {group[key]!r:.60} here: use the optimizer it was written with"
+                )
+        groups.append(options)
+    return groups
 
 
-def _separate(state: dict[str, Any]) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            state[key] = value.clone()
+def _is_like(value: Any, current: Any) -> bool:
+    """Whether an option may take the place of another: numbers stay numbers, and a tuple keeps its length."""
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    if isinstance(current, Tensor):
+        return isinstance(value, (int, float)) and current.numel() == 1
+    if isinstance(current, (int, float)) and not isinstance(current, bool):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(current, (tuple, list)):
+        return type(value) is type(current)
+    if isinstance(current, str):
+        return isinstance(value, str)
+    return True
+
+
+def _read_state(
+    reader: Source,
+    name: str,
+    keys: Mapping[str, list[str]],
+    parameter: Tensor,
+    kept_on_host: bool,
+    plain_kinds: bool,
+) -> dict[str, Any]:
+    """What a parameter had. `plain_kinds`: each tensor is one number or like the parameter."""
+    state: dict[str, Any] = {}
+    for key in keys.get(name, ()):
+        base, _, part = key.rpartition("#")
+        if not base:
+            full = f"{PREFIX}{name}/{key}"
+            value = reader.load([full])[full]
+            if plain_kinds and not (value.numel() == 1 or (value.shape == parameter.shape and _is_real(value))):
+                raise CheckpointError(
+                    f"checkpoint {reader.path}: {full} is {tuple(value.shape)} of {value.dtype}, and its parameter "
+                    f"{tuple(parameter.shape)} of {parameter.dtype}: use the optimizer it was written with"
+                )
+            state[key] = _place(key, value, parameter, kept_on_host)
+        elif part == "json":
+            full = f"{PREFIX}{name}/{base}"
+            inner = [f"{PREFIX}{name}/{each}" for each in keys[name] if each.rpartition("#")[0] == base]
+            try:
+                state[base] = unpack(full, reader.load(inner), parameter.device)
+            except ValueError as error:
+                raise DamagedCheckpointError(f"checkpoint {reader.path}: {error}") from None
+    return state
 
 
 def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:
@@ -108,24 +185,15 @@ def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:
         ) from None
 
 
-def _place(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    if key.endswith(AS_JSON):
-        return _decode(json.loads(bytes(value.tolist())))
-    if key in ON_HOST and not (group.get("capturable") or group.get("fused")):
+def _place(key: str, value: Tensor, parameter: Tensor, kept_on_host: bool) -> Tensor:
+    if key in ON_HOST and value.dim() == 0 and kept_on_host:
         return value
     value = value.to(parameter.device)
-    return shard_like(value, parameter) if value.shape == parameter.shape else value
+    return own_shard(value, parameter) if value.shape == parameter.shape else value
 
 
-def _pack(optimizer: Optimizer, name: str, key: str, value: Any) -> Tensor:
-    try:
-        text = json.dumps(_encode(value))
-    except TypeError as error:
-        raise CheckpointError(
-            f"{type(optimizer).__name__}'s state {key!r} of {name} cannot be stored: {error}. "
-            "State must be tensors, numbers, text, or lists and tuples of numbers and text"
-        ) from None
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _options(group: Mapping[str, Any]) -> JSON:
@@ -139,9 +207,9 @@ def _options(group: Mapping[str, Any]) -> JSON:
     return options
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, JSON]) -> None:
-    for key, stored in options.items():
-        value, current = _decode(stored), group.get(key)
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        current = group.get(key)
         if isinstance(current, Tensor) and isinstance(value, (int, float)):
             current.fill_(value)
         else:

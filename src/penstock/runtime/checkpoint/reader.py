@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -11,17 +13,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.runtime.checkpoint.errors import CheckpointError
-from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index
+from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Entry, Index, read_regular
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
 
-__all__ = ["Reader", "Source"]
+__all__ = ["Reader", "Source", "problem_of"]
+
+
+MOST_OPEN = 32
 
 
 class Source(Protocol):
     """Where state is loaded from: a checkpoint, or another pipeline."""
 
     meta: JSON
+    version: int
 
     @property
     def path(self) -> Path | str:
@@ -37,6 +43,9 @@ class Source(Protocol):
 class Reader:
     """A checkpoint's index, and its tensors on demand; only the shards that are needed are opened.
 
+    Attributes:
+        version: of the format. digest: the same for the same index, which has every tensor's checksum.
+
     Raises `CheckpointError` when the folder is no checkpoint, is of a newer format, or its index is damaged.
     """
 
@@ -46,12 +55,18 @@ class Reader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._index = Index.load(self.path / INDEX)
-        self.step, self.meta = self._index.step, self._index.meta
+        content = read_regular(self.path / INDEX)
+        self._index = Index.read(self.path / INDEX, content)
+        self.step, self.meta, self.version = self._index.step, self._index.meta, self._index.version
+        if (step := STEP.fullmatch(self.path.name)) is not None and int(step[1]) != self.step:
+            raise DamagedCheckpointError(f"{self.path / INDEX} is of step {self.step}, and its folder of another")
+        self.digest = hashlib.sha256(content).hexdigest()
+        self._names = sorted(self._index.tensors)
+        self._files: dict[str, safe_open] = {}
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
-        return sorted(self._index.tensors)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape. Raises `CheckpointError` for a name that is not there."""
@@ -71,9 +86,21 @@ class Reader:
         return {name: found[name] for name in wanted}
 
     def iterate(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Like `load`, one at a time; a shard is open while the names that follow lie in it."""
-        for shard, members in itertools.groupby(names, key=lambda name: self._entry(name).shard):
-            yield from self._read(self.path / shard, members)
+        """Like `load`, one at a time."""
+        for name in names:
+            shard = self._entry(name).shard
+            yield name, self._tensor(self._open(shard), self.path / shard, name)
+
+    def require_complete(self) -> None:
+        """Raises `CheckpointError` for a shard that is not there, or of another size."""
+        for shard, size in self._index.shards.items():
+            if problem := problem_of(self.path / shard, size):
+                raise DamagedCheckpointError(problem)
+
+    def verify(self) -> None:
+        """Reads everything, a tensor at a time. Raises `CheckpointError` for what is not as it was written."""
+        for _ in self.iterate(self.in_order(self._names)):
+            pass
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """The names, each once, so that `iterate` opens every shard once."""
@@ -87,42 +114,46 @@ class Reader:
                 f"checkpoint {self.path} has no tensor {name!r}; it has {len(self._index.tensors)} others"
             ) from None
 
-    def _read(self, path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        self._check_size(path)
-        try:
-            file = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"shard {path} is damaged: {error}. Use an older checkpoint") from error
-        with file:
-            for name in names:
-                yield name, self._tensor(file, path, name)
+    def _open(self, shard: str) -> safe_open:
+        """A shard's file; those that were asked for last stay open, so that a header is not read for every tensor."""
+        if (file := self._files.pop(shard, None)) is None:
+            path = self.path / shard
+            if problem := problem_of(path, self._index.shards[shard]):
+                raise DamagedCheckpointError(problem)
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+                raise DamagedCheckpointError(f"shard {path} is damaged: {error}") from error
+        self._files[shard] = file
+        if len(self._files) > MOST_OPEN:
+            del self._files[next(iter(self._files))]
+        return file
 
     def _tensor(self, file: safe_open, path: Path, name: str) -> Tensor:
         entry = self._entry(name)
         try:
             tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{name} in shard {path} is damaged: {error}. Use an older checkpoint") from error
+            raise DamagedCheckpointError(f"{name} in shard {path} is damaged: {error}") from error
         if (
             tuple(tensor.shape) != entry.shape
             or tensor.dtype != DTYPES[entry.dtype]
             or checksum(tensor) != entry.crc32
         ):
-            raise CheckpointError(
-                f"{name} in shard {path} is not what was written: its checksum differs. Use an older checkpoint"
-            )
+            raise DamagedCheckpointError(f"{name} in shard {path} is not what was written: its checksum differs")
         return tensor
 
-    def _check_size(self, path: Path) -> None:
-        expected = self._index.shards[path.name]
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"shard {path} is missing: copy it there, or use an older checkpoint") from None
-        except OSError as error:
-            raise CheckpointError(f"shard {path} cannot be read: {error.strerror or error}") from error
-        if size != expected:
-            raise CheckpointError(
-                f"shard {path} has {size} bytes, the index says {expected}: it is truncated or was replaced. "
-                "Use an older checkpoint"
-            )
+
+def problem_of(path: Path, size: int) -> str | None:
+    """What is wrong with a shard, as far as its size tells; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return f"shard {path} is missing: copy it there"
+    except OSError as error:
+        return f"shard {path} cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"shard {path} is no plain file"
+    if found.st_size != size:
+        return f"shard {path} has {found.st_size} bytes, the index says {size}: it is truncated or was replaced"
+    return None

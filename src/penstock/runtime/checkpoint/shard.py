@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["DTYPES", "Spec", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
+__all__ = ["DTYPES", "Spec", "as_bytes", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -96,7 +96,7 @@ def write_file(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor])
         with open(path, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for spec in specs:
-                data = _bytes(get(spec))
+                data = as_bytes(get(spec))
                 sums[spec.name] = zlib.crc32(data)
                 file.write(data)
             file.flush()
@@ -109,7 +109,7 @@ def write_file(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor])
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's elements in order."""
-    return zlib.crc32(_bytes(tensor))
+    return zlib.crc32(as_bytes(tensor))
 
 
 def by_alignment(specs: Iterable[Spec]) -> list[Spec]:
@@ -117,7 +117,8 @@ def by_alignment(specs: Iterable[Spec]) -> list[Spec]:
     return sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's elements in order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride and count as contiguous
     return flat.view(torch.uint8).numpy().data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.runtime.checkpoint import folder
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index, compact, shard_name
-from penstock.runtime.checkpoint.shard import by_alignment, check_tensor, write_file
+from penstock.runtime.checkpoint.shard import Spec, by_alignment, check_tensor, write_file
+from penstock.runtime.shards import is_sharded, whole
 
 __all__ = ["write"]
 
@@ -31,6 +32,7 @@ def write(
     num_ranks: int = 1,
     barrier: Callable[[], None] = lambda: None,
     keep: int = 2,
+    helped: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes the checkpoint of a step and returns its folder, `directory/step-00000100`.
 
@@ -38,6 +40,9 @@ def write(
     the same small JSON `meta`, of which rank 0's is written. A name given by two ranks must have the same content.
     `barrier` returns when all ranks have called it (three times a write; a failed rank comes to all three, so
     nobody waits for it). Afterwards the newest `keep` complete checkpoints stay.
+
+    A tensor of which ranks have shards is gathered when its turn comes, one after the other by name, and then
+    forgotten. The rank that owns it gives it among `tensors`, the others among `helped`.
 
     Raises `CheckpointError` on every rank when any rank fails (what cannot be stored, a full disk): the older
     checkpoints are then untouched and nothing half-written is left. What `barrier` raises passes through.
@@ -51,7 +56,9 @@ def write(
         if rank == 0:
             failure.attempt(lambda: folder.fresh(temporary))
         barrier()
-        inode = failure.attempt(lambda: _write_shard(temporary, rank, tensors))
+        gathering = Gathering(tensors, helped or {})
+        inode = failure.attempt(lambda: _write_shard(temporary, rank, gathering))
+        gathering.rest()
         if failure.error:
             _tell(temporary, rank, failure.error)
         barrier()
@@ -74,6 +81,36 @@ def write(
     if rank == 0:
         folder.prune(directory, keep, target)
     return target
+
+
+class Gathering:
+    """The tensors of this rank, whole and one after the other in the order of all ranks, those of others on the way.
+
+    All ranks that have shards of a tensor must come to it, so one that cannot write goes through the rest as well.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], helped: Mapping[str, Tensor]) -> None:
+        self.own = own
+        self._all = {name: tensor for name, tensor in {**helped, **own}.items() if isinstance(tensor, Tensor)}
+        self._order = iter(sorted(self._all, key=lambda name: (-self._all[name].dtype.itemsize, name)))
+
+    def get(self, spec: Spec) -> Tensor:
+        """A tensor of this rank; asked for in the order of `by_alignment`."""
+        return next(tensor for name, tensor in self._whole() if name == spec.name)
+
+    def rest(self) -> None:
+        """Helps with what has not been asked for."""
+        for _ in self._whole():
+            pass
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name in self._order:
+                if name in self.own or is_sharded(self._all[name]):
+                    yield name, whole(self._all[name].detach())
+        except Exception:  # another rank is gone, and would be waited for again with every tensor
+            self._order = iter(())
+            raise
 
 
 class Failure:
@@ -114,11 +151,11 @@ def _check(step: int, rank: int, num_ranks: int, keep: int, meta: JSON) -> None:
         raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
 
 
-def _write_shard(temporary: Path, rank: int, tensors: Mapping[str, Tensor]) -> int:
+def _write_shard(temporary: Path, rank: int, gathering: Gathering) -> int:
     """Writes this rank's shard and a note on it for rank 0; returns the shard's inode."""
-    specs = by_alignment(check_tensor(name, tensor) for name, tensor in tensors.items())
+    specs = by_alignment(check_tensor(name, tensor) for name, tensor in gathering.own.items())
     path = temporary / shard_name(rank)
-    size, sums = write_file(path, specs, lambda spec: tensors[spec.name])
+    size, sums = write_file(path, specs, gathering.get)
     note = {"size": size, "tensors": [[spec.name, spec.shape, spec.dtype, sums[spec.name]] for spec in specs]}
     _note(temporary, rank).write_text(compact(note), encoding="ascii")
     return path.stat().st_ino

@@ -1,0 +1,193 @@
+"""State of the caller's in a checkpoint: a learning-rate schedule's, a data loader's, whatever has `state_dict`.
+
+state/scheduler#json                       the same in every process: any number of them may load it
+state/loader@replica-1-of-2#json           the same within each replica: as many replicas may
+state/rng@process-3-of-4#json              of one process: as many processes may
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from penstock.runtime.checkpoint import (
+    AS_JSON,
+    CheckpointError,
+    DamagedCheckpointError,
+    Reader,
+    digest_of,
+    pack,
+    unpack,
+)
+
+PREFIX = "state/"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+class Stateful(Protocol):
+    """What `ps.Pipeline.save` and `load` take by name, like a learning-rate scheduler."""
+
+    def state_dict(self) -> Any:
+        """Its state: tensors, numbers, text, and dicts, lists, tuples or sets of them."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes what `state_dict` gave."""
+
+
+class Place(NamedTuple):
+    """Where a process lies: its replica of so many, its number of so many."""
+
+    replica: int
+    num_replicas: int
+    process: int
+    num_processes: int
+
+    @property
+    def of_replica(self) -> str:
+        return f"@replica-{self.replica}-of-{self.num_replicas}"
+
+    @property
+    def of_process(self) -> str:
+        return f"@process-{self.process}-of-{self.num_processes}"
+
+
+def require_stateful(stateful: Mapping[str, Stateful]) -> None:
+    """Raises CheckpointError for a name that is none, or an object without the two functions."""
+    for name, each in stateful.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise CheckpointError(f"stateful= has the name {name!r}: give letters, digits, _ . and -")
+        for function in ("state_dict", "load_state_dict"):
+            if not callable(getattr(each, function, None)):
+                raise CheckpointError(
+                    f"stateful= has {name}, a {type(each).__name__} without {function}: give objects with state_dict "
+                    "and load_state_dict"
+                )
+
+
+def packed(stateful: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
+    """By base each object's state as tensors. Raises CheckpointError for what cannot be stored."""
+    require_stateful(stateful)
+    return {
+        PREFIX + name: pack(PREFIX + name, each.state_dict(), f"the state of {name}")
+        for name, each in stateful.items()
+    }
+
+
+def digests_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """By base, the same where the state is the same."""
+    return {base: digest_of(each, base) for base, each in states.items()}
+
+
+def to_write(
+    states: Mapping[str, Mapping[str, Tensor]], digests: Sequence[Mapping[str, str]], places: Sequence[Place], me: int
+) -> dict[str, Tensor]:
+    """What this process writes: what is alike is written once.
+
+    Args:
+        digests, places: of every process. me: which of them this one is.
+
+    Raises:
+        CheckpointError: processes gave other names; alike in every process.
+    """
+    for process, found in enumerate(digests):
+        if found.keys() != digests[0].keys():
+            raise CheckpointError(
+                f"process {process} saves the state of {_listed(found)} and process 0 that of {_listed(digests[0])}: "
+                "every process must give the same names to stateful="
+            )
+    tensors: dict[str, Tensor] = {}
+    for base, state in states.items():
+        suffix = _suffix([found[base] for found in digests], places, me)
+        if suffix is not None:
+            tensors |= {base + suffix + name.removeprefix(base): tensor for name, tensor in state.items()}
+    return tensors
+
+
+def _suffix(digests: Sequence[str], places: Sequence[Place], me: int) -> str | None:
+    """What is put behind a state's name here; None where another process writes the same."""
+    if len(set(digests)) == 1:
+        return "" if me == 0 else None
+    mine = [p for p, place in enumerate(places) if place.replica == places[me].replica]
+    by_replica: dict[int, set[str]] = {}
+    for digest, place in zip(digests, places, strict=True):
+        by_replica.setdefault(place.replica, set()).add(digest)
+    if all(len(found) == 1 for found in by_replica.values()):
+        return places[me].of_replica if me == mine[0] else None
+    return places[me].of_process
+
+
+def _listed(bases: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(base.removeprefix(PREFIX) for base in bases)) or "nothing"
+
+
+class StagedUserState:
+    """The state of the caller's objects as a checkpoint has it: read, and not yet given to them.
+
+    Attributes:
+        left: names in the checkpoint that nobody asked for.
+
+    Raises:
+        CheckpointError: there is none of an object, or it was another in each of other processes; damage.
+    """
+
+    def __init__(self, stateful: Mapping[str, Stateful], reader: Reader, place: Place) -> None:
+        require_stateful(stateful)
+        self._stateful, self._before = dict(stateful), dict[str, Any]()
+        parts: dict[str, list[str]] = {}
+        for name in reader.names():
+            if name.startswith(PREFIX):
+                parts.setdefault(name.rpartition("#")[0], []).append(name)
+        there = {base.removeprefix(PREFIX).partition("@")[0] for base in parts}
+        self.left = sorted(there - stateful.keys())
+        self._values: dict[str, Any] = {}
+        for name in stateful:
+            if name not in there:
+                held = f"it has that of {', '.join(sorted(there))}" if there else "it has no state of the caller's"
+                raise CheckpointError(
+                    f"checkpoint {reader.path} has no state of {name}, {held}: leave it out of stateful=, or save it"
+                )
+            bases = [PREFIX + name + suffix for suffix in ("", place.of_replica, place.of_process)]
+            base = next((b for b in bases if b + AS_JSON in parts.get(b, ())), None)
+            if base is None:
+                found = next(b for b in parts if b.startswith(f"{PREFIX}{name}@")).partition("@")[2]
+                raise CheckpointError(
+                    f"checkpoint {reader.path} has a state of {name} for each {_words(found)}, and this is replica "
+                    f"{place.replica} of {place.num_replicas}, process {place.process} of {place.num_processes}: run "
+                    "as many, or leave it out of stateful="
+                )
+            try:
+                self._values[name] = unpack(base, reader.load(parts[base]))
+            except ValueError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise DamagedCheckpointError(f"checkpoint {reader.path}: {error}") from None
+
+    def give(self) -> None:
+        """Gives every object its state, as only it can tell whether it takes it.
+
+        Raises CheckpointError; `take_back` then leaves them as they were.
+        """
+        for name, value in self._values.items():
+            each = self._stateful[name]
+            self._before[name] = copy.deepcopy(each.state_dict())
+            try:
+                each.load_state_dict(value)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name} ({type(each).__name__}) does not take its state: {type(error).__name__}: {error}"
+                ) from error
+
+    def take_back(self) -> None:
+        """Undoes `give`."""
+        while self._before:
+            name, value = self._before.popitem()
+            self._stateful[name].load_state_dict(value)
+
+
+def _words(suffix: str) -> str:
+    kind, _, rest = suffix.partition("-")
+    return f"{kind} of {rest.rpartition('-')[2]}"
