@@ -1,0 +1,278 @@
+"""Processes that save and load together: all of them load one checkpoint, or none loads anything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock as ps
+from penstock.runtime.checkpoint import CheckpointError, Reader
+from processes import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+WIDTH = 8
+
+
+class Counted(nn.Module):
+    """Keeps as extra state how much it has seen, which differs between replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + x.detach().sum()
+        return x
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Loader:
+    """A place in data of this process's own."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> int:
+        return self.position
+
+    def load_state_dict(self, state: int) -> None:
+        self.position = state
+
+
+def pipeline(schedule: str = "1f1b", ranks: int = 2, layers: int = 4, **options: Any) -> ps.Pipeline:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), Counted(), nn.Linear(WIDTH, 1))
+    given: dict[str, Any] = {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.AdamW, **options}
+    return ps.Pipeline(net, ps.build(schedule, ranks, 4), **given)
+
+
+def mesh(pp: int, dp: int) -> Any:
+    return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+
+
+def train(pipe: ps.Pipeline, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+        losses.append(float(pipe.step(x, x.sum(1, keepdim=True)).loss))
+    return losses
+
+
+def seen(pipe: ps.Pipeline) -> list[Tensor]:
+    return [m.seen for stage in pipe._model.every_stage() for m in stage.modules() if isinstance(m, Counted)]
+
+
+def snapshot(pipe: ps.Pipeline) -> str:
+    """All that a load may change, in this process."""
+    tensors = {name: p.detach().tolist() for name, p in pipe.named_parameters()}
+    assert pipe.optimizer is not None
+    return repr((tensors, seen(pipe), pipe.optimizer.state_dict(), pipe.num_steps, pipe.num_updates))
+
+
+def refused(pipe: ps.Pipeline, load: Callable[[], object]) -> str:
+    """The error of a load that changes nothing, here or anywhere."""
+    before = snapshot(pipe)
+    try:
+        load()
+    except CheckpointError as error:
+        assert snapshot(pipe) == before
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def loads(rank: int, folder: str) -> dict[str, str]:
+    """Every way in which two processes might have come to load different things."""
+    shared, own = Path(folder) / "shared", Path(folder) / f"of-{rank}"
+    pipe = pipeline()
+    for step in range(3):
+        train(pipe, range(step, step + 1))
+        pipe.save(shared, keep=3)
+    if rank == 0:
+        shutil.copytree(shared, Path(folder) / "of-0")
+        (Path(folder) / "of-1").mkdir()
+        shutil.copytree(shared / "step-00000001", Path(folder) / "of-1" / "step-00000001")
+        other = Path(folder) / "of-1" / "step-00000003"
+        shutil.copytree(shared / "step-00000003", other)
+        index = other / "index.json"
+        index.write_text(index.read_text() + " ")
+    dist.barrier()
+    said = {"another": refused(pipe, lambda: pipe.load(own))}
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(own / "step-00000003")
+    dist.barrier()
+    said["older"] = refused(pipe, lambda: pipe.load(own, fallback=True))
+    said["call"] = refused(pipe, lambda: pipe.load(shared / f"step-0000000{1 + rank}"))
+    said["names"] = refused(pipe, lambda: pipe.load(shared, stateful={"a": Loader(1)} if rank else {}))
+    said["saved names"] = refused(pipe, lambda: pipe.save(shared, stateful={"a": Loader(1)} if rank else {}))
+    said["nothing"] = refused(pipe, lambda: pipe.load(Path(folder) / "nowhere"))
+    # Of two shards one is damaged, and only the process that needs it finds out.
+    dist.barrier()
+    if rank == 0:
+        flip(shared / "step-00000003" / "rank-00001.safetensors")
+    dist.barrier()
+    said["damaged"] = refused(pipe, lambda: pipe.load(shared))
+    wrong = pipeline(optimizer=torch.optim.SGD if rank == 1 else torch.optim.AdamW)
+    said["optimizer"] = refused(wrong, lambda: wrong.load(shared / "step-00000002"))
+    pipe.load(shared, fallback=True)
+    said["notices"] = " ".join(pipe.notices)
+    said["then"] = repr((pipe.num_steps, train(pipe, range(2, 4))))
+    said["folders"] = " ".join(sorted(path.name for path in shared.iterdir()))
+    return said
+
+
+def test_ranks_could_load_different_checkpoints(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, loads, str(tmp_path))
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    first, second = (o.value for o in outcomes)
+    wanted = {
+        "another": "process 1 sees another checkpoint at ",
+        "older": "process 1 cannot open what others can: ",
+        "call": "process 1 was given checkpoint 'step-00000002' and process 0 'step-00000001'",
+        "names": "process 1 was given stateful ['a'] and process 0 []",
+        "saved names": "process 1 saves the state of a and process 0 that of nothing",
+        "nothing": "nowhere: no checkpoint there",
+        "damaged": "rank-00001.safetensors is not what was written: its checksum differs",
+        "optimizer": "holds AdamW with 1 parameter groups, this run has SGD with 1",
+    }
+    for key, words in wanted.items():
+        assert words in first[key], (key, first[key])
+        assert words in second[key], (key, second[key])
+    assert f'load("{tmp_path}/shared/step-00000002"), or give load(..., fallback=True)' in first["damaged"]
+    torch.set_num_threads(1)
+    alone = pipeline("1f1b", 2)
+    train(alone, range(2))
+    for value in (first, second):
+        assert "step-00000002 was loaded instead" in value["notices"]
+        assert "set aside as step-00000003.damaged" in value["notices"]
+        assert value["folders"] == "step-00000001 step-00000002 step-00000003.damaged"
+    assert first["then"] == second["then"] == repr((2, train(alone, range(2, 4))))
+
+
+def replicas(rank: int, folder: str) -> dict[str, Any]:
+    """State that differs between processes: each gets its own back, or is told why not."""
+    found: dict[str, Any] = {}
+    grid = mesh(2, 2)
+    replica = grid.get_local_rank("dp")
+    pipe = pipeline(mesh=grid, sharding="zero1")
+    train(pipe, range(2))
+    kept = {"same": Loader(5), "replica": Loader(10 + replica), "process": Loader(20 + rank)}
+    pipe.save(Path(folder) / "a", stateful=kept)
+    found["names"] = [
+        n for n in Reader(Path(folder) / "a" / "step-00000002").names() if n[0] in "es" and "#json" in n
+    ]
+    expected = train(pipe, range(2, 4))
+    extra = seen(pipe)
+    again = pipeline(mesh=grid, sharding="zero1")
+    fresh = {name: Loader(0) for name in kept}
+    again.load(Path(folder) / "a", stateful=fresh)
+    found["same"] = [each.position for each in fresh.values()] == [5, 10 + replica, 20 + rank]
+    found["losses"] = train(again, range(2, 4)) == expected
+    found["extra"] = extra == [
+        m.seen for s in again._model.every_stage() for m in s.modules() if isinstance(m, Counted)
+    ]
+    wide = pipeline(ranks=4, layers=4)
+    found["other mesh"] = refused(wide, lambda: wide.load(Path(folder) / "a", stateful={"replica": Loader(0)}))
+    wide.load(Path(folder) / "a", stateful={"same": fresh["same"], "process": Loader(0)})
+    found["notices"] = " ".join(wide.notices)
+    return found
+
+
+def test_state_that_differs_between_processes(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, replicas, str(tmp_path))
+    assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text for o in outcomes)
+    for outcome in outcomes:
+        found = outcome.value
+        assert found["names"] == [
+            "extra/4@0.0.0#json",
+            "extra/4@0.1.0#json",
+            *(f"state/process@process-{p}-of-4#json" for p in range(4)),
+            "state/replica@replica-0-of-2#json",
+            "state/replica@replica-1-of-2#json",
+            "state/same#json",
+        ]
+        assert found["same"]
+        assert found["losses"]
+        assert found["extra"]
+        assert "a state of replica for each replica of 2, and this is replica 0 of 1" in found["other mesh"]
+        assert "has the state of replica, which was not loaded" in found["notices"]
+
+
+def sharded(rank: int, folder: str) -> dict[str, Any]:
+    """FSDP: tensors are put together one at a time, and a full disk on one rank ends the save on both."""
+    from penstock.runtime.checkpoint import write as writing
+
+    module = __import__("sys").modules[writing.__module__]
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+    plain = module.whole
+
+    def counted(tensor: Tensor) -> Tensor:
+        nonlocal most
+        full: Tensor = plain(tensor)
+        if full.numel() == WIDTH * WIDTH:
+            alive.add(full)
+            gc.collect()
+            most = max(most, len(alive))
+        return full
+
+    pipe = pipeline(ranks=1, layers=6, mesh=mesh(1, 2), sharding="fsdp")
+    train(pipe, range(2))
+    module.whole = counted
+    pipe.save(folder)
+    module.whole = plain
+    found: dict[str, Any] = {"most": most}
+    train(pipe, range(2, 3))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        pipe.save(folder)
+    except CheckpointError as error:
+        found["full"] = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found["left"] = sorted(os.listdir(folder))
+    expected = train(pipe, range(3, 4))
+    pipe.save(folder)
+    again = pipeline(ranks=1, layers=6, mesh=mesh(1, 2), sharding="fsdp")
+    again.load(Path(folder) / "step-00000002")
+    found["losses"] = train(again, range(2, 4))[1:] == expected
+    return found
+
+
+def test_a_save_of_shards_held_everything_twice(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, sharded, str(tmp_path))
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    first, second = (o.value for o in outcomes)
+    assert "could not be written: File too large" in first["full"]
+    assert "not completed by rank 0" in second["full"]
+    for found in (first, second):
+        assert found["most"] <= 2
+        assert found["left"] == ["step-00000002"]
+        assert found["losses"]

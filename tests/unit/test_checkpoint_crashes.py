@@ -1,0 +1,227 @@
+"""Checkpoints when a process is killed at any of its touches of the disk, or the disk is full at any page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crashes import needs_small_disk, small_disk
+
+pytestmark = pytest.mark.unit
+
+TESTS = Path(__file__).parents[1]
+
+BEGIN = """
+import multiprocessing, os, sys, threading
+from pathlib import Path
+import torch
+from penstock.runtime.checkpoint import CheckpointError, Reader, candidates, latest, write
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+
+
+def tensors(number, rank):
+    return {f"model/{rank}.{i}": torch.full((40, 16), float(number * 10 + i)) for i in range(3)}
+
+
+def check(number):
+    "The newest checkpoint is whole, and one of these numbers."
+    newest = latest(folder)
+    reader = Reader(newest)
+    reader.verify()
+    assert reader.meta["number"] in number, (reader.meta, number)
+    for rank in range(2):
+        held = reader.load(tensors(0, rank))
+        assert all(torch.equal(held[n], t) for n, t in tensors(reader.meta["number"], rank).items())
+    return reader.meta["number"]
+
+
+def save(step, number, rank=None, barrier=None):
+    "By both ranks: two processes, or two threads of this one."
+    if rank is not None:
+        held, meta = tensors(number, rank), {"number": number}
+        write(folder, step, held, meta, rank=rank, num_ranks=2, barrier=barrier, keep=2)
+        return None
+    meeting, errors = threading.Barrier(2), []
+
+    def one(rank):
+        try:
+            save(step, number, rank, lambda: meeting.wait(20) and None)
+        except CheckpointError as error:
+            errors.append((rank, str(error)))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return sorted(errors)
+"""
+
+KILLS = (
+    BEGIN
+    + """
+import shutil
+from crashes import kill_at
+
+context = multiprocessing.get_context("fork")
+
+
+def killed(number, step, victim, touch):
+    "Whether the victim came to so many touches while both saved."
+    barrier = context.Barrier(2)
+
+    def rank_process(rank):
+        if rank == victim:
+            kill_at(touch, folder)
+        try:
+            save(step, number, rank, lambda: barrier.wait(20) and None)
+        except threading.BrokenBarrierError:
+            os._exit(3)
+        os._exit(0)
+
+    children = [context.Process(target=rank_process, args=(rank,)) for rank in range(2)]
+    [child.start() for child in children]
+    children[victim].join()
+    ended = children[victim].exitcode
+    if ended:
+        barrier.abort()
+    children[1 - victim].join()
+    assert ended in (0, -9), ended
+    return ended == -9
+
+
+total = 0
+for victim in range(2):
+    for replaced in (False, True):
+        touch = 0
+        while True:
+            touch += 1
+            shutil.rmtree(folder, ignore_errors=True)
+            for step in (1, 2):
+                assert save(step, step) == []
+            died = killed(7, 2 if replaced else 3, victim, touch)
+            found = check((2, 7) if died else (7,))
+            assert save(4, 4) == []
+            check((4,))
+            left = sorted(path.name for path in folder.iterdir())
+            assert len(left) == 2 and left[1] == "step-00000004", (left, touch)
+            total += died
+            if not died:
+                break
+print(total)
+"""
+)
+
+
+def run(script: str, tmp_path: Path, *before: str, folder: Path | None = None) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*before, sys.executable, str(path), str(folder or tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_killed_at_every_touch_of_the_disk_while_saving(tmp_path: Path) -> None:
+    """Either of two ranks, a new checkpoint or one that replaces another: the newest is whole at every moment."""
+    assert int(run(KILLS, tmp_path)) > 50
+
+
+LOADS = """
+import multiprocessing, os, sys
+from pathlib import Path
+import torch
+from torch import nn
+import penstock as ps
+from penstock.runtime.checkpoint import latest
+from crashes import kill_at
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+
+
+def pipeline():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    return ps.Pipeline(net, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
+
+
+pipe = pipeline()
+for step in range(3):
+    pipe.step(torch.ones(2, 3), torch.ones(2, 3))
+    pipe.save(folder, keep=3)
+shard = folder / "step-00000003" / "rank-00000.safetensors"
+content = bytearray(shard.read_bytes())
+content[-1] ^= 1
+shard.write_bytes(content)
+touch, total = 0, 0
+while True:
+    touch += 1
+    child = os.fork()
+    if child == 0:
+        kill_at(touch, folder)
+        pipeline().load(folder, fallback=True)
+        os._exit(0)
+    died = os.waitpid(child, 0)[1] == 9
+    pipe = pipeline()
+    pipe.load(folder / "step-00000002")
+    pipe.load(folder, fallback=True)
+    assert pipe.num_steps == 2
+    aside = folder / "step-00000003.damaged"
+    assert aside.is_dir() and latest(folder).name == "step-00000002"
+    aside.rename(folder / "step-00000003")
+    total += died
+    if not died:
+        break
+print(total)
+"""
+
+
+def test_killed_at_every_touch_of_the_disk_while_loading(tmp_path: Path) -> None:
+    assert int(run(LOADS, tmp_path)) > 5
+
+
+FULL = (
+    BEGIN
+    + """
+folder = folder / "checkpoints"
+assert save(1, 1) == []
+names = sorted(path.name for path in folder.iterdir())
+failed = 0
+for pages in range(40):
+    filler = folder.parent / "filler"
+    filler.write_bytes(b"")
+    free = os.statvfs(folder).f_bavail - pages
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free * 4096)
+    errors = save(2, 2)
+    if not errors:
+        break
+    failed += 1
+    assert [rank for rank, _ in errors] == [0, 1], errors
+    assert any("No space left on device" in text for _, text in errors), errors
+    assert all("older" in text or "space on it" in text for _, text in errors), errors
+    assert sorted(path.name for path in folder.iterdir()) == names
+    check((1,))
+    filler.unlink()
+print(failed)
+"""
+)
+
+
+@needs_small_disk
+def test_a_disk_that_is_full_at_any_page(tmp_path: Path) -> None:
+    """Nothing half-written stays, the older checkpoint is untouched, and both ranks say why."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert int(run(FULL, tmp_path, *small_disk(disk, "256k"), folder=disk)) > 5
