@@ -128,7 +128,7 @@ def test_extra_state_of_two_pipelines_was_not_saved(tmp_path: Path) -> None:
     ]
     alone = pipeline(model(Scaled()))
     alone.load(tmp_path)  # the owner's, as of its buffers
-    assert alone.notices == []
+    assert any("has extra state of 1 from more pipelines, replicas or shards" in said for said in alone.notices)
 
 
 def test_a_buffer_that_is_not_persistent_was_not_saved(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_state_of_the_caller_that_does_not_fit(tmp_path: Path) -> None:
     assert same(state_of(then), before)
     then.load(tmp_path, stateful={"loader": loader})
     assert loader.position == 5
-    assert "has the state of other, which was not loaded" in then.notices[0]
+    assert "has the state of other, which was not loaded" in " ".join(then.notices)
 
 
 def three(folder: Path, pipe: ps.Pipeline) -> list[Path]:
@@ -364,8 +364,8 @@ def test_a_damaged_newest_checkpoint_offers_the_one_before(tmp_path: Path, harm:
     assert same(state_of(pipe), before)
     pipe.load(tmp_path, fallback=True)
     assert pipe.num_steps == 2
-    assert "step-00000002 was loaded instead" in pipe.notices[0]
-    assert "set aside as step-00000003.damaged" in pipe.notices[1]
+    assert "step-00000002 was loaded instead" in " ".join(pipe.notices)
+    assert "set aside as step-00000003.damaged" in " ".join(pipe.notices)
     pipe.load(tmp_path)  # the damaged one is not the newest any more
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "step-00000001",
@@ -419,7 +419,7 @@ def test_a_checkpoint_of_the_first_format(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace('"version":2', '"version":1'))
     then = pipeline(model(Scaled(), Counting()))
     then.load(tmp_path / "old")
-    assert then.notices == [f"{old} was written before extra state was kept: 1 keeps what it has"]
+    assert f"{old} was written before extra state was kept: 1 keeps what it has" in then.notices
     for left, right in zip(then.parameters(), pipe.parameters(), strict=True):
         assert torch.equal(left, right)
 

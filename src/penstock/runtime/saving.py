@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
 
     paths: list[Path]
     expected: dict[str, Kind]
-    extra_names: set[str]
+    extra_names: set[tuple[str, str]]
 
 
 def save(
@@ -255,20 +255,31 @@ def _read_meta(reader: Reader) -> Loaded:
 
 def _unknown(reader: Reader, chosen: Chosen) -> list[str]:
     """What a checkpoint has and no process takes. Raises CheckpointError where it is extra state."""
-    others = []
+    names = {name for name, _ in chosen.extra_names}
+    others: list[str] = []
+    dropped: set[str] = set()
     for name in reader.names():
         if name.startswith(BUFFERS) and name not in chosen.expected:
             others.append(name.removeprefix(BUFFERS))
         if name.startswith(EXTRA):
             base = name.removeprefix(EXTRA).rpartition("#")[0]
-            if not {base, base.rpartition("@")[0]} & chosen.extra_names:
+            module, _, holder = base.rpartition("@")
+            if not {base, module} & names:
                 raise CheckpointError(
                     f"checkpoint {reader.path} has extra state of {base}, and no module here has that name and takes "
                     "it: build the model it was written with, or choose another checkpoint"
                 )
-    if not others:
-        return []
-    return [f"{reader.path} has {', '.join(others)}, buffers that are not persistent and not there yet: left out"]
+            if base not in names and (module, holder) not in chosen.extra_names:
+                dropped.add(module)
+    notices = [
+        f"{reader.path} has extra state of {module} from more pipelines, replicas or shards than there are now, "
+        "which differed: theirs is left out"
+        for module in sorted(dropped)
+    ]
+    if others:
+        listed = ", ".join(others)
+        notices.append(f"{reader.path} has {listed}, buffers that are not persistent and not there yet: left out")
+    return notices
 
 
 def _set_aside(damaged: Sequence[tuple[Path, str]], loaded: Path, peers: Peers) -> list[str]:

@@ -224,9 +224,9 @@ class State:
         """Stored name -> shape and type of the model's parameters and buffers in this process."""
         return {name: _kind(tensor) for name, tensor in self._tensors}
 
-    def extra_names(self) -> list[str]:
-        """The modules here that have extra state."""
-        return sorted({extra.name for extra in self._extras})
+    def extra_names(self) -> list[tuple[str, str]]:
+        """Name and holder of each module here that has extra state."""
+        return [(extra.name, extra.holder) for extra in self._extras]
 
     # Loading.
 
