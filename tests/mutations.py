@@ -24,6 +24,23 @@ BASES: dict[str, tuple[tuple[int, int, dict], ...]] = {
     "zb-h2": ((3, 6, {}), (2, 4, {})),
     "zb-v": ((2, 5, {}), (3, 4, {})),
     "zb": ((4, 6, {"warmup": [6, 3, 2, 1]}), (3, 4, {})),
+    "looped-bfs": ((2, 3, {}), (2, 4, {"num_stages": 6})),
+    "v-half": ((2, 4, {}), (3, 4, {})),
+    "v-min": ((2, 4, {}), (3, 3, {})),
+    "chimera": ((2, 4, {}), (4, 4, {"backward": "split"})),
+    "hanayo": ((2, 3, {}), (2, 4, {"waves": 1, "backward": "split"})),
+    "bitpipe": ((2, 4, {}), (2, 3, {"backward": "split"})),
+    "vchimera": ((2, 4, {}), (2, 3, {"backward": "split"})),
+    "dualpipe": ((2, 4, {}), (2, 6, {})),
+    "dualpipe-v": ((1, 3, {}), (2, 4, {})),
+    "distmm": ((2, 4, {"gather_every": 2}), (4, 4, {"gather_every": 2, "overlap": True})),
+    "mllm": ((2, 3, {}), (3, 2, {})),
+    "pipedream": ((3, 4, {"window": 1}), (2, 5, {"window": 2})),
+    "pipedream-2bw": ((3, 6, {"window": 3}), (2, 4, {})),
+    "spectrain": ((3, 4, {"window": 1}), (2, 4, {})),
+    "xpipe": ((2, 4, {}), (3, 4, {"window": 2})),
+    "vnag": ((3, 4, {"window": 1}), (2, 4, {})),
+    "amdp": ((2, 4, {"window": 2}), (4, 8, {"window": 4})),
 }
 """Small valid schedules of every library kind: (ranks, microbatches, options)."""
 
@@ -78,7 +95,7 @@ def change_microbatch(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> 
 
 def change_kind(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> None:
     rank, step = _pick(rows, rng)
-    rows[rank][step] = rows[rank][step]._replace(kind=rng.choice("FBIWX"))
+    rows[rank][step] = rows[rank][step]._replace(kind=rng.choice("FBIWUX"))
 
 
 def fuse_backward(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> None:
@@ -90,8 +107,26 @@ def fuse_backward(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> None
         rows[rank] = [other for other in rows[rank] if other != op._replace(kind="W")]
 
 
+def exchange(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> None:
+    """Two microbatches change their places everywhere: all that it takes to run, but in another order."""
+    pair = rng.sample(range(schedule.num_microbatches), 2)
+    other = {pair[0]: pair[1], pair[1]: pair[0]}
+    for row in rows:
+        row[:] = [op._replace(microbatch=other.get(op.microbatch, op.microbatch)) if op.kind in "FBIW" else op
+                  for op in row]  # fmt: skip
+
+
+def exchange_in_queue(rows: Rows, rng: random.Random, schedule: ps.Schedule) -> None:
+    """Two ops of one kind and stage on a rank change their places."""
+    rank, step = _pick(rows, rng)
+    row = rows[rank]
+    other = rng.choice([s for s, op in enumerate(row) if op[:2] == row[step][:2]])
+    row[step], row[other] = row[other], row[step]
+
+
 EDITS: tuple[Callable[[Rows, random.Random, ps.Schedule], None], ...] = (
     drop, duplicate, swap, shift, move_to_rank, change_stage, change_microbatch, change_kind, fuse_backward,
+    exchange, exchange_in_queue,
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import penstock as ps
+from penstock.passes import reorder_microbatches, separate_gradients
 from penstock.schedule import Op
 
 TWO_WAYS = ("chimera", "bitpipe", "vchimera", "dualpipe", "amdp")
@@ -63,6 +64,20 @@ def any_schedules(draw: st.DrawFn) -> ps.Schedule:
     limit = draw(st.none() | st.floats(1e-9, 1e12) | st.integers(1, 2**40))
     name = draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,8}", fullmatch=True))
     return ps.Schedule(name, ps.Placement(pipelines), tuple(rows), tuple(pipeline_of), limit)
+
+
+@st.composite
+def reordered(draw: st.DrawFn, schedule: ps.Schedule) -> ps.Schedule:
+    """A synchronous schedule with one permutation of microbatches in all queues, or, where all forwards come before
+    all backwards, with one of the forwards and others of the backwards of each stage."""
+    microbatches = st.permutations(range(schedule.num_microbatches))
+    forward = draw(microbatches)
+    if schedule.name not in ("gpipe", "looped-bfs"):
+        return reorder_microbatches(schedule, forward, forward)
+    schedule = reorder_microbatches(schedule, forward, draw(st.just("reversed") | microbatches))
+    if draw(st.booleans()):
+        schedule = separate_gradients(schedule)
+    return schedule
 
 
 def times(max_value: int = 20) -> st.SearchStrategy[float]:

@@ -34,6 +34,7 @@ from penstock.program import (
     placements,
 )
 from penstock.schedule import (
+    MicrobatchOrder,
     Needs,
     Op,
     Placement,
@@ -45,6 +46,7 @@ from penstock.schedule import (
     check,
     count_mismatch,
     count_versions,
+    declare_order,
     parse,
     with_updates,
 )
@@ -92,6 +94,7 @@ __all__ = [
     "Links",
     "Mesh",
     "MeshTimeline",
+    "MicrobatchOrder",
     "Needs",
     "NewOp",
     "Op",
@@ -121,6 +124,7 @@ __all__ = [
     "costs_preset",
     "count_mismatch",
     "count_versions",
+    "declare_order",
     "depth_first",
     "device_mesh",
     "earliest_first",

@@ -48,6 +48,7 @@ def circle_of_three() -> ps.Schedule:
     return ps.parse("""
         schedule x: 3 ranks, 6 stages, 2 microbatches
         pipeline 0: stages on ranks 0 1 2 0 1 2
+        order of F on stages 1 2: 1 0
         rank 0 | 0F0 3F0 0F1 3F1 3B0 3B1 0B0 0B1
         rank 1 | 1F1 1F0 4F0 4F1 4B0 4B1 1B0 1B1
         rank 2 | 2F1 2F0 5F0 5F1 5B0 5B1 2B0 2B1

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.formats import from_torch_csv, to_torch_csv
 from penstock.passes import add_communication, remove_communication
-from penstock.schedule import Needs, Op, Registered, StageGraph
+from penstock.schedule import Needs, Op, Registered, StageGraph, declare_shown_order
 
 pytestmark = pytest.mark.unit
 
@@ -182,7 +182,7 @@ LACKS: dict[str, tuple[Callable[[], ps.Schedule], str]] = {
         "torch's pipelining lacks ranks with nothing to do (rank 1 has no op)",
     ),
     "losses out of order": (
-        lambda: one_rank("F1", "B1", "F0", "B0"),
+        lambda: declare_shown_order(one_rank("F1", "B1", "F0", "B0")),
         "rank 0, step 0, 0F1: torch's pipelining lacks forwards of the last stage out of microbatch order",
     ),
 }

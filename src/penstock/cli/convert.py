@@ -2,6 +2,7 @@
 
 penstock convert mine.txt mine.json                  penstock convert mine.json mine.csv
 penstock convert mine.json mine.csv --dialect torch:compute_comms
+penstock convert theirs.csv theirs.json --declare-order
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ def convert(
             help="Of the .csv: with the messages that are there (torch, the default), without, or with all.",
         ),
     ] = None,
+    declare_order: Annotated[
+        bool,
+        typer.Option(
+            "--declare-order",
+            help="Declare the order of microbatches that the rows show, where it is not the ascending one.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Convert a schedule between native JSON, the text grid and torch's CSV.
@@ -41,11 +49,12 @@ def convert(
     written = Path(target).suffix == ".csv"
     if dialect is not None and not written and Path(source).suffix != ".csv":
         raise Misuse(f"--dialect {dialect} is for .csv files; neither {source} nor {target} is one, so leave it out")
-    plan = load(source, dialect if Path(source).suffix == ".csv" else None)
+    plan = load(source, dialect if Path(source).suffix == ".csv" else None, declare_order)
     save(plan, target, dialect if written else None)
     limit = plan.memory_limit if written else None
+    orders = written and bool(plan.microbatch_orders)
     if json:
-        left_out = [] if limit is None else ["memory_limit"]
+        left_out = ["memory_limit"] * (limit is not None) + ["microbatch_orders"] * orders
         print_json(
             {"source": source, "target": target, "name": plan.name, "num_ops": plan.num_ops, "left_out": left_out}
         )
@@ -53,3 +62,5 @@ def convert(
         print(f"wrote {target}")
         if limit is not None:
             print(f"left out: the memory limit of {limit:g} activations, which has no place in torch's CSV")
+        if orders:
+            print("left out: that microbatches run in the order of the rows; read the CSV with --declare-order")

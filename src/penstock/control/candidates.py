@@ -24,6 +24,7 @@ from penstock.control.events import Link
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
+from penstock.passes.reorder import with_orders_of
 from penstock.plan import initial_warmups, slow_link_schedule
 from penstock.plan.slow_links import Rule
 from penstock.schedule import Schedule, ScheduleError, one_to_one
@@ -139,7 +140,7 @@ def _schedules(
     yield job.start.schedule
     if not job.may_replan:
         return
-    yield from offered
+    yield from filter(None, (_in_order(each, job.start.schedule) for each in offered))
     typical, harshest = measured.typical, measured.harshest
     # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
     ways = list(dict.fromkeys(_key(links, job.smallest_delay) for links in (typical, harshest)))
@@ -155,11 +156,21 @@ def _schedules(
     for links in ways:
         for rule in Rule:
             made = _made(job.costs, num_microbatches, links, tuple(caps), rule, initial=False)
-            if made is not None:
-                yield made
+            if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
+                yield kept
     made = _made(job.costs, num_microbatches, ways[0], tuple(caps), Rule.PRIORITY, initial=True)
-    if made is not None:
-        yield made
+    if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
+        yield kept
+
+
+def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
+    """A schedule with the start's orders of microbatches, that of its sums; None where they do not fit."""
+    if schedule.microbatch_orders == start.microbatch_orders:
+        return schedule
+    try:
+        return with_orders_of(schedule, start)
+    except ScheduleError:
+        return None
 
 
 Delays = tuple[tuple[Link, float], ...]

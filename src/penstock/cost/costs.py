@@ -191,7 +191,7 @@ class Costs:
 
     def factor(self, kind: str, microbatch: int) -> float:
         """How many times as long as others of its kind an op of a microbatch takes; registered kinds are even."""
-        return self.uneven[microbatch] if kind in "FBIWR" and microbatch < len(self.uneven) else 1.0
+        return self.uneven[microbatch] if kind in "FBIWR" and 0 <= microbatch < len(self.uneven) else 1.0
 
     def memory_change(self, kind: str, stage: int) -> float:
         """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.

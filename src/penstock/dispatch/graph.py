@@ -222,9 +222,11 @@ def _check_known(
     if len(number) + sum(len(ranks) - 1 for ranks in together.values()) < len(ops):
         twice = next(op for index, op in enumerate(ops) if number[op] != index and op not in together)
         broken = twice, "is there twice"
-    registered = schedule.graph.registered_of
+    registered, windows = schedule.graph.registered_of, schedule.windows
     for op in number:
-        if op.kind not in PRIORITY and (op.kind, op.stage) not in registered:
+        if op.kind == UPDATE and (windows is None or not 0 <= op.microbatch < windows.num_ops):
+            broken = op, "is an update of which the schedule says nothing"
+        elif op.kind not in PRIORITY and (op.kind, op.stage) not in registered:
             broken = op, f"is of no known kind ({', '.join(sorted(PRIORITY))})"
         elif not 0 <= op.stage < schedule.num_stages:
             broken = op, f"is not in stages 0 to {schedule.num_stages - 1}"

@@ -13,7 +13,7 @@ from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import Form, to_torch_csv
 from penstock.passes.communication import add_communication
-from penstock.schedule import Schedule, ScheduleError, parse, to_text
+from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.messages import has_communication, remove_communication
 
 DIALECTS: dict[str, Form | None] = {
@@ -46,10 +46,12 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
     write_whole(path, text)
 
 
-def load(path: str | Path, dialect: str | None = None) -> Schedule:
+def load(path: str | Path, dialect: str | None = None, declare_order: bool = False) -> Schedule:
     """Reads what `save` writes; what is read is not proved, `ps.check` does that.
 
     Args:
+        declare_order: declares the order of microbatches that the rows show, where it is not the ascending one that
+            `check` expects. A CSV can't say it; gradients are then summed as the rows have it.
         dialect: of a `.csv`; "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
             them out, "torch:compute_comms" adds them where there are none. A CSV holds no name: the file's is taken.
 
@@ -59,16 +61,24 @@ def load(path: str | Path, dialect: str | None = None) -> Schedule:
     path = Path(path)
     _check_ending(path, dialect, "read from")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".csv":
-            return _in_form(from_torch_csv(text, name=_name_of(path)), DIALECTS[dialect or "torch"])
-        return from_json(text) if path.suffix == ".json" else parse(text)
+        return _read(path, dialect, declare_order)
     except OSError as error:
         raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"{path}: not text", rule="file") from None
     except ScheduleError as error:
         raise error.in_file(path) from None
+
+
+def _read(path: Path, dialect: str | None, declare_order: bool) -> Schedule:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".csv":
+        found = from_torch_csv(text, name=_name_of(path))
+    else:
+        found = from_json(text) if path.suffix == ".json" else parse(text)
+    if declare_order:
+        found = declare_shown_order(found)
+    return _in_form(found, DIALECTS[dialect or "torch"]) if path.suffix == ".csv" else found
 
 
 def _check_ending(path: Path, dialect: str | None, done: str) -> None:

@@ -21,6 +21,11 @@ Version 4 adds, only where it is not "none", the rule by which ops read weights:
 Version 5 tells of registered ops that are asynchronous, only where some are, by one more entry of each:
 
  "registered": [["GATHER", 1, 2, [0, 1], true]]
+
+Version 6 adds, only where there are some, the orders of microbatches that are not ascending, each of a kind, in a
+pipeline, on some stages:
+
+ "microbatch_orders": [["B", 0, [0, 1], [2, 1, 0]]]
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import Any
 
 from penstock.schedule import (
     NEWEST,
+    MicrobatchOrder,
     Needs,
     Op,
     Placement,
@@ -42,8 +48,9 @@ from penstock.schedule import (
     Updates,
     parse_op,
 )
+from penstock.schedule.microbatch_order import grouped, ungrouped
 
-FORMAT, VERSION = "penstock-schedule", 5
+FORMAT, VERSION = "penstock-schedule", 6
 MAX_FLOAT = sys.float_info.max
 
 
@@ -75,11 +82,15 @@ def to_json(schedule: Schedule) -> str:
         value["updates"] = {"window": updates.window, "max_mismatch": updates.max_mismatch}
         if updates.rule != NEWEST:
             value["updates"]["rule"] = updates.rule
+    if schedule.microbatch_orders:
+        value["microbatch_orders"] = grouped(schedule.microbatch_orders)
     return json.dumps(value)
 
 
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
+    if schedule.microbatch_orders:
+        return 6
     if schedule.asynchronous:
         return 5
     if schedule.updates is not None:
@@ -106,6 +117,7 @@ def from_json(text: str) -> Schedule:
     known = {"format", "version", "name", "placement", "microbatch_pipeline", "memory_limit", "order"}
     known |= {"shared", "stage_graph"} if version > 1 else set()
     known |= {"updates"} if version > 2 else set()
+    known |= {"microbatch_orders"} if version > 5 else set()
     if unknown := sorted(set(value) - known):
         raise ScheduleError(f"unknown field {unknown[0]!r} in version {version}", rule="json")
     name = _field(value, "name", isinstance(value.get("name"), str), "a string")
@@ -131,6 +143,23 @@ def from_json(text: str) -> Schedule:
         None if limit is None else float(limit),
         _stage_graph(value, len(placement[0]) if placement else 0, version),
         _updates(value, version),
+        _microbatch_orders(value),
+    )
+
+
+def _microbatch_orders(value: dict[str, Any]) -> tuple[MicrobatchOrder, ...]:
+    entries = value.get("microbatch_orders", [])
+    items = (_is_str, _is_int, lambda stages: _is_list(stages, _is_int), lambda order: _is_list(order, _is_int))
+    _field(
+        value | {"microbatch_orders": entries},
+        "microbatch_orders",
+        _is_list(entries, lambda entry: _is_row(entry, items)),
+        'lists of a kind, a pipeline, stages and their microbatches in order, like ["B", 0, [0, 1], [2, 1, 0]]',
+    )
+    return tuple(
+        order
+        for kind, pipeline, stages, microbatches in entries
+        for order in ungrouped(kind, pipeline, stages, tuple(microbatches))
     )
 
 

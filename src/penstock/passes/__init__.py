@@ -1,9 +1,10 @@
-"""Schedule -> Schedule: separate and merge gradients, recompute, retime, messages and reductions as ops."""
+"""Schedule -> Schedule: separate and merge gradients, recompute, retime, reorder, messages and reductions as ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
 from penstock.passes.recompute import recompute
 from penstock.passes.reduce import add_reductions
+from penstock.passes.reorder import reorder_microbatches
 from penstock.passes.repeated import repeat_windows
 from penstock.passes.retime import retime
 from penstock.passes.separate import separate_gradients
@@ -14,6 +15,7 @@ __all__ = [
     "merge_gradients",
     "recompute",
     "remove_communication",
+    "reorder_microbatches",
     "repeat_windows",
     "retime",
     "separate_gradients",

@@ -7,9 +7,19 @@ makespan of one, but how closely they follow one another, which is what zero-bub
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.schedule import Op, Schedule, ScheduleError, Updates, Windows, check, require_no_updates
+from penstock.schedule import (
+    MicrobatchOrder,
+    Op,
+    Schedule,
+    ScheduleError,
+    Updates,
+    Windows,
+    check,
+    require_no_updates,
+)
 from penstock.schedule.messages import has_communication
 from penstock.schedule.op import FORWARD, UPDATE
 from penstock.schedule.updates import OWNER
@@ -57,6 +67,10 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
         microbatch_pipeline=schedule.microbatch_pipeline * num_windows,
         stage_graph=graph,
         updates=Updates(window, max_mismatch=0),
+        microbatch_orders=tuple(
+            replace(order, microbatches=tuple(_again(schedule, order, num_windows)))
+            for order in schedule.microbatch_orders
+        ),
     )
     check(repeated)
     return repeated
@@ -83,6 +97,13 @@ def _repeated(schedule: Schedule, rank: int, windows: Windows) -> Row:
         found += [Op(UPDATE, stage, windows.number(update, OWNER)) for stage in owned]
         late = {(stage, k): Op(UPDATE, stage, windows.number(update, k)) for stage, k in hosted if k != OWNER}
     return [*found, *late.values()]
+
+
+def _again(schedule: Schedule, order: MicrobatchOrder, num_windows: int) -> Iterator[int]:
+    """The order of a queue that runs window after window, each in the order given."""
+    for update in range(num_windows):
+        for m in order.microbatches:
+            yield _numbered(schedule, Op(order.kind, order.stage, m), update).microbatch
 
 
 def _numbered(schedule: Schedule, op: Op, update: int) -> Op:

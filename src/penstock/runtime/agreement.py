@@ -23,6 +23,13 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
 
 def schedule_digest(schedule: Schedule) -> str:
     """Tells schedules apart by what runs, whatever they are called."""
-    fields = schedule.placement, schedule.order, schedule.microbatch_pipeline, schedule.stage_graph, schedule.updates
+    fields = (
+        schedule.placement,
+        schedule.order,
+        schedule.microbatch_pipeline,
+        schedule.stage_graph,
+        schedule.updates,
+        schedule.microbatch_orders,
+    )
     text = repr(fields)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -336,7 +336,9 @@ class Pipeline:
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
                 counts = counts_of(self.schedule)
-                settings = StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts)
+                settings = StepSettings(
+                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled, now.last
+                )
                 workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
             self._learner.gather()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from penstock.cost import Costs
 from penstock.runtime.transports.channel import Expected, Tags, expected_by_channel
 from penstock.runtime.wiring import Wiring, wire
 from penstock.schedule import Schedule
+from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
 from penstock.schedule.untimed import most_ahead, run_untimed
 from penstock.simulate.simulate import frozen_peaks, memory_changes
 
@@ -64,6 +66,30 @@ def plan_step(
     else:
         window = {} if run_untimed(schedule, EVALUATION_WINDOW).blocked else {0: EVALUATION_WINDOW}
     return StepPlan(wiring, change, caps, expected, window)
+
+
+def last_backwards(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage the microbatch whose backward comes last, in the first pipeline."""
+    orders = (schedule.microbatches_of(BACKWARD, stage) for stage in range(schedule.num_stages))
+    return tuple(order[-1] if order else -1 for order in orders)
+
+
+def stages_taped_out_of_order(schedule: Schedule) -> frozenset[int]:
+    """The stages whose backwards come in another order than the forwards that make their graphs (R, where the forward
+    is run again).
+    """
+    recomputed = Counter(stage for stage, _ in pairs_with(schedule, RECOMPUTE))
+    found = set()
+    for stage in range(schedule.num_stages):
+        if recomputed[stage] == schedule.graph.microbatches_of(stage, schedule.num_microbatches):
+            continue  # R comes in the order of the backwards
+        pipelines = range(schedule.placement.num_pipelines)
+        forwards, backwards = (
+            [tuple(schedule.microbatches_of(kind, stage, k)) for k in pipelines] for kind in (FORWARD, BACKWARD)
+        )
+        if recomputed[stage] or forwards != backwards:
+            found.add(stage)
+    return frozenset(found)
 
 
 def pairs_with(schedule: Schedule, kind: str) -> frozenset[tuple[int, int]]:

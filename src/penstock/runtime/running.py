@@ -9,7 +9,7 @@ from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.plan import StepPlan, pairs_with, plan_step
+from penstock.runtime.plan import StepPlan, last_backwards, pairs_with, plan_step, stages_taped_out_of_order
 from penstock.runtime.steering import Steering
 from penstock.runtime.transport_choice import BASES, DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
@@ -22,12 +22,15 @@ class Running:
     """Attributes:
     configuration: see there. plan: of a training step.
     split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
+    shuffled, last: as in `StepSettings`.
     """
 
     configuration: Configuration
     plan: StepPlan
     split: frozenset[tuple[int, int]]
     recomputed: frozenset[tuple[int, int]]
+    shuffled: frozenset[int]
+    last: tuple[int, ...]
     rank: int
     tags: Tags
     _forwards: dict[int, StepPlan] = field(default_factory=dict)
@@ -87,7 +90,16 @@ def running(
     schedule = configuration.schedule
     plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
     _ = plan.wiring.stations  # here, and not in the first step that runs it
-    return Running(configuration, plan, pairs_with(schedule, "I"), pairs_with(schedule, "R"), rank, tags)
+    return Running(
+        configuration,
+        plan,
+        pairs_with(schedule, "I"),
+        pairs_with(schedule, "R"),
+        stages_taped_out_of_order(schedule),
+        last_backwards(schedule),
+        rank,
+        tags,
+    )
 
 
 def require_free(schedule: Schedule, steered: bool) -> None:

@@ -60,6 +60,8 @@ class StepSettings:
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: those whose forward is run again (R) before their backward.
         counts: of each stage the number of microbatches; not needed for forwards alone.
+        shuffled: stages whose backwards come in another order than the forwards that make their graphs.
+        last: of each stage the microbatch whose backward comes last, in the first pipeline.
     """
 
     microbatches: Microbatches
@@ -68,6 +70,8 @@ class StepSettings:
     split: frozenset[tuple[int, int]] = frozenset()
     recomputed: frozenset[tuple[int, int]] = frozenset()
     counts: Sequence[int] = ()
+    shuffled: frozenset[int] = frozenset()
+    last: Sequence[int] = ()
 
     def first(self, stage: int) -> int:
         """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
@@ -209,10 +213,13 @@ class StageRunner:
         """A tape where the backward is split and something may wait for W.
 
         Once anything waits, every microbatch is taped: one that did not wait would add its weight gradients
-        before those of earlier ones that do.
+        before those of earlier ones that do. Microbatches are taped in the order of their forwards; where their
+        backwards come in another order, all of them wait with all that can.
         """
         if not self._can_split or (self.index, m) not in self.settings.split:
             return None
+        if self.index in self.settings.shuffled:
+            return Tape(defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape()
 
@@ -334,7 +341,7 @@ class StageRunner:
             received = Payload.gradients(self._starts.pop(m))
         self._leaves.pop(m, None)
         if self._fully_sharded:
-            sum_after_this(self.stage, m == self.settings.counts[self.index] - 1)
+            sum_after_this(self.stage, m == self.settings.last[self.index])
         pairs: list[tuple[Tensor, Tensor | None]]
         if received is None:
             pairs = [(output, None) for output in held.outputs]

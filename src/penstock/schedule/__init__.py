@@ -2,6 +2,7 @@
 
 from penstock.schedule.check import check
 from penstock.schedule.errors import ScheduleError
+from penstock.schedule.microbatch_order import MicrobatchOrder, declare_order, declare_shown_order
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
 from penstock.schedule.schedule import Schedule
@@ -22,6 +23,7 @@ from penstock.schedule.versions import count_versions
 __all__ = [
     "NEWEST",
     "RULES",
+    "MicrobatchOrder",
     "Needs",
     "Op",
     "Placement",
@@ -35,6 +37,8 @@ __all__ = [
     "circular",
     "count_mismatch",
     "count_versions",
+    "declare_order",
+    "declare_shown_order",
     "needed_channel_depth",
     "one_to_one",
     "parse",

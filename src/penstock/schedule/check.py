@@ -2,14 +2,15 @@
 
 `check` goes from what is local to what is global, so that the first broken rule is also the most telling:
 
-    placement   every rank, stage and microbatch is in range, every op on the rank that hosts its stage
-    coverage    each (stage, microbatch) has one F, and one B or one I with one W; each copy each update once
-    message     where messages are ops: each is there at both ends, in one order
-    order       no op before what it needs on the same rank
-    deadlock    the ranks, run together with bounded channels, all reach their last op
-    mismatch    no more updates between a forward and its backward than the schedule allows
-    versions    by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
-    memory      no rank holds more activations than the limit
+    placement     every rank, stage and microbatch is in range, every op on the rank that hosts its stage
+    coverage      each (stage, microbatch) has one F, and one B or one I with one W; each copy each update once
+    message       where messages are ops: each is there at both ends, in one order
+    order         no op before what it needs on the same rank
+    microbatches  every queue of ops in the order of microbatches that is declared for it (`microbatch_order`)
+    deadlock      the ranks, run together with bounded channels, all reach their last op
+    mismatch      no more updates between a forward and its backward than the schedule allows
+    versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
+    memory        no rank holds more activations than the limit
 
 The deadlock rule is decided by running the order without time or tensors (`untimed`). By default a channel
 holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.schedule.check_order import check_microbatch_order
 from penstock.schedule.check_updates import (
     check_every_update,
     check_mismatch,
@@ -73,6 +75,7 @@ def check(
     _check_coverage(schedule)
     _check_messages(schedule)
     _check_local_order(schedule)
+    check_microbatch_order(schedule)
     run = run_untimed(schedule, channel_depth)
     if run.blocked:
         raise _deadlock_error(schedule, run, channel_depth)

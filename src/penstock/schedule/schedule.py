@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import UPDATE, Op
+from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
+from penstock.schedule.op import FORWARD, UPDATE, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.stage_graph import StageGraph
 from penstock.schedule.updates import OWNER, Updates, Windows
@@ -32,6 +33,8 @@ class Schedule:
         memory_limit: most stage activations a rank may hold (freed at B or W), or None for no limit.
         stage_graph: how the stages depend on one another and which ops are registered; None for a chain.
         updates: the window of the optimizer's updates, whose ops (U) are then in the order; None for none there.
+        microbatch_orders: the order in which queues of ops run their microbatches, for those that do not run them in
+            ascending order; see `microbatch_order`.
 
     A value of this type need not be valid: `check` proves that.
     """
@@ -43,6 +46,7 @@ class Schedule:
     memory_limit: float | None = None
     stage_graph: StageGraph | None = None
     updates: Updates | None = None
+    microbatch_orders: tuple[MicrobatchOrder, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -57,6 +61,8 @@ class Schedule:
                 f"the stage graph has {self.stage_graph.num_stages} stages, the placement {self.num_stages}",
                 rule="stages",
             )
+        if self.microbatch_orders:
+            object.__setattr__(self, "microbatch_orders", declared(self, self.microbatch_orders))
 
     @classmethod
     def of(
@@ -138,6 +144,27 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.placement.stages_of(rank)
 
+    @cached_property
+    def pipeline_microbatches(self) -> tuple[tuple[int, ...], ...]:
+        """The microbatches of each pipeline, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.placement.num_pipelines)]
+        for m, pipeline in enumerate(self.microbatch_pipeline):
+            if 0 <= pipeline < len(found):  # `check` refuses others
+                found[pipeline].append(m)
+        return tuple(map(tuple, found))
+
+    def microbatches_of(self, kind: str, stage: int, pipeline: int = 0) -> Sequence[int]:
+        """The microbatches of a queue, all ops of one kind of a stage in a pipeline, in the order in which they run:
+        as declared, or ascending. Of a registered kind its ops by number.
+        """
+        kind = order_kind(kind)
+        given = self._orders.get((kind, stage, pipeline))
+        return ascending_order(self, kind, stage, pipeline) if given is None else given
+
+    @cached_property
+    def _orders(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
+        return {(o.kind, o.stage, o.pipeline): o.microbatches for o in self.microbatch_orders}
+
     def splits_backward(self) -> bool:
         """Whether any backward is split into I and W."""
         return any(op.kind == "I" for row in self.order for op in row)
@@ -148,8 +175,17 @@ class Schedule:
     def forward_only(self, num_microbatches: int | None = None) -> Schedule:
         """The F ops alone, of the first `num_microbatches`, for evaluation. Not valid for training."""
         num = self.num_microbatches if num_microbatches is None else num_microbatches
-        rows = tuple(tuple(op for op in row if op.kind == "F" and op.microbatch < num) for row in self.order)
-        return replace(self, order=rows, microbatch_pipeline=self.microbatch_pipeline[:num], updates=None)
+        rows = tuple(tuple(op for op in row if op.kind == FORWARD and op.microbatch < num) for row in self.order)
+        orders = [o for o in self.microbatch_orders if o.kind == FORWARD]
+        if num < self.num_microbatches:
+            orders = [replace(o, microbatches=tuple(m for m in o.microbatches if m < num)) for o in orders]
+        return replace(
+            self,
+            order=rows,
+            microbatch_pipeline=self.microbatch_pipeline[:num],
+            updates=None,
+            microbatch_orders=tuple(orders),
+        )
 
     def __str__(self) -> str:
         from penstock.schedule.text import to_text

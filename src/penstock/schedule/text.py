@@ -6,7 +6,10 @@
     rank 1 | .  F0 B0 F1 B1 F2 B2
 
 A column is one step of unit time, a dot is a bubble (dots mean nothing to the parser). Ranks that host
-several stages write the stage before the letter: 2F0. Lines that start with # are comments.
+several stages write the stage before the letter: 2F0. Lines that start with # are comments. Where queues of ops run
+their microbatches in another order than the ascending one, lines above the rows say so:
+
+    order of B on stages 0 1: 2 1 0
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NoReturn
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
+from penstock.schedule.microbatch_order import MicrobatchOrder, grouped, ungrouped
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
@@ -45,6 +49,10 @@ _NEEDS = re.compile(
 _UPDATES = re.compile(
     r"updates every (?P<window>[0-9]{1,9}) microbatch(?:es)?(?:, mismatch at most (?P<most>[0-9]{1,9}))?"
     r"(?:, weights by (?P<rule>[a-z0-9-]{1,40}))?"
+)
+_ORDER = re.compile(
+    r"order of (?P<kind>[A-Z_]+) on stages? (?P<stages>[0-9]{1,7}(?: [0-9]{1,7})*)"
+    r"(?: of pipeline (?P<pipeline>[0-9]{1,7}))?: (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*)"
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 
@@ -147,7 +155,16 @@ def to_text(schedule: Schedule) -> str:
         lines.append(f"updates every {_plural(updates.window, 'microbatch', 'microbatches')}{most}{rule}")
     for stage, ranks in schedule.placement.shared:
         lines.append(f"stage {stage}: shared by ranks {' '.join(map(str, ranks))}")
-    return "\n".join(lines + _graph_lines(schedule.stage_graph) + rows_text(schedule))
+    return "\n".join(lines + _graph_lines(schedule.stage_graph) + _order_lines(schedule) + rows_text(schedule))
+
+
+def _order_lines(schedule: Schedule) -> list[str]:
+    several = schedule.placement.num_pipelines > 1
+    return [
+        f"order of {kind} on {'stage' if len(stages) == 1 else 'stages'} {' '.join(map(str, stages))}"
+        f"{f' of pipeline {pipeline}' if several else ''}: {' '.join(map(str, microbatches))}"
+        for kind, pipeline, stages, microbatches in grouped(schedule.microbatch_orders)
+    ]
 
 
 def _graph_lines(graph: StageGraph | None) -> list[str]:
@@ -184,6 +201,7 @@ def parse(text: str) -> Schedule:
     registered: list[Registered] = []
     needs: list[Needs] = []
     updates: Updates | None = None
+    orders: list[MicrobatchOrder] = []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -232,6 +250,9 @@ def parse(text: str) -> Schedule:
                     int(match["num_after"]),
                 )
             )
+        elif match := _ORDER.fullmatch(line):
+            stages, microbatches = _numbers(match["stages"]), _numbers(match["mbs"])
+            orders += ungrouped(match["kind"], int(match["pipeline"] or 0), stages, microbatches)
         elif match := _ROW.fullmatch(line):
             rank = int(match["rank"])
             if rank in rows:
@@ -241,7 +262,8 @@ def parse(text: str) -> Schedule:
             _fail(
                 number,
                 1,
-                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of updates or of a stage graph), got "
+                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of updates, of a stage graph or of an "
+                f"order), got "
                 f"{line[:60]!r}",
             )
     if head is None:
@@ -276,7 +298,7 @@ def parse(text: str) -> Schedule:
                 pipeline_of[m] = k
     order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
     limit = float(head["limit"]) if head["limit"] else None
-    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph, updates)
+    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders))
 
 
 def _updates(line: int, match: re.Match[str]) -> Updates:

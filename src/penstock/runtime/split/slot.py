@@ -69,7 +69,7 @@ class Slot:
         ):
             deferred = tape.routes.get(self)
             if deferred is None:
-                deferred = tape.choose(self, self._is_deferrable(x, weight, bias))
+                deferred = tape.choose(self, self._is_deferrable(x, weight, bias, tape.defer_small))
             if deferred:
                 try:
                     if rule.pads:
@@ -86,9 +86,11 @@ class Slot:
                     pass
         return rule.plain(module, x)
 
-    def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None, small: bool) -> bool:
         if self.at_once or hooked(weight) or (bias is not None and hooked(bias)):
             return False
+        if small:
+            return True
         self.worth = self.worth or self.rule.work(x, local(weight).detach()) >= MERGE_WORK
         return self.worth
 

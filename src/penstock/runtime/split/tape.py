@@ -49,9 +49,15 @@ class Held(NamedTuple):
 
 
 class Tape:
-    """One microbatch's forward through a stage, and the two halves of its backward."""
+    """One microbatch's forward through a stage, and the two halves of its backward.
 
-    def __init__(self) -> None:
+    Args:
+        defer_small: whether weight gradients that are hardly worth it wait for W too. Which are worth it is found out
+            while forwards pass, so where backwards come in another order, sums would come in neither.
+    """
+
+    def __init__(self, defer_small: bool = False) -> None:
+        self.defer_small = defer_small
         self.routes: dict[Slot, bool] = {}
         """Which modules this microbatch defers; a recomputation goes the same way."""
         self._phase = Phase.RECORDING
