@@ -39,6 +39,7 @@ from penstock.models import (
     parallelize,
     tied_parameters,
 )
+from penstock.passes import reorder_microbatches
 from penstock.runtime import partition
 from penstock.runtime.shards import whole
 from plain_loop import call, cut, plain_evaluate, plain_step, weights
@@ -71,6 +72,7 @@ class Job:
         samples: of the whole batch; the last microbatches have one less where they do not divide.
         masked: of how many microbatches, from the last on, nearly all targets are left out.
         dropout: only without tp, whose ranks draw their own for the heads they have.
+        backward: the order of the backwards' microbatches.
     """
 
     model: str
@@ -87,12 +89,14 @@ class Job:
     dispatch: str = "frozen"
     sharding: str = "none"
     clip_norm: float | None = None
+    backward: str = "ascending"
 
     @cached_property
     def schedule(self) -> ps.Schedule:
         pp, options = self.split[0], dict(self.options)
         if self.model != "clip":
-            return ps.build(self.name, pp, self.microbatches, **options)
+            made = ps.build(self.name, pp, self.microbatches, **options)
+            return reorder_microbatches(made, backward="reversed") if self.backward == "reversed" else made
         stages = clip_cut(pp).graph()
         placement = ps.placements.circular(pp, stages.num_stages)
         return ps.Program(placement, self.microbatches, stages=stages, name=self.name, **options).build()

@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
 
 # Embedding and head in two stages of one rank, whose gradients a replica sums once.
 TIED = Job("bert", (1, 4, 1), "zb-v", 2, samples=30, num_steps=2, tied=True, sharding="zero1", clip_norm=0.01)
-PINNED = (TIED, replace(TIED, model="gpt", sharding="none"))
+# The replicas' parts are summed in the last backward, whichever microbatch that is of.
+REVERSED = Job("gpt", (2, 2, 1), "gpipe", 3, samples=14, num_steps=2, sharding="fsdp", backward="reversed")
+PINNED = (TIED, replace(TIED, model="gpt", sharding="none"), REVERSED)
 
 
 def as_one_process(num_processes: int, drawn: Sequence[Job]) -> None:
