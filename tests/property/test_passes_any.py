@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.passes import merge_gradients, recompute, retime, separate_gradients
 from penstock.passes.network import network
-from penstock.schedule import Needs, Op, Registered, StageGraph
+from penstock.schedule import Needs, Op, Registered, StageGraph, declare_shown_order
 from penstock.schedule.dependencies import predecessors
 from strategies import costs_for, library_schedules, links_for
 
@@ -60,12 +60,21 @@ def wild_schedules(draw: st.DrawFn) -> ps.Schedule:
             ops += [Op(kind, stage, m) for kind in kinds_here]
     if graph is not None:
         ops += [Op(r.kind, r.stage, index) for r in graph.registered for index in range(r.num_ops)]
-    return replace(empty, order=dealt(empty, ops, draw(st.randoms(use_true_random=False))))
+    return declare_shown_order(replace(empty, order=dealt(empty, ops, draw(st.randoms(use_true_random=False)))))
 
 
 def dealt(empty: ps.Schedule, ops: list[Op], random: object) -> tuple[tuple[Op, ...], ...]:
     present = {op: index for index, op in enumerate(ops)}
     needs = {op: set(predecessors(op, empty.graph, present)) for op in ops}
+    random.shuffle(ops)  # type: ignore[attr-defined]
+    for chain in ("BI", "BW", "R"):  # the backwards of a stage keep one order, whichever that is
+        last: dict[tuple[int, int], Op] = {}
+        place = {m: number for number, m in enumerate(dict.fromkeys(op.microbatch for op in ops))}
+        for op in sorted((op for op in ops if op.kind in chain), key=lambda op: place[op.microbatch]):
+            queue = op.stage, empty.microbatch_pipeline[op.microbatch]
+            if queue in last:
+                needs[op].add(last[queue])
+            last[queue] = op
     rows: list[list[Op]] = [[] for _ in empty.order]
     done: set[Op] = set()
     while len(done) < len(ops):
