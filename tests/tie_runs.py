@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import penstock as ps
 from copies_runs import grouped_step
@@ -92,6 +94,12 @@ def wrong_copies(name: str, options: dict[str, Any], given: str, zero: bool, num
         found += [f"step {number}: {d}" for d in differences({n: values[n] for n in mine}, mine)]
     pipe.close()
     return found
+
+
+def by_columns(stage: nn.Module, mesh: Any) -> None:
+    """Cuts every linear layer; its output is gathered again."""
+    layers = [name for name, module in stage.named_modules() if isinstance(module, nn.Linear)]
+    parallelize_module(stage, mesh, {name: ColwiseParallel(output_layouts=Replicate()) for name in layers})
 
 
 def wrong_mesh(

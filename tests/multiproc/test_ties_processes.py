@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tie_runs
 from penstock.models import parallelize
@@ -26,14 +23,6 @@ def several_pipelines(rank: int) -> dict[str, list[str]]:
     }
 
 
-def by_columns(stage: nn.Module, mesh: Any) -> None:
-    """Cuts every linear layer; its output is gathered again."""
-    plan = {
-        n: ColwiseParallel(output_layouts=Replicate()) for n, m in stage.named_modules() if isinstance(m, nn.Linear)
-    }
-    parallelize_module(stage, mesh, plan)
-
-
 def meshes(rank: int) -> dict[str, list[str]]:
     run = tie_runs.wrong_mesh
     return {
@@ -45,10 +34,10 @@ def meshes(rank: int) -> dict[str, list[str]]:
         "zero1 zb-v": run((2, 2, 1), "zb-v", "zero1"),
         "replicas zb-v": run((2, 2, 1), "zb-v"),
         "replicas of two pipelines": run((2, 2, 1), "chimera"),
-        "shards, 1f1b": run((2, 1, 2), "1f1b", parallelize=by_columns),
-        "shards, zb-v": run((2, 1, 2), "zb-v", parallelize=by_columns),
-        "shards, zb-v, an optimizer": run((2, 1, 2), "zb-v", parallelize=by_columns, instance=True),
-        "shards, zb-v, functions": run((2, 1, 2), "zb-v", given="functions", parallelize=by_columns),
+        "shards, 1f1b": run((2, 1, 2), "1f1b", parallelize=tie_runs.by_columns),
+        "shards, zb-v": run((2, 1, 2), "zb-v", parallelize=tie_runs.by_columns),
+        "shards, zb-v, an optimizer": run((2, 1, 2), "zb-v", parallelize=tie_runs.by_columns, instance=True),
+        "shards, zb-v, functions": run((2, 1, 2), "zb-v", given="functions", parallelize=tie_runs.by_columns),
         "nothing to cut": run((2, 1, 2), "zb-v", parallelize=parallelize),
         "fsdp of one rank's pipeline": run((1, 4, 1), "zb-v", "fsdp"),
     }
