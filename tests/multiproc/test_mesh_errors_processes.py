@@ -44,7 +44,6 @@ def late(rank: int, name: str, folder: str) -> str:
     return "a step went on alone"
 
 
-@pytest.mark.xfail(strict=True, reason="the process group's own error comes through")
 @pytest.mark.parametrize("name", MESHES)
 def test_a_process_that_is_late_with_its_parts_is_named_when_the_timeout_has_passed(
     name: str, tmp_path: Path

@@ -11,7 +11,8 @@ everyone   all of the mesh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, MeshPeers, Peers
 from penstock.runtime.setup import peers_of
+from penstock.runtime.transports.failure import explain, is_of_a_group
 from penstock.schedule import Schedule
 
 PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
@@ -38,6 +40,7 @@ class Mesh:
         shards: a one-dimensional device mesh; None where every stage is whole.
         replica_mesh: that of the replicas; None where there is one.
         sharding: what replicas keep in parts, one of SHARDINGS.
+        timeout: seconds that any wait may last.
     """
 
     pipeline: Peers
@@ -46,6 +49,21 @@ class Mesh:
     shards: Any = None
     replica_mesh: Any = None
     sharding: str = SHARDINGS[0]
+    timeout: float = 60.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what may wait inside torch's own ops for others that hold parts of a stage.
+
+        Raises:
+            DeadlineExceeded, PeerLost: one of them is late or gone.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self.has_parts or self.shards is not None) or not is_of_a_group(error):
+                raise
+            raise explain(error, self.everyone.here[0], None, "parts of a stage", self.timeout) from None
 
     @property
     def num_replicas(self) -> int:
@@ -119,13 +137,14 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
     if replica_mesh is not None:
         replicas = GroupPeers(replica_mesh.get_group(), timeout)
     shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
-    if shards is not None:  # whose waits are torch's own, inside ops
-        shards.get_group().set_timeout(timedelta(seconds=timeout))
+    for one in (shards, replica_mesh if sharding == "fsdp" else None):  # whose waits are torch's own, inside ops
+        if one is not None:
+            one.get_group().set_timeout(timedelta(seconds=timeout))
     if shards is None and isinstance(replicas, LocalPeers):
         return Mesh(pipeline, replicas, pipeline)
     along = [pipeline, replicas, *([] if shards is None else [GroupPeers(shards.get_group(), timeout)])]
     everyone = MeshPeers(_everyone(mesh.mesh.flatten().tolist()), along, timeout)
-    return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding)
+    return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding, timeout)
 
 
 def _require_order(mesh: Any, names: Sequence[str]) -> None:

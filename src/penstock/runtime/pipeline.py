@@ -330,7 +330,7 @@ class Pipeline:
         self._learner.begin(rates, update)
         self._num_steps += 1
         try:
-            with restored(self._model.device):
+            with restored(self._model.device), self._mesh.waiting():
                 if self._transport is not None:
                     self._transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), self._running
@@ -341,7 +341,8 @@ class Pipeline:
                 )
                 workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
-            self._learner.gather()
+            with self._mesh.waiting():
+                self._learner.gather()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
@@ -362,7 +363,8 @@ class Pipeline:
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
-        return self._learner.update()
+        with self._mesh.waiting():
+            return self._learner.update()
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
@@ -412,7 +414,7 @@ class Pipeline:
             num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part)
-        with evaluating(self._model.every_stage()), restored(self._model.device):
+        with evaluating(self._model.every_stage()), restored(self._model.device), self._mesh.waiting():
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         self._learner.replicas.rest()
         return batch
@@ -449,9 +451,9 @@ class Pipeline:
         """
         self._learner.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        return saving.save(
-            directory, self._learner.state(), self._mesh, counters, meta or {}, stateful or {}, keep, number
-        )
+        state, place = self._learner.state(), self._mesh
+        with place.waiting():
+            return saving.save(directory, state, place, counters, meta or {}, stateful or {}, keep, number)
 
     def load(
         self,

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
+
+
+def is_of_a_group(error: Exception) -> bool:
+    """Whether a process group raised an error, which may come out of any op that waits for other processes."""
+    module = sys.modules.get("torch.distributed")
+    known = module is not None and isinstance(error, module.DistError)
+    return known or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
 def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: float) -> RuntimeFailure:
