@@ -108,20 +108,31 @@ def wrong_mesh(
     sharding: str = "none",
     given: str = "sequential",
     parallelize: Callable[..., Any] | None = None,
-    **options: Any,
+    layers: int | None = None,
+    thaw: bool = False,
+    instance: bool = False,
 ) -> list[str]:
-    """What is farther from the plain loop than a mesh may be, over two updates of two steps each, in words."""
+    """What is farther from the plain loop than a mesh may be, over two updates of two steps each, in words.
+
+    Args:
+        layers: of the model; one a stage where not given.
+        thaw: everything is frozen but the last bias, until the first update has been made.
+        instance: an optimizer is given, and not what makes one.
+    """
     pp, dp, _ = shape
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     schedule = ps.build(name, pp, 2 * pp)
-    model = tied_model(schedule.num_stages)
+    model = tied_model(layers or schedule.num_stages)
     plain = copy.deepcopy(model)
+    for each in (model, plain) if thaw else ():
+        each.requires_grad_(False)
+        each[-1][0].bias.requires_grad_(True)
     adam = ADAM(plain.parameters())
     source, tied = as_given(model, given)
-    given_optimizer: Any = ADAM(model.parameters()) if options.pop("instance", False) else ADAM
+    given_optimizer: Any = ADAM(model.parameters()) if instance else ADAM
     pipe = ps.Pipeline(
         source, schedule, loss_fn=MSE, optimizer=given_optimizer, mesh=mesh, sharding=sharding, tied=tied,
-        parallelize=parallelize, timeout=30, **options,
+        parallelize=parallelize, timeout=30,
     )  # fmt: skip
     found: list[str] = []
     num = dp * schedule.num_microbatches
@@ -134,11 +145,13 @@ def wrong_mesh(
         for n, p in pipe.named_parameters():
             if p.grad is not None:  # of a parameter that another replica owns there is none
                 found += _far(f"step {number}: gradient of {n}", whole(p.grad), plain.get_parameter(n).grad)
-            elif sharding != "zero1":
+            elif sharding != "zero1" and p.requires_grad:
                 found.append(f"step {number}: no gradient of {n}")
         adam.step()
         adam.zero_grad()
         pipe.update()
+        for each in (model, plain):
+            each.requires_grad_(True)
         for n, p in pipe.named_parameters():
             found += _far(f"step {number}: {n}", whole(p.detach()), plain.get_parameter(n).detach())
     pipe.close()
@@ -153,10 +166,45 @@ def _far(what: str, found: Tensor, want: Tensor | None) -> list[str]:
     return []
 
 
-def refused(make: Callable[[], Any]) -> str:
+def refused(model: Any, schedule: ps.Schedule, **options: Any) -> str:
     """The message with which a pipeline is refused; empty where it is not."""
     try:
-        make().close()
+        ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, timeout=20, **options).close()
     except RuntimeFailure as error:
         return str(error)
     return ""
+
+
+class Table(nn.Module):
+    """Adds a row of a table to every sample; the table's gradients are sparse."""
+
+    def __init__(self, table: nn.Embedding | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, WIDTH, sparse=True) if table is None else table
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table((x.sum(1) * 10).long() % 10)
+
+
+def sparse_model(num_stages: int, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(5)
+    first = Table()
+    return nn.Sequential(first, *(Table(first.table if tied else None) for _ in range(num_stages - 1)))
+
+
+def wrong_sparse(name: str, num_ranks: int, tied: bool = False) -> list[str]:
+    """What is not as in the grouped loop, in a step whose gradients are sparse, in words."""
+    schedule = ps.build(name, num_ranks, 2 * num_ranks)
+    model = sparse_model(schedule.num_stages, tied)
+    plain = copy.deepcopy(model)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=partial(torch.optim.SGD, lr=0.1), timeout=20)
+    x, y = steps(2 * schedule.num_microbatches + 1, 1)[0]
+    _, want = grouped_step(plain, x, y, schedule, 1)
+    pipe.step(x, y, update=False)
+    got = {n: p.grad for n, p in pipe.named_parameters()}
+    found = [f"{n} is not sparse" for n, g in got.items() if g is not None and g.is_sparse != ("table" in n)]
+    found += differences(*({n: grads[n].to_dense() for n in got} for grads in (want, got)))  # type: ignore[union-attr]
+    pipe.update()
+    pipe.close()
+    return found

@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 import tie_runs
+from penstock.runtime import RuntimeFailure
 from plain_loop import differences, plain_step
 from tie_runs import MSE
 
@@ -75,3 +76,137 @@ def test_hooks_on_a_tied_weight_see_whole_gradients_once_a_microbatch(name: str)
     assert not differences(want, {n: p.grad for n, p in pipe.named_parameters()})
     assert len(seen["pipe"]) == len(seen["plain"]) == 8
     assert all(torch.equal(a, b) for a, b in zip(seen["pipe"], seen["plain"], strict=True))
+
+
+def test_sparse_gradients_with_several_pipelines() -> None:
+    for name in ("1f1b", "zb-v", "chimera"):
+        for tied in (False, True):
+            assert not tie_runs.wrong_sparse(name, 2, tied)
+
+
+@pytest.mark.xfail(strict=True, reason="a raw error of torch's")
+def test_a_norm_of_sparse_gradients_is_refused() -> None:
+    said = tie_runs.refused(tie_runs.sparse_model(2), ps.build("1f1b", 2, 4), clip_norm=1.0)
+    assert (
+        said
+        == "0.table.weight has sparse gradients, and what clip_norm measures are dense ones; give it sparse=False"
+    )
+
+
+@pytest.mark.parametrize("given", tie_runs.GIVEN)
+def test_a_tie_between_stages_that_are_updated_at_different_times_is_refused(given: str) -> None:
+    schedule = ps.build("amdp", 4, 16, window=4)
+    source, tied = tie_runs.as_given(tie_runs.tied_model(schedule.num_stages), given)
+    assert "are one parameter, and amdp updates stages 0, 3 at different times" in tie_runs.refused(
+        source, schedule, tied=tied
+    )
+
+
+# Names.
+
+
+def test_any_name_of_a_parameter_ties_it_and_groups_that_overlap_are_one() -> None:
+    def stage() -> nn.Module:
+        made = nn.Sequential(nn.Linear(tie_runs.WIDTH, tie_runs.WIDTH), nn.Tanh(), nn.Linear(6, 6))
+        made[2].weight = made[0].weight
+        return made
+
+    torch.manual_seed(0)
+    modules = [stage() for _ in range(3)]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    plain[1][0].weight = plain[1][2].weight = plain[2][0].weight = plain[2][2].weight = plain[0][0].weight
+    tied = [["0.2.weight", "1.0.weight"], ["2.2.weight", "1.2.weight"]]
+    pipe = ps.Pipeline(modules, ps.build("1f1b", 3, 4), loss_fn=MSE, tied=tied)
+    x, y = tie_runs.steps(9, 1)[0]
+    plain_step(plain, x, y, 4, MSE)
+    pipe.step(x, y, update=False)
+    want = {n: p.grad for n, p in plain.named_parameters()}
+    assert not differences(want, {n: p.grad for n, p in pipe.named_parameters()})
+
+
+def test_two_parameters_of_one_stage_in_one_group_are_refused() -> None:
+    model = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6)]
+    said = tie_runs.refused(model, ps.build("1f1b", 2, 4), tied=[["0.0.weight", "0.1.weight", "1.weight"]])
+    assert said.startswith("tied= makes 0.0.weight and 0.1.weight one parameter, and both lie in stage 0; let")
+
+
+class Around(nn.Module):
+    """Uses another layer's weight without having it."""
+
+    def __init__(self, other: nn.Linear, own: bool) -> None:
+        super().__init__()
+        self.hidden = [other]
+        self.bias = other.bias if own else nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.hidden[0].weight, self.hidden[0].bias)
+
+
+def test_a_tied_parameter_that_is_used_around_its_module_is_refused() -> None:
+    first = nn.Linear(6, 6)
+    pipe = ps.Pipeline(nn.Sequential(first, Around(first, own=True)), ps.build("1f1b", 2, 4), loss_fn=MSE)
+    x, y = tie_runs.steps(9, 1)[0]
+    with pytest.raises(RuntimeFailure, match=r"stage 1 uses 0.bias of stage 0 in a way that goes around"):
+        pipe.step(x, y)
+    assert first.weight.grad is None
+
+
+# Modules with buffers in several stages.
+
+
+class Shifted(nn.Module):
+    """Adds a table that never changes, or one that does."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.counts = counts
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.linspace(0, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts and self.training:
+            self.table += 1
+        return (self.linear(x) + self.table).tanh()
+
+
+def both_ends(module: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 6), module), nn.Linear(6, 6), nn.Sequential(module, nn.Linear(6, 6))
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="silently other statistics")
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)])
+def test_statistics_that_two_stages_gather_together_are_refused_before_anything_runs(make: Any) -> None:
+    model = both_ends(make(6))
+    pipe = ps.Pipeline(model, ps.build("1f1b", 3, 4), loss_fn=MSE)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeFailure, match=r"stages 0 and 2 have one \w+Norm1d, which gathers statistics"):
+        pipe.step(*tie_runs.steps(9, 1)[0])
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+@pytest.mark.xfail(strict=True, reason="silently other numbers")
+def test_a_buffer_of_two_stages_that_changes_is_refused() -> None:
+    pipe = ps.Pipeline(both_ends(Shifted(counts=True)), ps.build("1f1b", 3, 4), loss_fn=MSE)
+    with pytest.raises(
+        RuntimeFailure, match="stage 0 changed buffer 'table' of Shifted, which other stages have too"
+    ):
+        pipe.step(*tie_runs.steps(9, 1)[0])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(6).eval(), Shifted])
+def test_buffers_of_two_stages_that_stay_as_they_are(name: str, make: Any) -> None:
+    schedule = ps.build(name, 2 if name == "chimera" else 3, 4)
+    module = make()
+    model = both_ends(module) if schedule.num_stages == 3 else nn.Sequential(module, module)
+    plain = copy.deepcopy(model)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE)
+    for number, (x, y) in enumerate(tie_runs.steps(9, 2), start=1):
+        loss, want = tie_runs.grouped_step(plain, x, y, schedule, number)
+        assert torch.equal(pipe.step(x, y, update=False).loss, loss)
+        assert not differences(want, {n: p.grad for n, p in pipe.named_parameters()})
+        pipe.zero_grad()
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in plain.state_dict().items())
