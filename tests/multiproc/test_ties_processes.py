@@ -72,15 +72,7 @@ def sparse(rank: int) -> dict[str, list[str]]:
     return {name: tie_runs.wrong_sparse(name, 4) for name in ("zb-v", "chimera", "bitpipe")}
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        several_pipelines,
-        pytest.param(meshes, marks=pytest.mark.xfail(strict=True, reason="thawed weights are not summed")),
-        pytest.param(refusals, marks=pytest.mark.xfail(strict=True, reason="raw errors of sparse gradients")),
-        pytest.param(sparse, marks=pytest.mark.xfail(strict=True, reason="raw errors of sparse gradients")),
-    ],
-)
+@pytest.mark.parametrize("run", [several_pipelines, meshes, refusals, sparse])
 def test_ties_between_processes(run: Any) -> None:
     outcomes = run_ranks(4, run, deadline=100)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

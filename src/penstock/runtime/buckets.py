@@ -53,6 +53,11 @@ class GradientBucket:
         gradient = parameter.grad
         if gradient is None:
             return torch.zeros_like(local(parameter))
+        if gradient.is_sparse:
+            raise RuntimeFailure(
+                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and replicas add up dense "
+                "ones; make the op that gave it dense (sparse=False)"
+            )
         if placements_of(gradient) != placements_of(parameter):
             raise RuntimeFailure(
                 f"a gradient lies as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
 from penstock.runtime.shards import local, whole
 
@@ -32,6 +33,11 @@ def global_norm(
     for place, name in enumerate(dtypes):
         if name in held:
             gradient = held[name].grad
+            if gradient is not None and gradient.is_sparse:
+                raise RuntimeFailure(
+                    f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
+                    "(sparse=False), or leave clip_norm out"
+                )
             norm = None if gradient is None else whole(torch.linalg.vector_norm(gradient.detach()))
             if name in owned:
                 norms[place] = _ABSENT if norm is None else norm.double()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
 from penstock.runtime.setup import device_of
 from penstock.runtime.shards import as_shard, local
+from penstock.runtime.shared_modules import SharedModules
 from penstock.runtime.sharing import (
     Parallelize,
     cut_stages,
@@ -67,6 +69,7 @@ class HeldModel:
         self.ties: list[Tie] = ties_of(sources, stages, tied, peers)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
+        self._shared = SharedModules(sources, stages)
         as_one = names_of_one(stages)
         share_stages(self.stages, placement, peers, parallelize)
         cut_stages(stages, mesh, parallelize)
@@ -106,9 +109,17 @@ class HeldModel:
         return found
 
     def begin(self) -> None:
-        """Starts a training step."""
+        """Starts a training step. Raises RuntimeFailure where stages share what a step would change out of order."""
+        self._shared.begin()
         self.copies.begin()
         self.tied.begin()
+
+    @contextmanager
+    def inside(self, pipeline: int, stage: int) -> Iterator[None]:
+        """Around an op of a copy of a stage in a training step."""
+        self.copies.select(pipeline, stage)
+        with self.tied.inside(stage), self._shared.unchanged(stage):
+            yield
 
     def end(self) -> None:
         """Ends it, however it went."""

@@ -88,19 +88,39 @@ class GroupPeers:
         if rank == source:
             for target in targets:
                 if target != source:
-                    self._send(torch.tensor([0 if tensor is None else 1]), target)
-                    if tensor is not None:
-                        self._send(tensor.cpu().contiguous(), target)
+                    self._send_one(tensor, target)
             return tensor
         if rank not in targets or like is None:
             return None
-        present = torch.zeros(1, dtype=torch.int64)
-        self._receive(present, source)
-        if not present.item():
+        kind = torch.zeros(4, dtype=torch.int64)
+        self._receive(kind, source)
+        present, sparse_dims, num, coalesced = kind.tolist()
+        if not present:
             return None
-        buffer = torch.empty(like.shape, dtype=like.dtype)
-        self._receive(buffer, source)
-        return torch.empty_like(like).copy_(buffer)
+        if not sparse_dims:
+            buffer = torch.empty(like.shape, dtype=like.dtype)
+            self._receive(buffer, source)
+            return torch.empty_like(like).copy_(buffer)
+        indices = torch.empty(sparse_dims, num, dtype=torch.int64)
+        values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype)
+        self._receive(indices, source)
+        self._receive(values, source)
+        return torch.sparse_coo_tensor(
+            indices, values, like.shape, device=like.device, is_coalesced=bool(coalesced), check_invariants=False
+        )
+
+    def _send_one(self, tensor: Tensor | None, target: int) -> None:
+        """A tensor, or that there is none: (whether there is one, sparse dimensions, entries, whether coalesced) and
+        its parts."""
+        if tensor is None:
+            kind, parts = [0, 0, 0, 0], []
+        elif tensor.is_sparse:
+            kind = [1, tensor.sparse_dim(), tensor._nnz(), int(tensor.is_coalesced())]
+            parts = [tensor._indices(), tensor._values()]
+        else:
+            kind, parts = [1, 0, 0, 0], [tensor]
+        for part in (torch.tensor(kind), *parts):
+            self._send(part.cpu().contiguous(), target)
 
     def gather(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

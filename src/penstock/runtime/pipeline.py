@@ -38,6 +38,7 @@ from penstock.runtime.running import Running, choice_of, require_free, require_s
 from penstock.runtime.setup import (
     check_once,
     dispatch_of,
+    require_dense,
     require_runnable,
     require_steerable,
     require_untied,
@@ -185,6 +186,7 @@ class Pipeline:
         self._notices: list[str] = []
         self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
         require_untied(schedule, held.ties)
+        require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, timeout)
         self._tags = Tags.of(schedule, len(held.ties))
         self._running = self._worked_out(start)

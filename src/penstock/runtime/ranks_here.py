@@ -141,8 +141,8 @@ class RanksHere:
     def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        select = model.copies.select if training else None
-        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, select)
+        inside, select = (model.inside, model.copies.select) if training else (None, None)
+        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, inside)
         if self._updating is not None and training:
             device = self._updating.device(device, rank)
         if schedule.graph.registered or schedule.graph.needs:

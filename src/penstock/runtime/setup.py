@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -22,6 +23,9 @@ from penstock.runtime.tied import Tie
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.simulate import simulate
 from penstock.simulate.simulate import as_dispatch
+
+if TYPE_CHECKING:
+    from penstock.runtime.mesh import Mesh
 
 
 def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
@@ -91,6 +95,34 @@ def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
             f"{names} are one parameter, and {schedule.name} updates stages {_listed(ties[0].stages)} at different "
             "times; untie them, or use a schedule without updates as ops"
         )
+
+
+def require_dense(
+    schedule: Schedule, stages: Mapping[int, nn.Module], ties: Sequence[Tie], mesh: Mesh, clip_norm: float | None
+) -> None:
+    """Raises RuntimeFailure, the same on every rank, where an embedding gives sparse gradients to what takes none."""
+    mine = [
+        f"{path}.weight"
+        for stage in stages.values()
+        for path, module in stage.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    sparse = sorted({name for part in mesh.everyone.gather(mine) for name in part})
+    if not sparse:
+        return
+    apart = isinstance(mesh.pipeline, GroupPeers)
+    tied = [name for tie in ties for name in tie.names.values() if name in sparse]
+    if mesh.num_replicas > 1:
+        why = f"{mesh.num_replicas} replicas add up"
+    elif clip_norm is not None:
+        why = "clip_norm measures"
+    elif apart and tied:
+        sparse, why = tied, "processes send one another, for a parameter that stages share,"
+    elif apart and schedule.updates is not None and schedule.placement.num_pipelines > 1:
+        why = f"the pipelines of {schedule.name} send one another at each of its updates"
+    else:
+        return
+    raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
 
 
 def require_steerable(schedule: Schedule, steering: Steering | None) -> None:

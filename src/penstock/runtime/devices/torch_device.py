@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -22,7 +23,7 @@ class TorchDevice:
     Args:
         runners: of the copies of stages that the rank hosts, by (pipeline, stage).
         tied: gradients of parameters that stages share. schedule: what runs.
-        select: has a stage hold what its copy of a pipeline has; None outside of training.
+        inside: around an op of a copy of a stage, by pipeline and stage; None outside of training.
         meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
             what it leaves there is what came of the op on the others.
 
@@ -37,9 +38,9 @@ class TorchDevice:
         schedule: Schedule,
         device: torch.device,
         meeting: Meeting | None = None,
-        select: Callable[[int, int], None] | None = None,
+        inside: Callable[[int, int], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._runners, self._select = runners, select
+        self._runners, self._inside = runners, inside
         self._gpu = device if device.type == "cuda" else None
         self._tied, self._pipelines = tied, schedule.microbatch_pipeline
         self._junctions = None if is_plain(schedule) else Junctions(schedule)
@@ -63,11 +64,10 @@ class TorchDevice:
     def _run(self, op: Op, received: Sequence[Payload]) -> None:
         pipeline = self._pipelines[op.microbatch]
         runner = self._runners[pipeline, op.stage]
-        if self._select is None:
+        if self._inside is None:
             self._outcome = runner.forward(op.microbatch, self._entering(op, received))
         else:
-            self._select(pipeline, op.stage)
-            with self._tied.inside(op.stage):
+            with self._inside(pipeline, op.stage):
                 self._train(op, received, runner)
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
