@@ -143,11 +143,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "DelegateOptions", "EmulatedMesh", "EmulatedPipeline", "OpCall", "Pipeline", "Placed", "Steering",
-        "StepResult", "device_mesh", "emulate",
-    ):  # fmt: skip
+    if name in __all__:  # all that is not imported above is the runtime's
         import penstock.runtime
 
         return getattr(penstock.runtime, name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate.transport import Blocking, Decoupled
 
 EPSILON = 1e-9
@@ -42,6 +43,8 @@ class Configuration:
     dispatch: Dispatch
     delegated: tuple[Link, ...] = ()
     caps: tuple[float, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dispatch", Dispatch(self.dispatch))

@@ -41,6 +41,7 @@ from penstock.cost.over_time import (
     read_quantity,
     show_quantity,
 )
+from penstock.schedule.short_repr import short_repr
 
 PACKET_BYTES = 1448
 """What one TCP segment carries over Ethernet."""
@@ -131,6 +132,8 @@ class LinkCondition:
     bandwidth: OverTime | None = None
     loss: Loss | None = None
     half_duplex: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         rate = self.bandwidth
@@ -242,6 +245,8 @@ class LinkConditions:
     conditions: Mapping[tuple[int, int], LinkCondition] = field(default_factory=dict)
     default: LinkCondition | None = None
     base: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not 0 <= self.base < math.inf:

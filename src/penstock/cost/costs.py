@@ -10,6 +10,8 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from penstock.schedule.short_repr import short_repr
+
 if TYPE_CHECKING:
     from penstock.schedule import Placement
 
@@ -117,6 +119,8 @@ class Costs:
     weight_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
     optimizer_bytes: Sequence[float] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         f = _validated("f", self.f, None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 from penstock.cost.costs import CostError
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Links:
 
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     default: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         _check_delay("the default delay", self.default)

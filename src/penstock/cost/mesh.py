@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from penstock.cost.conditions import LinkCondition, LinkConditions
 from penstock.cost.costs import CostError
+from penstock.schedule.short_repr import short_repr
 
 Node = int
 Pair = tuple[Node, Node]
@@ -67,6 +68,8 @@ class Mesh:
     dp: int = 1
     tp: int = 1
     nodes: tuple[Node, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp"):

@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from penstock.cost.conditions import LinkCondition, LinkConditions, Queue
 from penstock.cost.costs import CostError
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Ring:
 
     window: float = 8 * 4 * 2**20
     num_chunks: int = 4
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.window > 0:

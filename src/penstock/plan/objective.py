@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.cost import CostError, Links
 from penstock.schedule import ScheduleError
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Expected:
     """
 
     samples: Sequence[Links]
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", tuple(self.samples))

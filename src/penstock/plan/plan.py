@@ -15,6 +15,7 @@ from penstock.plan.limits import Limits, limits_of
 from penstock.plan.objective import Expected, read_objective
 from penstock.plan.progress import Progress, gap
 from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.simulate import as_dispatch
 
@@ -47,6 +48,8 @@ class Plan:
     seconds: float
     how: str
     timeline: Timeline = field(repr=False, compare=False)
+
+    __repr__ = short_repr
 
     @property
     def gap(self) -> float:

@@ -25,6 +25,7 @@ from penstock.program import Program, Rules, breadth_first, by_microbatch, depth
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.lister import Lister, rows_of
 
@@ -51,6 +52,8 @@ class Found:
     program: Program
     makespan: float
     constructed: Schedule | None = None
+
+    __repr__ = short_repr
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -90,6 +93,8 @@ class Outcome:
     found: tuple[Found, ...]
     num_tried: int
     num_stuck: int
+
+    __repr__ = short_repr
 
     @property
     def best(self) -> Found:

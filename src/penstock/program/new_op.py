@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.program.rules import Rules
 from penstock.schedule import Placement, ScheduleError
+from penstock.schedule.short_repr import short_repr
 
 StageName = int | tuple[str, int]
 """A stage by its number, or as (branch, number within the branch); -1 is a branch's last."""
@@ -47,6 +48,8 @@ class NewOp:
     last: bool = False
     run: Callable[..., Any] | None = None
     asynchronous: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.after and not self.before and self.num_ops is None:
@@ -90,6 +93,8 @@ class Branch:
     rules: Rules = field(default_factory=Rules)
     ranks: tuple[int, ...] | None = None
     feeds: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.placement.num_pipelines != 1:

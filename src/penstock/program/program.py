@@ -25,6 +25,7 @@ from penstock.program.new_op import Branch, NewOp, StageName
 from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules, Traversal
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate.lister import Lister
 
 
@@ -60,6 +61,8 @@ class Program:
     pipelines: Sequence[int] | None = None
     branches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     name: str = "program"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):

@@ -24,6 +24,7 @@ from penstock.dispatch.listing import (
     INTERLEAVED,
 )
 from penstock.schedule import Op, ScheduleError
+from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
     from penstock.program.view import View
@@ -114,6 +115,8 @@ class Rules:
     patience: float = 0.0
     check: Check | None = None
     choose: Choose | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.kinds not in KINDS:

@@ -23,6 +23,7 @@ from penstock.dispatch.listing import DONE, FULL, NEVER, NOTHING, READY, REFUSED
 from penstock.dispatch.tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
 from penstock.program.view import View
 from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
     from penstock.program.program import Program
@@ -52,6 +53,8 @@ class Step:
     rank: int
     chosen: Op | None
     candidates: tuple[Candidate, ...]
+
+    __repr__ = short_repr
 
     @property
     def ready(self) -> tuple[Op, ...]:

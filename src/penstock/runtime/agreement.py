@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.schedule import Schedule
@@ -23,13 +24,6 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
 
 def schedule_digest(schedule: Schedule) -> str:
     """Tells schedules apart by what runs, whatever they are called."""
-    fields = (
-        schedule.placement,
-        schedule.order,
-        schedule.microbatch_pipeline,
-        schedule.stage_graph,
-        schedule.updates,
-        schedule.microbatch_orders,
-    )
-    text = repr(fields)
-    return hashlib.sha256(text.encode()).hexdigest()
+    whole = (each and astuple(each) for each in (schedule.placement, schedule.stage_graph, schedule.updates))
+    fields = schedule.order, schedule.microbatch_pipeline, schedule.microbatch_orders, *whole
+    return hashlib.sha256(repr(fields).encode()).hexdigest()

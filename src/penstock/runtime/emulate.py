@@ -20,6 +20,7 @@ from penstock.dispatch import Dispatch
 from penstock.runtime.emulated_pipeline import EmulatedPipeline
 from penstock.runtime.steering import Steering
 from penstock.schedule import Schedule
+from penstock.schedule.short_repr import short_repr
 from penstock.schedule.text import ranks_together
 from penstock.simulate import Timeline
 
@@ -59,6 +60,8 @@ class Emulation:
     configurations: tuple[Configuration, ...] = ()
     numbers: tuple[int, ...] = ()
     notices: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     @property
     def errors(self) -> tuple[float, ...]:

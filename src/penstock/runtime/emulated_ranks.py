@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from penstock.control import Event
 from penstock.cost import Costs, LinkConditions
 from penstock.dispatch import Dispatch
-from penstock.runtime.agreement import require_same
+from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulated_meeting import Meeting, ProcessesMeeting, ThreadsMeeting
 from penstock.runtime.emulated_plan import EmulatedPlan
@@ -201,8 +201,8 @@ class Processes:
         self._rank = peers.here[0]
         schedule = plan.schedule
         told = {
-            "schedule": repr((schedule.placement, schedule.order)),
-            "costs": repr(run.costs),
+            "schedule": schedule_digest(schedule),
+            "costs": astuple(run.costs),
             "link condition": str(run.conditions),
             "dispatch": plan.dispatch.value,
             "stretch": run.stretch,

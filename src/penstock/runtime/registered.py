@@ -26,6 +26,7 @@ from penstock.runtime.weak_group import WeakGroup
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import FORWARD
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class OpCall:
     timeout: float = 60.0
     """Seconds that any wait may last."""
     _outputs: Outputs | None = None
+
+    __repr__ = short_repr
 
     @property
     def group(self) -> dist.ProcessGroup | None:

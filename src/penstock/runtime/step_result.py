@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.schedule.short_repr import short_repr
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -23,3 +25,5 @@ class StepResult:
     losses: Tensor
     window_losses: Tensor
     grad_norm: Tensor | None = None
+
+    __repr__ = short_repr

@@ -24,6 +24,7 @@ from penstock.runtime.transports.lines import LineTransport, lines_of
 from penstock.runtime.transports.routed import RoutedTransport
 from penstock.runtime.wiring import Wiring
 from penstock.schedule import Schedule
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Blocking
 
 NAMES = ("host", "direct", "delegate", "nccl")
@@ -49,6 +50,8 @@ class DelegateOptions:
     most: int = 4
     interfaces: tuple[str, ...] | None = None
     host_memory: int = HOST_MEMORY
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.schedule.errors import ScheduleError
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Placement:
 
     pipelines: tuple[tuple[int, ...], ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.pipelines or not self.pipelines[0]:

@@ -64,6 +64,14 @@ class Schedule:
         if self.microbatch_orders:
             object.__setattr__(self, "microbatch_orders", declared(self, self.microbatch_orders))
 
+    def __repr__(self) -> str:
+        pipelines = self.placement.num_pipelines
+        several = f", {pipelines} pipelines" if pipelines > 1 else ""
+        return (
+            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages{several}, "
+            f"{self.num_microbatches} microbatches, {self.num_ops} ops>"
+        )
+
     @classmethod
     def of(
         cls,

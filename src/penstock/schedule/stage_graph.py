@@ -21,6 +21,7 @@ from math import gcd
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BUILT_IN
+from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import Windows
 
 _NAME = re.compile(r"[A-Z]|[A-Z][A-Z_]+[A-Z]")
@@ -40,6 +41,8 @@ class Needs:
     after: tuple[str, int]
     num_before: int = 1
     num_after: int = 1
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.num_before < 1 or self.num_after < 1:
@@ -70,6 +73,8 @@ class Registered:
     num_ops: int
     ranks: tuple[int, ...] = ()
     asynchronous: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.kind) or self.kind in BUILT_IN:
@@ -107,6 +112,8 @@ class StageGraph:
     registered: tuple[Registered, ...] = ()
     needs: tuple[Needs, ...] = ()
     updates: Windows | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for a, b in self.edges:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT, Op
+from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -52,6 +53,8 @@ class Updates:
     window: int
     max_mismatch: int | None = None
     rule: str = NEWEST
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:

@@ -19,6 +19,7 @@ from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
+from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import OWNER
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Timeline
@@ -57,6 +58,8 @@ class Footprint:
     """What each rank of a schedule holds at most."""
 
     ranks: tuple[RankFootprint, ...]
+
+    __repr__ = short_repr
 
     @cached_property
     def totals(self) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from penstock.cost.ring import Ring
 from penstock.dispatch import Dispatch
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Timeline
 from penstock.simulate.transport import Transport
@@ -58,6 +59,8 @@ class MeshTimeline:
     replicas: tuple[Timeline, ...]
     reductions: tuple[TimedReduction, ...]
     iteration: float
+
+    __repr__ = short_repr
 
     @property
     def makespan(self) -> float:

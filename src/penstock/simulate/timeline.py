@@ -63,6 +63,13 @@ class Timeline:
     source: str = "simulated"
     dispatch: str = "frozen"
 
+    def __repr__(self) -> str:
+        s = self.schedule
+        return (
+            f"<Timeline of {s.name}: {self.source}, {self.dispatch}, {s.num_ranks} ranks, {len(self.ops)} ops, "
+            f"makespan {self.makespan:.10g} ms, bubble ratio {self.bubble_ratio:.1%}>"
+        )
+
     @property
     def num_ranks(self) -> int:
         return self.schedule.num_ranks

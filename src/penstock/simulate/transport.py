@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.cost import CostError
+from penstock.schedule.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Blocking:
 
     depth: int = 2
     delegated: frozenset[tuple[int, int]] = frozenset()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.depth < 1:

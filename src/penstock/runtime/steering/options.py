@@ -11,6 +11,7 @@ from penstock.control import Configuration, Job, Prices, Sensitivity
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
+from penstock.schedule.short_repr import short_repr
 from penstock.simulate.simulate import as_dispatch
 
 
@@ -52,6 +53,8 @@ class Steering:
     least_delay: float | None = None
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     patience: float = 30.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not 0 < self.patience < math.inf:
