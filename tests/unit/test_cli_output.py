@@ -55,7 +55,6 @@ class Full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.xfail(strict=True, reason="it is called a bug of ours")
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
 def test_a_full_disk_behind_stdout_is_no_bug_of_ours(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -74,7 +73,6 @@ def test_a_file_that_cannot_be_written_is_not_taken_for_stdout(capsys: pytest.Ca
     assert capsys.readouterr().err == "penstock: /nowhere/x.svg: No such file or directory\n"
 
 
-@pytest.mark.xfail(strict=True, reason="it is called a bug of ours")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "unbuffered"),

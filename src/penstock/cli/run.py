@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO, TypeVar
 
 import typer
 
 from penstock.cli.app import app
 from penstock.cli.failure import INVALID, MISUSE, Failure, failure_of
 from penstock.cli.output import print_json
+
+T = TypeVar("T")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
@@ -28,26 +32,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot spell a bar shows a question mark
+    if sys.stdout is None:  # the caller has closed it: nobody is there to read
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            return _run(arguments, as_json)
+    output = _Output(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(output):
+            code = _run(arguments, as_json)
+            output.flush()
+            return code
+    except BrokenPipeError:
+        return _reader_left()
+    except OSError as error:
+        if error is not output.error:
+            raise
+        return _cannot_write(error)
+
+
+class _Output:
+    """Stdout, which notes the error that it could not be written by: a file's that a verb writes is another."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        return self._noting(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._noting(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _noting(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _run(arguments: list[str], as_json: bool) -> int:
+    """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False, obj=arguments)
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("penstock: interrupted", file=sys.stderr)
+        _say("penstock: interrupted")
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        return _reader_left()
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # the parser makes this of a closed pipe
-            return _reader_left()
+            raise error.__context__ from None
         raise
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help, or hands it over to print
             return _no_arguments(error, as_json)
         return _report(_usage_failure(error, arguments), as_json)
     except Exception as error:
+        if error is getattr(sys.stdout, "error", None):
+            raise
         failure = failure_of(error)
         if failure is None:
             if os.environ.get(TRACEBACK):
@@ -59,8 +105,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _reader_left() -> int:
     """The reader of our output, like `head`, has seen enough: nothing is wrong, and nothing more to write."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _to_nowhere(sys.stdout)
     return 0
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What is left in the stream would fail again when the interpreter ends, which says so in its own way."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(text: str) -> None:
+    """Writes a line to stderr, if that takes any."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _to_nowhere(sys.stderr)
+
+
+def _cannot_write(error: OSError) -> int:
+    """Stdout takes no more, like a file on a full disk."""
+    _to_nowhere(sys.stdout)
+    _say(f"penstock: stdout: {error.strerror or error}; what was printed is not whole")
+    return INVALID
 
 
 def _no_arguments(error: Exception, as_json: bool) -> int:
@@ -82,7 +150,11 @@ def _usage_failure(error: Exception, arguments: Sequence[str]) -> Failure:
 
 def _report(failure: Failure, as_json: bool) -> int:
     if as_json:
-        print_json({"error": failure.as_json()})
+        try:
+            print_json({"error": failure.as_json()})
+            sys.stdout.flush()
+        except BrokenPipeError:  # a failure all the same
+            _reader_left()
     else:
-        print(f"penstock: {failure.message}", file=sys.stderr)
+        _say(f"penstock: {failure.message}")
     return failure.exit_code

@@ -288,7 +288,9 @@ class LinkConditions:
         """Plain delays as latencies; conditions as they are."""
         if isinstance(links, LinkConditions):
             return links
-        links = links or Links()
+        links = Links() if links is None else links
+        if not isinstance(links, Links):
+            raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
         default = LinkCondition(Constant(float(links.default))) if links.default else None
         return cls({pair: LinkCondition(Constant(float(ms))) for pair, ms in links.delays.items()}, default)
 

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from penstock.schedule.short_repr import short_repr
@@ -158,8 +158,8 @@ class Costs:
         freed_by_input: float = FREED_BY_INPUT,
     ) -> Costs:
         """The same costs for every stage."""
-        if num_stages < 1:
-            raise CostError(f"costs need at least one stage, got {num_stages}")
+        if not isinstance(num_stages, Integral) or num_stages < 1:
+            raise CostError(f"costs need a whole number of stages, at least one, got {num_stages!r}")
         n = num_stages
         return cls([f] * n, [i] * n, [w] * n, [] if b is None else [b] * n, [activation] * n, freed_by_input)
 
@@ -244,3 +244,11 @@ class Costs:
     @cached_property
     def _other_by_key(self) -> dict[tuple[str, int | None], tuple[float, float]]:
         return {(kind, stage): (ms, memory) for kind, stage, ms, memory in self.other_entries}
+
+
+def require_costs(value: object) -> None:
+    """Raises CostError for what are no costs."""
+    if not isinstance(value, Costs):
+        raise CostError(
+            f"costs are {type(value).__name__}: give ps.Costs, like ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)"
+        )

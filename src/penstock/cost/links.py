@@ -32,6 +32,8 @@ class Links:
 
     def __post_init__(self) -> None:
         _check_delay("the default delay", self.default)
+        if not isinstance(self.delays, Mapping):
+            raise CostError(f"delays are {type(self.delays).__name__}: give them by link, like {{(0, 1): 20.0}}")
         for link, delay in self.delays.items():
             if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
                 raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")

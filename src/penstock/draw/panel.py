@@ -7,7 +7,7 @@ A measured timeline may start anywhere; on a picture time starts with its first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -144,6 +144,10 @@ def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = 
     Raises:
         ScheduleError: nothing to draw, titles that do not match, or a schedule that cannot run.
     """
+    if not isinstance(drawn, Schedule | Timeline | Iterable):
+        raise ScheduleError(
+            f"a schedule or a timeline can be drawn, or a list of them, not {type(drawn).__name__}", rule="draw"
+        )
     given: list[Drawable] = [drawn] if isinstance(drawn, Schedule | Timeline) else list(drawn)
     if not given:
         raise ScheduleError("nothing to draw: give a schedule or a timeline", rule="draw")

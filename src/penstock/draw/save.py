@@ -10,7 +10,7 @@ from penstock.draw.html import to_html
 from penstock.draw.panel import Drawable, panels
 from penstock.draw.svg import to_svg
 from penstock.draw.terminal import to_terminal
-from penstock.formats.files import write_whole
+from penstock.formats.files import path_of, write_whole
 from penstock.formats.perfetto import to_perfetto
 from penstock.schedule import Schedule, ScheduleError, to_text
 from penstock.simulate import Timeline
@@ -29,7 +29,7 @@ def save_picture(drawn: Given, path: str | Path) -> None:
     Raises:
         ScheduleError: another ending, nothing to draw, a schedule that cannot run, or no such folder.
     """
-    path = Path(path)
+    path = path_of(path)
     writer = next((write for ending, write in WRITERS.items() if path.name.lower().endswith(ending)), None)
     if writer is None:
         raise ScheduleError(

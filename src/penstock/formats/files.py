@@ -5,6 +5,7 @@ ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from penstock.formats.torch_csv_write import Form, to_torch_csv
 from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.messages import has_communication, remove_communication
+from penstock.schedule.schedule import require_schedule
+from penstock.simulate import Timeline
 
 DIALECTS: dict[str, Form | None] = {
     "torch": None,
@@ -37,8 +40,15 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
         ScheduleError: another ending or dialect, a disk that does not take it, or, for `.csv`, a schedule that
             is not valid or needs what torch lacks.
     """
-    path = Path(path)
+    path = path_of(path)
     _check_ending(path, dialect, "written as")
+    if isinstance(schedule, Timeline):
+        raise ScheduleError(
+            "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed() for the order in "
+            "which it ran; penstock.draw.save_picture draws a timeline or writes its trace",
+            rule="options",
+        )
+    require_schedule(schedule)
     if path.suffix == ".csv":
         text = to_torch_csv(schedule, DIALECTS[dialect or "torch"])
     else:
@@ -58,7 +68,7 @@ def load(path: str | Path, dialect: str | None = None, declare_order: bool = Fal
     Raises:
         ScheduleError: names the file and what is wrong in it, or another ending or dialect.
     """
-    path = Path(path)
+    path = path_of(path)
     _check_ending(path, dialect, "read from")
     try:
         return _read(path, dialect, declare_order)
@@ -86,7 +96,7 @@ def _check_ending(path: Path, dialect: str | None, done: str) -> None:
         raise ScheduleError(f"{path}: schedules are {done} .json, .txt or .csv, not {path.suffix!r}", rule="file")
     if dialect is None:
         return
-    if dialect not in DIALECTS:
+    if not isinstance(dialect, str) or dialect not in DIALECTS:
         raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
     if path.suffix != ".csv":
         raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
@@ -103,6 +113,16 @@ def _name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "torch"
 
 
+def path_of(given: object) -> Path:
+    """A path as text or as a Path. Raises ScheduleError for what is neither, or no path."""
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        raise ScheduleError(f"a file is named by text or a Path, got {type(given).__name__}", rule="file")
+    if "\0" in text:
+        raise ScheduleError(f"{text!r}: a path holds no zero byte", rule="file")
+    return Path(text)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file so that a kill at any moment leaves the old one or the new one, never half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -110,5 +130,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None

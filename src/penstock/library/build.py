@@ -70,6 +70,8 @@ def build(
         ScheduleError: unknown name (the nearest are offered) or option, counts that the schedule cannot
             use, or a memory limit that it does not meet.
     """
+    if not isinstance(name, str):
+        raise ScheduleError(f"a schedule is named by text, got {type(name).__name__}", rule="name")
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SCHEDULES)}"

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from penstock.cost import CostError, Costs, Links
+from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
 from penstock.plan.limits import Limits, limits_of
 from penstock.plan.objective import Expected, read_objective
@@ -100,6 +101,9 @@ def plan(
         CostError: costs or links for other stages or ranks, or uneven microbatches.
     """
     links = Links() if links is None else links
+    require_costs(costs)
+    if not isinstance(links, Links):
+        raise CostError(f"links are {type(links).__name__}: ps.plan takes ps.Links, delays that last")
     placement = _placement(costs, num_ranks, num_microbatches, placement)
     goal, mode = read_objective(objective), as_dispatch(dispatch)
     for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
@@ -234,6 +238,8 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
                 "say with `placement` where they go"
             )
         return one_to_one(num_ranks)
+    if not isinstance(placement, Placement):
+        raise ScheduleError(f"placement is {placement!r}: give one of ps.placements", rule="placement")
     if placement.num_stages != costs.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
     for pipeline, hosts in enumerate(placement.pipelines):

@@ -45,7 +45,7 @@ from penstock.schedule.op import (
     WEIGHT,
     Op,
 )
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.spot import error_at, name_of, spot_of
 from penstock.schedule.streams import rows_of
 from penstock.schedule.untimed import UntimedRun, activations_added, peak_in_flight, run_untimed
@@ -71,6 +71,7 @@ def check(
         max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
             default the schedule's own bound, `updates.max_mismatch`.
     """
+    require_schedule(schedule)
     _check_ranges(schedule)
     _check_coverage(schedule)
     _check_messages(schedule)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, Op
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.untimed import UntimedRun
 
 
@@ -35,7 +35,12 @@ def has_communication(schedule: Schedule) -> bool:
 
 
 def remove_communication(schedule: Schedule) -> Schedule:
-    """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: ranks send what they have, and take what has come."""
+    """The schedule without SEND_F, RECV_F, SEND_B and RECV_B: ranks send what they have, and take what has come.
+
+    Raises:
+        ScheduleError: it is no schedule.
+    """
+    require_schedule(schedule)
     if not has_communication(schedule):
         return schedule
     rows = tuple(tuple(op for op in row if op.kind not in COMMUNICATION) for row in schedule.order)

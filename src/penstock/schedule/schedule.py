@@ -199,3 +199,15 @@ class Schedule:
         from penstock.schedule.text import to_text
 
         return to_text(self)
+
+
+def require_schedule(value: object) -> None:
+    """Raises ScheduleError for what is no schedule, and says how to come by one."""
+    if isinstance(value, Schedule):
+        return
+    hint = 'ps.build("1f1b", num_ranks=4, num_microbatches=8) makes one, ps.load reads one'
+    if isinstance(getattr(value, "schedule", None), Schedule):
+        hint = "give its .schedule"
+    elif callable(getattr(value, "build", None)):
+        hint = "give what its .build() returns"
+    raise ScheduleError(f"a ps.Schedule is needed here, got {type(value).__name__}: {hint}", rule="options")

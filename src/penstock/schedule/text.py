@@ -191,6 +191,8 @@ def parse(text: str) -> Schedule:
     Strict about words and cells; bubbles, alignment, comments and blank lines are free.
     Raises ScheduleError (rule "text") that names the line and column.
     """
+    if not isinstance(text, str):
+        raise ScheduleError(f"a grid of text is needed here, got {type(text).__name__}", rule="text")
     head: re.Match[str] | None = None
     pipelines: dict[int, tuple[int, ...]] = {}
     mine: dict[int, list[int]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
+from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Graph
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
@@ -59,8 +60,11 @@ def simulate(
     from penstock.simulate.runner import Runner  # with numpy, which importing penstock does not need
 
     schedule = remove_communication(schedule)
-    costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
-    links = links or Links()
+    costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
+    links = Links() if links is None else links
+    require_costs(costs)
+    if not isinstance(links, Links | LinkConditions | Lines):
+        raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
     if costs.num_stages != schedule.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
     (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
