@@ -25,5 +25,6 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
 def schedule_digest(schedule: Schedule) -> str:
     """Tells schedules apart by what runs, whatever they are called."""
     whole = (each and astuple(each) for each in (schedule.placement, schedule.stage_graph, schedule.updates))
-    fields = schedule.order, schedule.microbatch_pipeline, schedule.microbatch_orders, *whole
+    orders = [astuple(each) for each in schedule.microbatch_orders]
+    fields = schedule.order, schedule.microbatch_pipeline, orders, *whole
     return hashlib.sha256(repr(fields).encode()).hexdigest()
