@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -47,6 +48,8 @@ class MicrobatchOrder:
     stage: int
     microbatches: tuple[int, ...]
     pipeline: int = 0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         try:
