@@ -121,6 +121,13 @@ def given_different_things(rank: int) -> dict[str, str]:
     assert all(p.grad is None for p in pipe.parameters())
     tell("targets", lambda: pipe.evaluate(x, x + (rank == 3)))
     tell("same again", lambda: pipe.step(x, x))
+    inside = x.clone()
+    inside[4, 1] += 1e-3
+    tell("one element", lambda: pipe.step(inside if rank in (1, 3) else x, x))
+    order = x[[0, 2, 1, 3, 4, 5, 6, 7]]
+    tell("order", lambda: pipe.step(order if rank == 2 else x, x))
+    tell("type", lambda: pipe.evaluate(x, x.double() if rank == 1 else x))
+    tell("same at the end", lambda: pipe.step(x, x))
     return told
 
 
@@ -131,10 +138,13 @@ def test_ranks_given_different_things() -> None:
         told = outcome.value
         assert "rank 2 was given another schedule than rank 0" in told["schedule"]
         assert "rank 1 was given another dispatch than rank 0" in told["dispatch"]
-        assert "rank 1 was given another seed than rank 0" in told["seed"]
+        assert "ranks 1, 2 and 3 were given another seed than rank 0" in told["seed"]
         assert "rank 3 was given another batch than rank 0" in told["inputs"], told
         assert "rank 3 was given another batch than rank 0" in told["targets"], told
-        assert told["same again"] == "nothing"
+        assert told["same again"] == told["same at the end"] == "nothing"
+        assert "ranks 1 and 3 were given another batch than rank 0" in told["one element"], told
+        assert "rank 2 was given another batch than rank 0" in told["order"], told
+        assert "rank 1 was given another batch than rank 0" in told["type"], told
 
 
 def given_other_shapes(rank: int) -> None:

@@ -83,6 +83,25 @@ def test_a_batch_that_can_not_be_cut(inputs: Any, said: str) -> None:
         pipeline([lin(), lin()]).step(inputs, torch.zeros(4, 8))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "targets", "said"),
+    [
+        (torch.zeros(8, 8), torch.zeros(4, 8), "the targets have 4 samples and the inputs 8"),
+        (torch.zeros(8, 8), torch.zeros(9, 8), "the targets have 9 samples and the inputs 8"),
+        (torch.zeros(8, 8), (torch.zeros(8), torch.zeros(4)), "the targets have .4, 8. samples in dimension 0"),
+        ([torch.zeros(2, 8)] * 4, torch.zeros(4, 8), "the targets have 4 samples and the inputs 8"),
+        ([torch.zeros(n, 8) for n in (1, 3, 2, 2)], torch.zeros(8, 8), "microbatch 0 has 1 samples and 2 targets"),
+        (torch.zeros(8, 8), [torch.zeros(1, 8)] * 4, "microbatch 0 has 2 samples and 1 targets"),
+    ],
+)
+def test_targets_of_another_length_than_inputs(inputs: Any, targets: Any, said: str) -> None:
+    """They were cut by themselves, and broadcast in the loss."""
+    pipe = pipeline([lin(), lin()])
+    for run in (pipe.step, pipe.evaluate):
+        with pytest.raises(RuntimeFailure, match=said):
+            run(inputs, targets)
+
+
 class Fails(nn.Module):
     """Fails in the forward or the backward of its third microbatch, once."""
 

@@ -14,12 +14,14 @@ def require_same(told: Sequence[Mapping[str, object]], rule: str) -> None:
     """Compares what each rank told, by subject.
 
     Raises:
-        RuntimeFailure: names the first subject and rank that differ from the first rank's.
+        RuntimeFailure: names the first subject that differs, and the ranks whose is not the first rank's.
     """
-    for rank, mine in enumerate(told):
-        for subject, value in mine.items():
-            if value != told[0].get(subject):
-                raise RuntimeFailure(f"rank {rank} was given another {subject} than rank 0; {rule}")
+    for subject in dict.fromkeys(subject for mine in told for subject in mine):
+        ranks = [rank for rank, mine in enumerate(told) if mine.get(subject) != told[0].get(subject)]
+        if ranks:
+            *others, last = map(str, ranks)
+            which = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
+            raise RuntimeFailure(f"{which} given another {subject} than rank 0; {rule}")
 
 
 def schedule_digest(schedule: Schedule) -> str:

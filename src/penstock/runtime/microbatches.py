@@ -13,7 +13,6 @@ weighs as many samples as it has.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.runtime.digest import batch_digest
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.junctions import end_of, starts_of
 from penstock.runtime.tree import flatten, unflatten
@@ -41,7 +41,7 @@ class Microbatches:
             all None without a loss.
         scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
         signatures: per microbatch.
-        digest: a number that tells this batch from others with as good as certainty, read off a few elements.
+        digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
         replica: whose part of a larger batch this is; it comes after as many of the same size.
     """
@@ -81,18 +81,6 @@ class Microbatches:
         windows = (range(len(scales)),)
         targets, signatures = part(self.targets), part(self.signatures)
         return Microbatches(inputs, targets, scales, signatures, self.digest, windows, replica)
-
-
-def digest_of(*values: Any) -> int:
-    """A checksum of the first and last elements of every tensor in `values`."""
-    few = [_few(leaf) for value in values for leaf in flatten(value)[0]]
-    return zlib.crc32(repr(few).encode())
-
-
-def _few(leaf: Tensor) -> Any:
-    """Some elements of a tensor: its first and its last ones."""
-    flat = leaf.detach().reshape(-1) if leaf.is_contiguous() else leaf.detach()[-1:].reshape(-1)
-    return flat[:2].tolist(), flat[-2:].tolist()
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
@@ -180,18 +168,20 @@ def cut_for(
     num: int | None = None,
     replica: int = 0,
     num_replicas: int = 1,
+    digested: bool = False,
 ) -> Microbatches:
     """A batch, cut for the stages that it goes into and for the one with the loss; see `cut_batch`.
 
     Args:
         num: microbatches; the schedule's where not given.
         replica, num_replicas: the batch is cut for so many pipelines, and this one's part returned.
+        digested: whether other processes are to have the same batch.
     """
     graph, num = schedule.graph, num or schedule.num_microbatches
     starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
     count = graph.microbatches_of(end_of(graph), num) * num_replicas
     counts = [each * num_replicas for each in graph.num_microbatches]
-    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts)
+    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested)
     return whole.of_replica(replica, num_replicas)
 
 
@@ -208,6 +198,7 @@ def cut_batch(
     windows: Sequence[range] = (),
     starts: Mapping[int, int] | None = None,
     counts: Sequence[int] = (),
+    digested: bool = False,
 ) -> Microbatches:
     """Cuts inputs and targets and weighs the microbatches.
 
@@ -220,7 +211,7 @@ def cut_batch(
 
     Raises:
         RuntimeFailure: inputs that cannot be cut, or not for all stages at the same samples, or not given for just
-            these stages.
+            these stages; targets for other samples than the inputs'.
     """
     windows = tuple(windows) or (range(num_microbatches),)
     starts = starts or {0: num_microbatches}
@@ -233,14 +224,43 @@ def cut_batch(
     if starts[first] != num_microbatches:
         cut_inputs = split(given[first], num_microbatches, "inputs")
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
+    if targets is not None:
+        _require_matching(given[first], cut_inputs, targets, cut_targets)
     scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
     leaves = [[flatten(value)[0] for value in values] for values in cut.values()]
     signatures = [
         tuple((tuple(t.shape), t.dtype) for each in leaves if m < len(each) for t in each[m])
         for m in range(max(map(len, leaves)))
     ]
-    digest = digest_of(*given.values(), targets)
+    digest = batch_digest(*given.values(), targets) if digested else 0
     return Microbatches(cut, cut_targets, scales, signatures, digest, windows)
+
+
+def _require_matching(inputs: Any, cut_inputs: list[Any], targets: Any, cut_targets: list[Any]) -> None:
+    """Raises RuntimeFailure where samples have no target, or targets no sample; what was cut already on both sides is
+    its user's.
+    """
+    if isinstance(inputs, list) and isinstance(targets, list):
+        return
+    sizes = [_sizes(value) for value in cut_inputs]
+    if not isinstance(targets, list):
+        num_targets, num = _num_samples(flatten(targets)[0], "targets"), sum(max(size, default=0) for size in sizes)
+        if num_targets != num:
+            raise RuntimeFailure(
+                f"the targets have {num_targets} samples and the inputs {num}; give as many, or lists with one entry "
+                "a microbatch of each"
+            )
+    for m, (size, value) in enumerate(zip(sizes, cut_targets, strict=True)):
+        if other := sorted(_sizes(value) - size):
+            raise RuntimeFailure(
+                f"microbatch {m} has {max(size, default=0)} samples and {other[0]} targets; cut both at the same "
+                "samples, or give tensors, which are"
+            )
+
+
+def _sizes(value: Any) -> set[int]:
+    """The extents of tensors in dimension 0; of numbers none."""
+    return {leaf.shape[0] for leaf in flatten(value)[0] if leaf.dim()}
 
 
 def _require_alike(given: Mapping[int, Any], counts: Sequence[int]) -> None:

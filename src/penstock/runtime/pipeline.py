@@ -153,6 +153,7 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout, sharding)
         self._peers = place.pipeline
+        self._told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
         require_steerable(schedule, steering)
         if links is not None:
@@ -328,7 +329,7 @@ class Pipeline:
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._mesh.part)
+        batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._mesh.part, self._told)
         self._learner.begin(rates, update)
         self._num_steps += 1
         try:
@@ -415,7 +416,7 @@ class Pipeline:
         if is_plain(self.schedule):
             num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
-        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part)
+        batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part, self._told)
         with evaluating(self._model.every_stage()), restored(self._model.device), self._mesh.waiting():
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         self._learner.replicas.rest()
