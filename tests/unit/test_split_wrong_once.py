@@ -1,0 +1,412 @@
+"""Mistakes that the split backward once made, and their neighbours: each was a silently wrong or unequal gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from split_loops import assert_same, plain_loop, split_loop
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
+
+import penstock.runtime.split.slot as slot_module
+from penstock.runtime.split import prepare
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.fixture(autouse=True)
+def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.manual_seed(0)
+    monkeypatch.setattr(slot_module, "MERGE_WORK", 0)
+    return
+
+
+def batches(*shape: int, num: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(*shape, dtype=dtype) for _ in range(num)]
+
+
+class Sized(nn.Module):
+    """The squared absolute values of a complex stage's output, which a real loss can be made of."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        return torch.view_as_real(y.resolve_conj())
+
+
+class Conjugated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.conj()
+
+
+class Swapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+# -- complex numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="the weight's gradient lacks a conjugate")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 2, 3, 4)])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_complex_linear(dtype: torch.dtype, shape: tuple[int, ...], column_major: bool) -> None:
+    layer = nn.Linear(4, 6)
+    if column_major:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    stage = nn.Sequential(layer, Conjugated(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3), Sized()).to(dtype)
+    assert assert_same(stage, batches(*shape, dtype=dtype)) > 0
+
+
+@pytest.mark.xfail(strict=True, reason="the weight's gradient lacks a conjugate")
+def test_complex_linear_on_other_layouts() -> None:
+    stage = nn.Sequential(Swapped(), nn.Linear(4, 6), Swapped(), nn.Linear(6, 4), Sized()).to(torch.complex64)
+    assert assert_same(stage, batches(5, 3, 4, dtype=torch.complex64)) > 0
+
+
+@pytest.mark.xfail(strict=True, reason="a complex convolution is torch's three real ones, and not deferred alike")
+def test_other_complex_layers() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.conj()
+
+    for layer in (nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2), Product()):
+        assert_same(nn.Sequential(layer, Sized()).to(torch.complex64), batches(2, 3, 4, dtype=torch.complex64))
+    for layer in (nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"), nn.Conv3d(2, 2, 1)):
+        shape = (2, 2, *(4,) * (layer.weight.dim() - 2))
+        assert_same(nn.Sequential(layer, Sized()).to(torch.complex64), batches(*shape, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_types_of_every_rule(dtype: torch.dtype) -> None:
+    stage = nn.Sequential(nn.Conv1d(3, 3, 1), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).to(dtype)
+    assert assert_same(stage, batches(2, 3, 4, dtype=dtype)) > 0
+    table = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)).to(dtype)
+    assert assert_same(table, [torch.randint(7, (3, 2)) for _ in range(3)]) > 0
+
+
+def test_parameters_of_several_types() -> None:
+    """A module whose bias is of another type than its weight does what torch does, an error included."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4)
+            self.third = nn.Linear(4, 4)
+            self.third.bias = nn.Parameter(self.third.bias.detach().double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x.double()).float()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.second(y)
+            return y.float() + self.third(x.transpose(0, 1)).transpose(0, 1)
+
+    assert_same(Mixed(), batches(3, 2, 4))
+
+
+# -- gradients of gradients ---------------------------------------------------------------------------------
+
+
+class Penalized(nn.Module):
+    """A loss with the slope of a network by its input in it."""
+
+    def __init__(self, net: nn.Module, cast: bool, kept: bool = True, cut: bool = False) -> None:
+        super().__init__()
+        self.net, self.cast, self.kept, self.cut = net, cast, kept, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+            if x.is_floating_point():
+                x = x.detach().requires_grad_() if self.cut else x * 1
+            y = self.net(x) if self.kept else checkpoint(self.net, x, use_reentrant=False)
+            by = x if x.is_floating_point() else next(self.net.parameters())
+            (slope,) = torch.autograd.grad(y.float().square().sum(), by, create_graph=True)
+        return y.float().sum() + slope.square().sum()
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)),
+        (3, 4),
+    ),
+    "linear without bias": (lambda: nn.Sequential(nn.Linear(4, 6, False), nn.Tanh(), nn.Linear(6, 1, False)), (3, 4)),
+    "three dimensions": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (2, 3, 4)),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.Tanh(), nn.Conv1d(4, 2, 2)), (2, 3, 6)),
+    "padded convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Tanh(), nn.Conv2d(3, 2, 1)),
+        (2, 2, 4, 4),
+    ),
+    "shared": (lambda: nn.Sequential(*[m for _ in range(2) for m in [nn.Linear(4, 4), nn.Tanh()]] * 2), (3, 4)),
+}
+
+
+CUT = pytest.mark.xfail(strict=True, reason="autocast's cast is inside the function, and uses are in another order")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("cut", [True, False], ids=["of a leaf", "through"])
+@pytest.mark.parametrize(
+    ("name", "cast"),
+    [pytest.param(n, c, marks=CUT if c or n == "shared" else []) for n in NETS for c in (False, True)],
+)
+def test_gradient_penalty(name: str, cast: bool, kept: bool, cut: bool) -> None:
+    make, shape = NETS[name]
+    stage = nn.Sequential(nn.Linear(shape[-1], shape[-1]), Penalized(make(), cast, kept, cut))
+    assert (assert_same(stage, batches(*shape)) > 0) is not cut
+
+
+@pytest.mark.parametrize("cast", [False, pytest.param(True, marks=CUT)])
+def test_gradient_penalty_of_an_embedding(cast: bool) -> None:
+    table = nn.Embedding(7, 4)
+    stage = Penalized(nn.Sequential(table, nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), cast)
+    assert_same(stage, [torch.randint(7, (3, 2)) for _ in range(3)])
+
+
+@pytest.mark.xfail(strict=True, reason="uses are grouped in another order")
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_inner_update_by_gradients_of_weights(cast: bool) -> None:
+    """As in meta-learning: a step along the weights' own gradients, through which the loss is differentiated."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = self.net(torch.tanh(self.net(x))).float().square().mean()
+                slopes = torch.autograd.grad(loss, [self.net.weight, self.net.bias], create_graph=True)
+                weight, bias = (p - 0.1 * g for p, g in zip(self.net.parameters(), slopes))
+                return F.linear(x, weight, bias).float()
+
+    assert_same(Inner(), batches(3, 4))
+
+
+# -- hooks --------------------------------------------------------------------------------------------------
+
+
+def main_grad(p: nn.Parameter, log: list[Tensor]) -> None:
+    """As Megatron keeps gradients: taken from `.grad` as soon as autograd has added to it."""
+    node = p.expand_as(p).grad_fn.next_functions[0][0]
+    kept.append(node)
+
+    def take(*_: object) -> None:
+        assert p.grad is not None
+        log.append(p.grad.clone())
+        p.grad = None
+
+    node.register_hook(take)
+
+
+kept: list[object] = []
+
+
+def before_adding(p: nn.Parameter, log: list[Tensor]) -> None:
+    node = get_gradient_edge(p).node
+    kept.append(node)
+    node.register_prehook(lambda grads: log.append(grads[0].clone()))
+
+
+def on_tensor(p: nn.Parameter, log: list[Tensor]) -> None:
+    p.register_hook(lambda g: log.append(g.clone()))
+
+
+def after_adding(p: nn.Parameter, log: list[Tensor]) -> None:
+    p.register_post_accumulate_grad_hook(lambda q: log.append(q.grad.clone()))
+
+
+def on_several(p: nn.Parameter, log: list[Tensor]) -> None:
+    register_multi_grad_hook([p], lambda grads: log.append(grads[0].clone()))
+
+
+def on_any(p: nn.Parameter, log: list[Tensor]) -> None:
+    register_multi_grad_hook([p], lambda g: log.append(g.clone()), mode="any")
+
+
+HOOKS = {f.__name__: f for f in (main_grad, before_adding, on_tensor, after_adding, on_several, on_any)}
+ON_NODES = pytest.mark.xfail(strict=True, reason="hooks of nodes are not seen")
+
+
+def hooked_loops(
+    stage: nn.Module, hook: Callable[[nn.Module, list[Tensor]], None], inputs: list[Tensor], prepared: bool
+) -> None:
+    """Both loops, with a hook that logs gradients, show it the same ones."""
+    twin = copy.deepcopy(stage)
+    if prepared:
+        prepare(twin)
+    want: list[Tensor] = []
+    got: list[Tensor] = []
+    hook(stage, want)
+    hook(twin, got)
+    expected, found = plain_loop(stage, inputs), split_loop(twin, inputs)
+    for name, grad in expected.items():
+        other = found[name]
+        assert (grad is None) == (other is None), name
+        assert grad is None or torch.equal(grad, other), name
+    assert len(want) == len(got) > 0
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["hook first", "prepared first"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=ON_NODES if k in ("main_grad", "before_adding") else []) for k in HOOKS]
+)
+def test_whoever_waits_for_a_weights_gradient_sees_it(kind: str, name: str, prepared: bool) -> None:
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    hooked_loops(stage, lambda s, log: HOOKS[kind](getattr(s[2], name), log), batches(3, 4), prepared)
+
+
+@pytest.mark.xfail(strict=True, reason="hooks of modules are not seen")
+@pytest.mark.parametrize("where", ["itself", "around it", "before"])
+def test_hooks_of_modules_see_the_weights_gradient(where: str) -> None:
+    """What a hook of a module, or of one around it, reads in `.grad` is what a plain backward left there."""
+
+    def hook(stage: nn.Module, log: list[Tensor]) -> None:
+        def note(*_: object) -> None:
+            log.append(torch.zeros(()) if weight.grad is None else weight.grad.clone())
+
+        weight = stage[1][0].weight
+        if where == "before":
+            stage[1][0].register_full_backward_pre_hook(note)
+        else:
+            (stage[1] if where == "around it" else stage[1][0]).register_full_backward_hook(note)
+
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    hooked_loops(stage, hook, batches(3, 4), True)
+
+
+@pytest.mark.xfail(strict=True, reason="a hook that comes after a forward is called in I, with no gradient")
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_comes_between_two_microbatches(kind: str) -> None:
+    class Late(nn.Module):
+        """Registers a hook on its own weight in its third forward."""
+
+        def __init__(self, log: list[Tensor]) -> None:
+            super().__init__()
+            self.linear, self.calls, self.log = nn.Linear(4, 4), 0, log
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                HOOKS[kind](self.linear.weight, self.log)
+            return self.linear(x)
+
+    def hook(stage: nn.Module, log: list[Tensor]) -> None:
+        stage[0].log = log
+
+    # The split loop runs F2 between I0 and I1: the hook must see microbatch 1 there, as in a loop in that order.
+    stage, inputs = nn.Sequential(Late([]), nn.Tanh(), nn.Linear(4, 4)), batches(3, 4)
+    twin = copy.deepcopy(stage)
+    want: list[Tensor] = []
+    got: list[Tensor] = []
+    hook(stage, want)
+    hook(twin, got)
+    losses = [stage(x).square().sum() for x in inputs[:2]]
+    losses[0].backward()
+    for m in (2, 3):
+        losses.append(stage(inputs[m]).square().sum())
+        losses[m - 1].backward()
+    losses[3].backward()
+    found = split_loop(twin, inputs)
+    for name, p in stage.named_parameters():
+        assert (p.grad is None) == (found[name] is None), name
+        assert p.grad is None or torch.equal(p.grad, found[name]), name
+    assert len(want) == len(got) == 3
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+# -- second uses --------------------------------------------------------------------------------------------
+
+
+class Sometimes(nn.Module):
+    """Uses a layer's weight a second time, by itself, in the microbatches whose first number says so."""
+
+    def __init__(self, layer: nn.Module, uses: int, first: bool) -> None:
+        super().__init__()
+        self.layer, self.uses, self.first = layer, uses, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = x.flatten()[0] > 5
+        if self.first and more:
+            x = self._again(x)
+        x = torch.tanh(self.layer(x))
+        if not self.first and more:
+            x = self._again(x)
+        return x
+
+    def _again(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = torch.tanh(F.linear(x, self.layer.weight) + self.layer.bias)
+        return x
+
+
+def marked(inputs: list[Tensor], where: tuple[int, ...]) -> list[Tensor]:
+    for m in where:
+        inputs[m].flatten()[0] = 6.0
+    return inputs
+
+
+@pytest.mark.xfail(strict=True, reason="the graph is searched at the first I alone")
+@pytest.mark.parametrize("uses", [1, 2, 3])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("where", [(3,), (2, 4), (1,)])
+def test_a_second_use_in_some_microbatches(uses: int, first: bool, where: tuple[int, ...]) -> None:
+    stage = nn.Sequential(Sometimes(nn.Linear(4, 4), uses, first), nn.Linear(4, 4))
+    assert assert_same(stage, marked(batches(3, 4, num=6), where)) > 0
+
+
+@pytest.mark.xfail(strict=True, reason="the graph is searched at the first I alone")
+def test_a_second_use_of_a_weight_that_two_modules_share() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = a.weight
+    stage = nn.Sequential(Sometimes(a, 2, False), b, nn.Tanh(), b)
+    assert assert_same(stage, marked(batches(3, 4, num=6), (2, 4))) > 0
+
+
+@pytest.mark.xfail(strict=True, reason="what is called otherwise is added before what waits")
+@pytest.mark.parametrize("how", ["vmap", "plain", "beside"])
+def test_a_module_that_waits_in_some_microbatches_alone(how: str) -> None:
+    class Otherwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.flatten()[0] < 5:
+                return self.linear(x)
+            match how:
+                case "vmap":
+                    return torch.func.vmap(self.linear)(x)
+                case "plain":
+                    return nn.Linear.forward(self.linear, x)
+            return F.linear(x.detach(), self.linear.weight) + self.linear(x)
+
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    stage.insert(0, Otherwise())
+    assert assert_same(stage, marked(batches(3, 4, num=6), (2, 3, 5))) > 0
+
+
+@pytest.mark.xfail(strict=True, reason="an inner backward adds before what waits")
+@pytest.mark.parametrize("inner", ["first", "last", "between"])
+def test_a_module_also_called_in_a_reentrant_checkpoint(inner: str) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if inner != "first":
+                x = torch.tanh(self.linear(x))
+            x = torch.tanh(checkpoint(self.linear, x, use_reentrant=True))
+            return x if inner == "last" else torch.tanh(self.linear(x))
+
+    assert_same(nn.Sequential(nn.Linear(4, 4), Both(), nn.Linear(4, 4)), batches(3, 4))
