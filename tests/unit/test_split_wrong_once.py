@@ -50,7 +50,6 @@ class Swapped(nn.Module):
 # -- complex numbers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the weight's gradient lacks a conjugate")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 2, 3, 4)])
 @pytest.mark.parametrize("column_major", [False, True])
@@ -62,13 +61,11 @@ def test_complex_linear(dtype: torch.dtype, shape: tuple[int, ...], column_major
     assert assert_same(stage, batches(*shape, dtype=dtype)) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the weight's gradient lacks a conjugate")
 def test_complex_linear_on_other_layouts() -> None:
     stage = nn.Sequential(Swapped(), nn.Linear(4, 6), Swapped(), nn.Linear(6, 4), Sized()).to(torch.complex64)
     assert assert_same(stage, batches(5, 3, 4, dtype=torch.complex64)) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="a complex convolution is torch's three real ones, and not deferred alike")
 def test_other_complex_layers() -> None:
     class Product(nn.Module):
         def __init__(self) -> None:
@@ -148,14 +145,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-CUT = pytest.mark.xfail(strict=True, reason="autocast's cast is inside the function, and uses are in another order")
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("cut", [True, False], ids=["of a leaf", "through"])
 @pytest.mark.parametrize(
     ("name", "cast"),
-    [pytest.param(n, c, marks=CUT if c or n == "shared" else []) for n in NETS for c in (False, True)],
+    [(n, c) for n in NETS for c in (False, True)],
 )
 def test_gradient_penalty(name: str, cast: bool, kept: bool, cut: bool) -> None:
     make, shape = NETS[name]
@@ -163,14 +157,13 @@ def test_gradient_penalty(name: str, cast: bool, kept: bool, cut: bool) -> None:
     assert (assert_same(stage, batches(*shape)) > 0) is not cut
 
 
-@pytest.mark.parametrize("cast", [False, pytest.param(True, marks=CUT)])
+@pytest.mark.parametrize("cast", [False, True])
 def test_gradient_penalty_of_an_embedding(cast: bool) -> None:
     table = nn.Embedding(7, 4)
     stage = Penalized(nn.Sequential(table, nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), cast)
     assert_same(stage, [torch.randint(7, (3, 2)) for _ in range(3)])
 
 
-@pytest.mark.xfail(strict=True, reason="uses are grouped in another order")
 @pytest.mark.parametrize("cast", [False, True])
 def test_an_inner_update_by_gradients_of_weights(cast: bool) -> None:
     """As in meta-learning: a step along the weights' own gradients, through which the loss is differentiated."""
@@ -232,7 +225,6 @@ def on_any(p: nn.Parameter, log: list[Tensor]) -> None:
 
 
 HOOKS = {f.__name__: f for f in (main_grad, before_adding, on_tensor, after_adding, on_several, on_any)}
-ON_NODES = pytest.mark.xfail(strict=True, reason="hooks of nodes are not seen")
 
 
 def hooked_loops(
@@ -257,15 +249,12 @@ def hooked_loops(
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["hook first", "prepared first"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=ON_NODES if k in ("main_grad", "before_adding") else []) for k in HOOKS]
-)
+@pytest.mark.parametrize("kind", list(HOOKS))
 def test_whoever_waits_for_a_weights_gradient_sees_it(kind: str, name: str, prepared: bool) -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     hooked_loops(stage, lambda s, log: HOOKS[kind](getattr(s[2], name), log), batches(3, 4), prepared)
 
 
-@pytest.mark.xfail(strict=True, reason="hooks of modules are not seen")
 @pytest.mark.parametrize("where", ["itself", "around it", "before"])
 def test_hooks_of_modules_see_the_weights_gradient(where: str) -> None:
     """What a hook of a module, or of one around it, reads in `.grad` is what a plain backward left there."""
@@ -284,7 +273,6 @@ def test_hooks_of_modules_see_the_weights_gradient(where: str) -> None:
     hooked_loops(stage, hook, batches(3, 4), True)
 
 
-@pytest.mark.xfail(strict=True, reason="a hook that comes after a forward is called in I, with no gradient")
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_that_comes_between_two_microbatches(kind: str) -> None:
     class Late(nn.Module):
@@ -355,7 +343,6 @@ def marked(inputs: list[Tensor], where: tuple[int, ...]) -> list[Tensor]:
     return inputs
 
 
-@pytest.mark.xfail(strict=True, reason="the graph is searched at the first I alone")
 @pytest.mark.parametrize("uses", [1, 2, 3])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("where", [(3,), (2, 4), (1,)])
@@ -364,7 +351,6 @@ def test_a_second_use_in_some_microbatches(uses: int, first: bool, where: tuple[
     assert assert_same(stage, marked(batches(3, 4, num=6), where)) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the graph is searched at the first I alone")
 def test_a_second_use_of_a_weight_that_two_modules_share() -> None:
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     b.weight = a.weight
@@ -372,7 +358,6 @@ def test_a_second_use_of_a_weight_that_two_modules_share() -> None:
     assert assert_same(stage, marked(batches(3, 4, num=6), (2, 4))) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="what is called otherwise is added before what waits")
 @pytest.mark.parametrize("how", ["vmap", "plain", "beside"])
 def test_a_module_that_waits_in_some_microbatches_alone(how: str) -> None:
     class Otherwise(nn.Module):
@@ -395,7 +380,6 @@ def test_a_module_that_waits_in_some_microbatches_alone(how: str) -> None:
     assert assert_same(stage, marked(batches(3, 4, num=6), (2, 3, 5))) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="an inner backward adds before what waits")
 @pytest.mark.parametrize("inner", ["first", "last", "between"])
 def test_a_module_also_called_in_a_reentrant_checkpoint(inner: str) -> None:
     class Both(nn.Module):

@@ -72,7 +72,7 @@ class RanksHere:
         self._num_indices = num_indices(schedule)
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
-                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast, False,
+                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]),
             )
             for key, stage in model.copies.here.items()

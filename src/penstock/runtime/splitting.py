@@ -18,14 +18,14 @@ def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[
     for (pipeline, index), runner in runners.items():
         if not running.splits(index):
             unprepare(runner.stage)
-            runner.may_split(False)
+            runner.may_split(None)
             continue
         if is_fully_sharded(runner.stage):
-            runner.may_split(False)
+            runner.may_split(None)
             notices.append(f"stage {index}: FSDP2 takes gradients from whole backwards alone")
             continue
         report = prepare(runner.stage)
-        runner.may_split(report.can_split)
+        runner.may_split(report.shared if report.can_split else None)
         if not report.can_split and pipeline == OWNER:
             notices.append(f"stage {index}: {report.reason}")
     return notices

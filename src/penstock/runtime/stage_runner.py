@@ -24,7 +24,7 @@ from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches, Signature
 from penstock.runtime.replay import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.rng import mix
-from penstock.runtime.split import Tape
+from penstock.runtime.split import SplitStage, Tape
 from penstock.runtime.stage import Stage
 from penstock.runtime.tree import flatten, unflatten
 
@@ -87,7 +87,6 @@ class StageRunner:
 
     Args:
         is_last: whether its output is what the loss takes.
-        can_split: whether I and W can run apart; where not, I runs the full backward and W does nothing.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
     """
@@ -100,7 +99,6 @@ class StageRunner:
         device: torch.device,
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
-        can_split: bool,
         num_targets: int = 1,
     ) -> None:
         self.stage = stage
@@ -111,7 +109,8 @@ class StageRunner:
         self._device = device
         self._loss_fn = loss_fn
         self._autocast = autocast
-        self._can_split = can_split
+        # Where I and W can run apart; where not, I runs the full backward and W does nothing.
+        self._split: SplitStage | None = None
         self._held: dict[int, Held] = {}
         self._kept: dict[int, Payload | None] = {}
         """What microbatches between F and R came in with; None on the first stage."""
@@ -129,9 +128,11 @@ class StageRunner:
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
 
-    def may_split(self, can_split: bool) -> None:
-        """Says, between two steps, whether I and W can run apart from now on."""
-        self._can_split = can_split
+    def may_split(self, shared: SplitStage | None) -> None:
+        """Says, between two steps, whether I and W can run apart from now on: by what the stage's prepared modules
+        share; None where they cannot.
+        """
+        self._split = shared
 
     @property
     def settings(self) -> StepSettings:
@@ -143,6 +144,8 @@ class StageRunner:
         """Starts a step; whatever a broken step left is dropped."""
         self._settings = settings
         self._first = settings.first(self.index)
+        if self._split is not None:
+            self._split.begin(self)
         self._held.clear()
         self._kept.clear()
         self._leaves.clear()
@@ -216,12 +219,12 @@ class StageRunner:
         before those of earlier ones that do. Microbatches are taped in the order of their forwards; where their
         backwards come in another order, all of them wait with all that can.
         """
-        if not self._can_split or (self.index, m) not in self.settings.split:
+        if self._split is None or (self.index, m) not in self.settings.split:
             return None
         if self.index in self.settings.shuffled:
             return Tape(defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
-        return None if known_plain else Tape()
+        return None if known_plain else Tape(self._split)
 
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry, Kept]:
         """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
@@ -353,6 +356,8 @@ class StageRunner:
                 )
             arrived = zip(held.outputs, received.leaves, strict=True)
             pairs = [(output, g.to(self._device)) for output, g in arrived if g is not None]
+        if self._split is not None:
+            self._split.turn_to(self)
         if pairs or also:
             outputs, gradients = [p[0] for p in (*pairs, *also)], [p[1] for p in (*pairs, *also)]
             if held.tape is not None:

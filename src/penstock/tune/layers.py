@@ -26,7 +26,7 @@ from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import cut_batch
 from penstock.runtime.peers import LocalPeers
 from penstock.runtime.rng import mix
-from penstock.runtime.split import Tape, prepare, unprepare
+from penstock.runtime.split import Report, Tape, prepare, unprepare
 from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.settings import Settings
@@ -125,8 +125,8 @@ class Chain:
         self._autocast = torch.bfloat16 if settings.precision == "bfloat16" else None
         self._last = config.num_layers - 1
         self._num_layers = config.num_layers
-        self._runners = {index: self._runner(stage, index, False) for index, stage in stages.items()}
-        self._empty = self._runner(Stage({}, []), 1, False)
+        self._runners = {index: self._runner(stage, index, None) for index, stage in stages.items()}
+        self._empty = self._runner(Stage({}, []), 1, None)
         build = optimizer_class(settings)
         self._optimizers = {index: build(list(stage.parameters())) for index, stage in stages.items()}
         self._num_steps = 0
@@ -136,9 +136,7 @@ class Chain:
 
     def prepare(self) -> None:
         """From here on backwards may be split."""
-        self._runners = {
-            index: self._runner(stage, index, prepare(stage).can_split) for index, stage in self._stages.items()
-        }
+        self._runners = {index: self._runner(stage, index, prepare(stage)) for index, stage in self._stages.items()}
 
     def state_bytes(self, index: int) -> int:
         """What the optimizer keeps for a layer."""
@@ -174,9 +172,12 @@ class Chain:
             runner.end()
         self._update(times)
 
-    def _runner(self, stage: Stage, index: int, can_split: bool) -> StageRunner:
+    def _runner(self, stage: Stage, index: int, report: Report | None) -> StageRunner:
         last = index == self._num_layers - 1
-        return StageRunner(stage, index, last, self._device, CrossEntropy(), self._autocast, can_split)
+        runner = StageRunner(stage, index, last, self._device, CrossEntropy(), self._autocast)
+        if report is not None and report.can_split:
+            runner.may_split(report.shared)
+        return runner
 
     def _forward(self, m: int, kind: str, times: Times | None) -> None:
         payload: Payload | None = None

@@ -15,6 +15,8 @@ those of a plain backward, as long as I and W each run in microbatch order.
 
 from penstock.runtime.split.error import SplitError
 from penstock.runtime.split.patch import Report, is_compiled, prepare, unprepare
+from penstock.runtime.split.share import DeferredShare
+from penstock.runtime.split.stage import SplitStage
 from penstock.runtime.split.tape import Tape
 
-__all__ = ["Report", "SplitError", "Tape", "is_compiled", "prepare", "unprepare"]
+__all__ = ["DeferredShare", "Report", "SplitError", "SplitStage", "Tape", "is_compiled", "prepare", "unprepare"]

@@ -39,13 +39,19 @@ class ConvRule(Rule):
         return F.pad(x, self._around, mode=self._mode)
 
     def work(self, x: Tensor, weight: Tensor) -> int:
-        positions = x.numel() // max(x.shape[-self._batched_dim + 1], 1) // prod(self._stride)
-        return positions * weight.numel()
+        return self.rows(x) * weight.numel()
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def rows(self, x: Tensor) -> int:
+        return x.numel() // max(x.shape[-self._batched_dim + 1], 1) // prod(self._stride)
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == self._batched_dim:
             return self._convolve(x, weight, bias)
-        return self._convolve(x.unsqueeze(0), weight, bias).squeeze(0).data
+        return self._convolve(x.unsqueeze(0), weight, bias).squeeze(0)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self.op(x, weight, bias)
+        return y if x.dim() == self._batched_dim else y.data
 
     def input_grad(self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         gx = self._backward(g, x, weight, bias, [True, False, False])[0]

@@ -34,8 +34,18 @@ class EmbeddingRule(Rule):
     def work(self, x: Tensor, weight: Tensor) -> int:
         return _WORK_PER_ENTRY * (weight.numel() + x.numel() * weight.shape[1])
 
+    def rows(self, x: Tensor) -> int:
+        return x.numel()
+
+    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        return weight.dtype in self.dtypes
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self._padding if self._padding >= 0 else None
+        return F.embedding(x, weight, padding, scale_grad_by_freq=self._by_frequency)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.embedding(x, weight, self._padding if self._padding >= 0 else None).data
+        return self.op(x, weight, bias).data
 
     def input_grad(self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise TypeError("the indices of an embedding have no gradient")

@@ -6,8 +6,9 @@ parametrized module another weight. Everything else stays as it is; its gradient
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 
 from torch import Tensor, nn
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 from penstock.runtime.sharded import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
 from penstock.runtime.split.conv import ConvRule
 from penstock.runtime.split.embedding import EmbeddingRule
-from penstock.runtime.split.linear import LinearRule
+from penstock.runtime.split.linear import Conv1DRule, LinearRule
 from penstock.runtime.split.rule import Rule
-from penstock.runtime.split.slot import Slot, Stage, recording
+from penstock.runtime.split.slot import Slot, recording
+from penstock.runtime.split.stage import SplitStage
 
 _SLOT = "_penstock_split"
+
+Found = tuple[str, tuple[nn.Module, ...]]
 
 
 @dataclass(frozen=True)
@@ -34,23 +38,24 @@ class Report:
     """Parameters whose gradients may wait for W."""
     at_once: tuple[str, ...]
     """Parameters whose gradients are computed in I."""
+    shared: SplitStage = field(repr=False, compare=False)
+    """What the stage's prepared modules share."""
 
 
 def prepare(stage: nn.Module) -> Report:
     """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
-    found = [(path, module, rule) for path, module in _eager(stage) if (rule := _rule(module)) is not None]
-    slots = [slot for _, module, _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
-    shared: Stage = slots[0].stage if slots else Stage()
+    found = [(path, around, rule) for path, around in _eager(stage) if (rule := _rule(around[-1])) is not None]
+    slots = [slot for _, (*_, module), _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
+    shared = slots[0].stage if slots else SplitStage()
     deferred: list[str] = []
-    for path, module, rule in found:
-        module.__dict__.setdefault(_SLOT, Slot(rule, shared))
+    for path, around, rule in found:
+        module = around[-1]
+        slot = module.__dict__.setdefault(_SLOT, Slot(rule, shared, path, around))
         module.__dict__[_patched(module)] = MethodType(forward, module)
-        prefix = f"{path}." if path else ""
-        deferred.extend(prefix + name for name, _ in module.named_parameters() if rule.biased or name != "bias")
+        deferred.extend(slot.parameters)
     waiting = {id(parameters[name]) for name in deferred}
-    known = {id(p) for p in shared.others}
-    shared.others += [p for p in stage.parameters() if id(p) not in waiting | known]
+    shared.others.update((name, p) for name, p in stage.named_parameters() if id(p) not in waiting)
     if deferred:
         reason = ""
     elif any(is_compiled(module) for module in stage.modules()):
@@ -64,14 +69,15 @@ def prepare(stage: nn.Module) -> Report:
             "so I runs the full backward and W does nothing"
         )
     at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
-    return Report(bool(deferred), reason, tuple(deferred), at_once)
+    return Report(bool(deferred), reason, tuple(deferred), at_once, shared)
 
 
 def unprepare(stage: nn.Module) -> None:
     """Restore every module of `stage` that `prepare` patched."""
     for module in stage.modules():
         if _SLOT in module.__dict__ and _is_ours(module):
-            del module.__dict__[_SLOT], module.__dict__[_patched(module)]
+            module.__dict__.pop(_SLOT).stage.release()
+            del module.__dict__[_patched(module)]
 
 
 def forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -91,6 +97,8 @@ def _rule(module: nn.Module) -> Rule | None:
     kind = type(module)
     if kind in (nn.Linear, ColumnLinear, VocabularyLinear):
         return LinearRule()
+    if Conv1DRule.is_for(module):
+        return Conv1DRule()
     if kind is RowLinear:
         return LinearRule(biased=False)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -109,16 +117,25 @@ def _is_ours(module: nn.Module) -> bool:
     return getattr(module.__dict__.get(_patched(module)), "__func__", None) is forward
 
 
-def _eager(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The module and those below it, without what torch.compile has taken over."""
-    if is_compiled(module):
+def _eager(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[Found]:
+    """The module and those below it, each with those that it lies in, without what something else has taken over."""
+    if is_compiled(module) or _reduces(module):
         return
-    yield path, module
+    around = (*around, module)
+    yield path, around
     for name, child in module.named_children():
-        yield from _eager(child, f"{path}.{name}" if path else name)
+        yield from _eager(child, f"{path}.{name}" if path else name, around)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has taken the module over."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return in_place or type(module).__name__ == "OptimizedModule"
+
+
+def _reduces(module: nn.Module) -> bool:
+    """Whether a module takes gradients from autograd itself, to add them up over processes."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel)

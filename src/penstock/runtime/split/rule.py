@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from penstock.runtime.sharded import OnShard
 from penstock.runtime.split.workspace import Workspace
+
+REAL = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 class Rule(ABC):
@@ -24,6 +28,11 @@ class Rule(ABC):
     """Autocast lowers the precision of this op."""
     pads = False
     """The module changes its input before the op itself."""
+    turns = False
+    """The plain module transposes its weight at every call. That node is then there here too: whoever differentiates
+    twice adds up there what one call gives the weight."""
+    dtypes = REAL
+    """Of weights that the arithmetic is right for; others are left to autograd."""
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the module does by itself, as it was before it was prepared."""
@@ -36,9 +45,22 @@ class Rule(ABC):
         """What a module that pads does to its input; differentiated by autograd."""
         return x
 
+    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the arithmetic is right for these types."""
+        dtype = weight.dtype
+        return dtype in self.dtypes and x.dtype is dtype and (bias is None or bias.dtype is dtype)
+
     @abstractmethod
     def work(self, x: Tensor, weight: Tensor) -> int:
         """About how many multiply-adds (or as costly) the weight gradient takes for this input."""
+
+    def rows(self, x: Tensor) -> int:
+        """How often this input uses each entry of the weight."""
+        return x.numel() // max(x.shape[-1], 1)
+
+    @abstractmethod
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The op as the module runs it, for autograd to differentiate: whoever differentiates twice gets this."""
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from torch import Tensor
 from penstock.runtime.shards import local
 from penstock.runtime.split.accumulate import Accumulator
 from penstock.runtime.split.error import SplitError
-from penstock.runtime.split.rule import Rule
-from penstock.runtime.split.slot import Slot, Stage, recording
-from penstock.runtime.split.uses import mark_shared
+from penstock.runtime.split.slot import Slot, recording
+from penstock.runtime.split.stage import SplitStage
+from penstock.runtime.split.uses import find_uses
 
 
 class Phase(Enum):
@@ -38,12 +38,13 @@ class Phase(Enum):
 class Held(NamedTuple):
     """What W needs of one call of a deferred module."""
 
-    rule: Rule
+    slot: Slot
     weight: Tensor
     bias: Tensor | None
     g: Tensor
     x: Tensor
     cast_weight: Tensor
+    casts: tuple[Any, Any] | None
     needs: tuple[bool, bool]
     versions: tuple[int, int]
 
@@ -52,20 +53,28 @@ class Tape:
     """One microbatch's forward through a stage, and the two halves of its backward.
 
     Args:
+        stage: what the stage's prepared modules share; by default that of the modules that are called.
         defer_small: whether weight gradients that are hardly worth it wait for W too. Which are worth it is found out
             while forwards pass, so where backwards come in another order, sums would come in neither.
     """
 
-    def __init__(self, defer_small: bool = False) -> None:
+    def __init__(self, stage: SplitStage | None = None, defer_small: bool = False) -> None:
         self.defer_small = defer_small
         self.routes: dict[Slot, bool] = {}
         """Which modules this microbatch defers; a recomputation goes the same way."""
+        self.turned: set[Slot] = set()
+        """Those whose weight has a node of its own at every call, where it is transposed."""
+        self.records = True
+        """Whether I has not begun."""
         self._phase = Phase.RECORDING
         self._deferring = False
         self._held: list[Held] = []
         self._uses: dict[int, int] = {}
-        self._stages: list[Stage] = []
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[int, int] = {}
+        self._at_once: set[Slot] = set()
+        self._stages: list[SplitStage] = []
+        if stage is not None:
+            self._join(stage)
 
     @property
     def deferring(self) -> bool:
@@ -84,32 +93,22 @@ class Tape:
             yield
         finally:
             recording.reset(token)
-            self._casts.clear()
 
-    def choose(self, slot: Slot, deferrable: bool) -> bool:
+    def choose(self, slot: Slot, deferrable: bool, turned: bool) -> bool:
         """Fix whether this microbatch defers `slot`, at its first call; a recomputation adds none."""
-        if self._phase is not Phase.RECORDING:
+        if not self.records:
             return False
         self.routes[slot] = deferrable
+        if turned:
+            self.turned.add(slot)
         self._deferring = self._deferring or deferrable
         if slot.stage not in self._stages:
-            self._stages.append(slot.stage)
+            self._join(slot.stage)
         return deferrable
 
-    def autocast(self, t: Tensor) -> Tensor:
-        """`t` as autocast would hand it to an op of lower precision, and with its cache."""
-        kind = t.device.type
-        if not t.is_floating_point() or t.dtype is torch.float64:
-            return t
-        dtype = torch.get_autocast_dtype(kind)
-        if t.dtype is dtype:
-            return t
-        if not _cached_by_autocast(t) or self._phase is not Phase.RECORDING:
-            return t.to(dtype)
-        known = self._casts.get(id(t))
-        if known is None:
-            known = self._casts[id(t)] = (t, t.to(dtype))
-        return known[1]
+    def _join(self, stage: SplitStage) -> None:
+        self._stages.append(stage)
+        stage.tally.begin_tape()
 
     # -- I ---------------------------------------------------------------------------------------------------
 
@@ -128,10 +127,12 @@ class Tape:
             raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
         roots = _roots(outputs, grads)
         if self._deferring:
-            mark_shared(self.routes, [output for output, _ in roots])
-        self._phase = Phase.INPUT
+            self._sort([output for output, _ in roots])
+        self._phase, self.records = Phase.INPUT, False
         for stage in self._stages:
             stage.recomputing = self
+            if self._deferring:
+                stage.wait(self)
         try:
             if roots:
                 torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
@@ -142,20 +143,30 @@ class Tape:
         if self._held:
             self._part_from_grads()
         self.routes.clear()
-        self._stages.clear()
+        self._at_once.clear()
+
+    def _sort(self, outputs: Sequence[Tensor]) -> None:
+        """Finds out which modules cannot wait in this microbatch; what waits of earlier ones is then added first."""
+        uses = find_uses(outputs)
+        self._counts = uses.counts
+        self._at_once = uses.not_to_defer()
+        for slot in self._at_once:
+            if slot.stage.waits:
+                slot.stage.add_first(uses.owners[slot])
 
     def defers(self, slot: Slot) -> bool:
         """True while I runs, if the weight gradients of `slot` may wait for W."""
-        return self._phase is Phase.INPUT and not slot.at_once
+        return self._phase is Phase.INPUT and slot not in self._at_once
 
     def hold(
         self,
-        rule: Rule,
+        slot: Slot,
         weight: Tensor,
         bias: Tensor | None,
         g: Tensor,
         x: Tensor,
         cast_weight: Tensor,
+        casts: tuple[Any, Any] | None,
         needs: tuple[bool, bool],
     ) -> None:
         """Keep what W needs of one call. `g` itself is kept, not a view of it: nobody then takes it over."""
@@ -164,7 +175,8 @@ class Tape:
             uses[id(weight)] = uses.get(id(weight), 0) + 1
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
-        self._held.append(Held(rule, weight, bias, g, x, cast_weight, needs, (g._version, x._version)))
+        self._held.append(Held(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
+        slot.stage.tally.deferred(slot, x)
 
     def _part_from_grads(self) -> None:
         """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
@@ -173,8 +185,10 @@ class Tape:
         microbatch's I adds in place.
         """
         held = {h.g.untyped_storage().data_ptr() for h in self._held}
-        for stage in self._stages:
-            for p in stage.others:
+        there = [stage.others for stage in self._stages]
+        there += [slot.parameters for slot, deferred in self.routes.items() if not deferred or slot in self._at_once]
+        for parameters in there:
+            for p in parameters.values():
                 grad = p.grad
                 if grad is None or grad.layout is not torch.strided:
                     continue
@@ -191,25 +205,50 @@ class Tape:
                 "backward_weight (W) once"
             )
         self._phase = Phase.DONE
-        if not self._held:
-            return
+        for stage in self._stages:
+            stage.done(self)
         held, self._held = self._held, []
-        with torch.no_grad():
-            accumulator = Accumulator(self._uses)
-            while held:
-                h = held.pop()  # what I kept last is still in cache, and its memory is given back in order
-                if h.versions != (h.g._version, h.x._version):
-                    raise SplitError(
-                        "an input or output gradient of a stage was modified in place between I and W, "
-                        f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
-                        "copy, or run W first"
-                    )
-                workspace = accumulator.workspace(h.weight)
-                gw, gb = h.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
-                if gw is not None:
-                    accumulator.add(h.weight, gw)
-                if gb is not None and h.bias is not None:
-                    accumulator.add(h.bias, gb)
+        if held:
+            with torch.no_grad():
+                self._compute(held)
+
+    def spread(self, parameters: set[int]) -> None:
+        """Adds to some parameters, by id, those that share a held call with them."""
+        for h in self._held:
+            own = {id(h.weight), id(h.bias)} if h.bias is not None else {id(h.weight)}
+            if own & parameters and all(self._is_complete(p) for p in own):
+                parameters |= own
+
+    def add(self, parameters: set[int]) -> None:
+        """Computes what is held of some parameters, by id, before W comes, and adds it to `.grad`."""
+        now = [h for h in self._held if self._is_complete(id(h.weight)) and {id(h.weight), id(h.bias)} & parameters]
+        if now:
+            chosen = {id(h) for h in now}
+            self._held = [h for h in self._held if id(h) not in chosen]
+            with torch.no_grad(), torch.autocast(now[0].x.device.type, enabled=False):
+                self._compute(now)
+
+    def _is_complete(self, p: int) -> bool:
+        """Whether all uses of a parameter in this microbatch have their gradients: then autograd adds their sum."""
+        return self._phase is not Phase.INPUT or self._uses.get(p, 0) >= self._counts.get(p, 0)
+
+    def _compute(self, held: list[Held]) -> None:
+        accumulator = Accumulator(self._uses)
+        while held:
+            h = held.pop()  # what I kept last is still in cache, and its memory is given back in order
+            if h.versions != (h.g._version, h.x._version):
+                raise SplitError(
+                    "an input or output gradient of a stage was modified in place between I and W, "
+                    f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
+                    "copy, or run W first"
+                )
+            workspace = accumulator.workspace(h.weight)
+            gw, gb = h.slot.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
+            casts = h.casts or (None, None)
+            if gw is not None:
+                accumulator.add(h.weight, gw, casts[0])
+            if gb is not None and h.bias is not None:
+                accumulator.add(h.bias, gb, casts[1])
 
     @property
     def deferred_bytes(self) -> int:
@@ -220,13 +259,3 @@ class Tape:
 
 def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
     return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]
-
-
-def _cached_by_autocast(t: Tensor) -> bool:
-    return (
-        t.is_leaf
-        and t.requires_grad
-        and t.dtype is torch.float32
-        and not t._is_view()
-        and torch.is_autocast_cache_enabled()
-    )
