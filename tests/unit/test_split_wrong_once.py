@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import penstock.runtime.split.slot as slot_module
-from penstock.runtime.split import prepare
+from penstock.runtime.split import Tape, prepare, unprepare
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -394,3 +394,59 @@ def test_a_module_also_called_in_a_reentrant_checkpoint(inner: str) -> None:
             return x if inner == "last" else torch.tanh(self.linear(x))
 
     assert_same(nn.Sequential(nn.Linear(4, 4), Both(), nn.Linear(4, 4)), batches(3, 4))
+
+
+# -- whole backwards among split ones ------------------------------------------------------------------------
+
+
+def test_a_whole_backward_between_i_and_w_of_earlier_microbatches() -> None:
+    """B adds to a gradient after the Ws before it would have, though they are still to come."""
+    stage = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    twin, inputs = copy.deepcopy(stage), batches(3, 4)
+    want = plain_loop(stage, inputs)
+    prepare(twin)
+    tapes = [Tape() for _ in inputs]
+    for m, tape in enumerate(tapes):
+        with tape.recording():
+            loss = twin(inputs[m]).square().sum()
+        if m == 2:
+            loss.backward()
+        else:
+            tape.backward_input([loss], [None])
+    for m in (0, 1, 3):
+        tapes[m].backward_weight()
+    assert all(torch.equal(p.grad, want[name]) for name, p in twin.named_parameters())
+
+
+# -- transformers' Conv1D ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4), (4,), (1, 4), (1, 1, 4)])
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_conv1d_of_transformers_waits(shape: tuple[int, ...], column_major: bool, cast: bool) -> None:
+    layers = pytest.importorskip("transformers.pytorch_utils")
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = layers.Conv1D(6, 4), layers.Conv1D(4, 6), nn.Linear(4, 4)
+            if column_major:
+                self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                y = self.second(torch.tanh(self.first(x)))
+                return self.last(self.second(torch.tanh(self.first(y)))).float()
+
+    stage = Cast()
+    assert prepare(stage).at_once == ()
+    unprepare(stage)
+    assert assert_same(stage, batches(*shape)) > 0
+    column = nn.Sequential(Columns(), layers.Conv1D(3, 4))
+    assert assert_same(column, batches(4, 5)) > 0
+
+
+class Columns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t()

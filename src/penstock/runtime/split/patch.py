@@ -51,7 +51,8 @@ def prepare(stage: nn.Module) -> Report:
     deferred: list[str] = []
     for path, around, rule in found:
         module = around[-1]
-        slot = module.__dict__.setdefault(_SLOT, Slot(rule, shared, path, around))
+        slot = Slot(rule, shared, path, around)
+        module.__dict__.setdefault(_SLOT, slot)  # several stages may have the module
         module.__dict__[_patched(module)] = MethodType(forward, module)
         deferred.extend(slot.parameters)
     waiting = {id(parameters[name]) for name in deferred}
