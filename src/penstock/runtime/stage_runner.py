@@ -222,7 +222,7 @@ class StageRunner:
         if self._split is None or (self.index, m) not in self.settings.split:
             return None
         if self.index in self.settings.shuffled:
-            return Tape(defer_small=True)
+            return Tape(self._split, defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape(self._split)
 
