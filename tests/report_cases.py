@@ -86,7 +86,8 @@ class Page(HTMLParser):
 
 
 def iteration(number: int, ms: float, decision: int = 0, kept: float | None = None, *delays: float) -> Iteration:
-    return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays)
+    """One whose steps took `kept` ms before the changes that run in it, measured and simulated."""
+    return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays, kept if decision else None)
 
 
 def told(iterations: list[Iteration], decisions: list[Decided] | None = None) -> RunStory:

@@ -52,7 +52,7 @@ def test_late_links_are_found_with_their_time_and_delay() -> None:
     assert story_of().late == set(late)
 
 
-def test_saved_is_what_the_first_configuration_would_have_taken_less_what_was_taken() -> None:
+def test_saved_is_what_iterations_took_before_the_change_less_what_they_took_with_it() -> None:
     story = story_of()
     late = run_once(job(), job().start, LinkConditions.parse("2:3=latency:60ms")).makespan
     healthy = run_once(job(), job().start, LinkConditions()).makespan
@@ -60,9 +60,11 @@ def test_saved_is_what_the_first_configuration_would_have_taken_less_what_was_ta
     switched = [each for each in story.iterations if each.decision and each.number in story.late]
     steady = [each for each in switched if each.number < story.spells[0].last]
     assert [each.kept for each in steady] == pytest.approx([late] * len(steady), rel=1e-6)
-    assert story.saved == pytest.approx(sum(each.kept - each.ms for each in story.iterations if each.decision))  # type: ignore[operator]
+    assert [each.baseline for each in steady] == pytest.approx([late] * len(steady), rel=1e-2)
+    (passing,) = [each for each in story.iterations if each.decision and each not in switched and each.ms > healthy]
+    assert story.saved == pytest.approx(sum(late - each.ms for each in switched) - (passing.ms - healthy))
     cost = sum(each.ms for each in story.iterations) - healthy * len(story.iterations)
-    assert story.lost == pytest.approx(story.saved + cost, rel=0.02)
+    assert story.lost == pytest.approx(story.saved + cost, rel=0.05)
     assert story.decisions[0].saved == pytest.approx(story.saved, rel=0.05)
 
 
@@ -89,18 +91,18 @@ def test_slow_ops_are_simulated_as_they_were_measured() -> None:
     assert timeline.makespan > 1.3 * run_once(job(), job().start, LinkConditions()).makespan
 
 
-def test_what_is_off_by_a_factor_is_off_by_it_for_the_first_configuration_too() -> None:
+def test_a_machine_that_is_slower_than_simulated_saves_what_it_measures() -> None:
+    """Ranks that share cores take 400 ms longer than simulated, whatever runs: that is not saved twice."""
     slower = []
     for line in log_of():
         value = json.loads(line)
         if "iteration" in value.get("event", {}):
-            value["event"]["iteration"]["ms"] *= 1.25
+            value["event"]["iteration"]["ms"] += 400
+        if "verdict" in value:
+            value["verdict"] |= {name: value["verdict"][name] + 400 for name in ("before", "after")}
         slower.append(json.dumps(value))
     story = read_story(slower, name="busy machine")
-    assert story.factor == pytest.approx(1.25, rel=0.01)
-    assert story.saved == pytest.approx(1.25 * story_of().saved, rel=0.02)
-    assert "times 1.25, as measured iterations" in to_page(story)
-    assert "as measured iterations" not in to_page(story_of())
+    assert story.saved == pytest.approx(story_of().saved, rel=0.05)
 
 
 def test_some_iterations_may_stand_for_all() -> None:
@@ -176,7 +178,7 @@ def test_a_dead_link_is_a_fault_and_keeping_is_not_counted() -> None:
     story = read_story(lines, name="dead")
     assert [(each.iteration, each.what) for each in story.faults] == [(3, "link 0–1 went down")]
     assert [each.kept for each in story.iterations[3:]] == [None] * 3
-    assert story.saved is None
+    assert story.saved == 0, "nothing was late before it, and iterations took as long"
     assert "link 0–1 went down" in to_page(story)
 
 

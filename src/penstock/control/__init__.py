@@ -1,5 +1,6 @@
 """Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
 
+from penstock.control.advice import Help, Obstacle, Unanswered
 from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.compute import ComputeChange
@@ -26,6 +27,7 @@ from penstock.control.orchestrator import Orchestrator
 from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.replay import replay
 from penstock.control.rerank import Moving, Reranking, rerank
+from penstock.control.trial import Verdict
 
 __all__ = [
     "Action",
@@ -41,6 +43,7 @@ __all__ = [
     "Detector",
     "Dropped",
     "Event",
+    "Help",
     "IterationEnded",
     "Job",
     "Link",
@@ -50,6 +53,7 @@ __all__ = [
     "LinkUp",
     "Measured",
     "Moving",
+    "Obstacle",
     "Offered",
     "OpTimes",
     "Orchestrator",
@@ -62,6 +66,8 @@ __all__ = [
     "Switched",
     "Transfer",
     "Transfers",
+    "Unanswered",
+    "Verdict",
     "candidates",
     "choose",
     "estimate",

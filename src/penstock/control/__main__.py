@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from penstock.control.candidates import Measured, candidates
 from penstock.control.controller import Controller
-from penstock.control.decide import predict
+from penstock.control.decide import predict, score
 from penstock.control.errors import ControlError
 from penstock.control.events import event_from_json
 from penstock.control.log import read_header
@@ -36,12 +37,24 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
         value: dict[str, Any] = json.loads(line)
         if controller is None:
             controller = Controller(*read_header(value), log=write)
+            warm_up(controller)
         elif "event" in value:
             controller.feed(event_from_json(value["event"]))
         elif "record" in value:
             write(json.dumps({"record": {**value["record"], "simulated_ms": simulated(controller, value["record"])}}))
         else:
             raise ControlError(f"neither an event nor a record: {line[:80]!r}")
+
+
+def warm_up(controller: Controller) -> None:
+    """Simulates what could run on links of which nothing is known: the first choice then is as quick as later ones.
+
+    What it finds is remembered by the functions that simulate, not by the controller, so no decision depends on it.
+    """
+    job = controller.job
+    links = Links(dict.fromkeys(((rank, rank + 1) for rank in range(job.num_ranks - 1)), job.mean_op))
+    for each in candidates(job, job.start, Measured.steady(links, frozenset(links.delays))):
+        score(job, Measured.steady(links), each)
 
 
 def simulated(controller: Controller, record: dict[str, Any]) -> float:

@@ -40,6 +40,8 @@ class Action(StrEnum):
     DELEGATE = "delegate"
     REPLAN_AND_DELEGATE = "re-plan and delegate"
     UNDELEGATE = "stop delegating"
+    TAKE_BACK = "take back"
+    """What ran before a change that did not bring what was promised."""
 
 
 @dataclass(frozen=True)

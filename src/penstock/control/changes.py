@@ -1,4 +1,4 @@
-"""Change points of one measured number: suspected at once, verified by what follows, counted where nothing follows.
+"""Change points of one measured number: suspected by two in a row, verified by those that follow.
 
     ms
      |                  x  x  x  x  x
@@ -6,8 +6,8 @@
      | - - - - - - - - - - - - - - - - - - - - - - - -  level + max(5 deviations, 10%, what matters at all)
      | x  x      x  x                  x  x  x ... x
      +------------------------------------------------- half iterations
-              |         |     |        |           |
-        false alarm  suspected      suspected      12 in a row: verified, it fell
+              |            |  |           |        |
+            noise     suspected       suspected    12 in a row: verified, it fell
                               3 in a row: verified, it rose
 
 Level and deviation are the median, and what the middle of the values tells of their spread, since the last verified
@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.control.robust import deviation
+
+SUSPICIOUS = 2
+"""Numbers in a row that make a suspicion: one alone is what noise is made of."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,9 @@ class Detector:
             return None
         if self._pending and (self._pending[-1] > level) != (distance > 0):
             self._end_alarm()
-        if not self._pending:
-            self.num_suspected += 1
         self._pending.append(value)
+        if len(self._pending) == SUSPICIOUS:
+            self.num_suspected += 1
         needed = self._fall
         if distance > 0:
             doubles = min(self._pending) >= max(2 * level, level + 1.5 * self.threshold(), self._rare())
@@ -149,6 +152,6 @@ class Detector:
 
     def _end_alarm(self) -> None:
         if self._pending:
-            self.num_false += 1
+            self.num_false += len(self._pending) >= SUSPICIOUS
             self._regime.extend(self._pending)
             self._pending = []

@@ -78,6 +78,11 @@ class ComputeWatch:
         return self._detector.level
 
     @property
+    def latest(self) -> float | None:
+        """The time of one of each kind (ms) in the latest iteration."""
+        return sum(median(halves) for halves in self._regime[-1].values()) if self._regime else None
+
+    @property
     def num_suspected(self) -> int:
         return self._detector.num_suspected
 

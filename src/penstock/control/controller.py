@@ -3,19 +3,24 @@
 Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
 IterationEnded    --->  verify      has a delay changed, or an op's time, and does it last (changes.py)
                         choose      the best candidate that is worth its price (candidates.py, decide.py)
+                        doubt       is what it promises more than a trial could tell from noise (trial.py)
 Decision          <---  propose     number and digest; all ranks switch or none does
 Switched, Dropped --->  from then on that is what runs, or it never was
+IterationEnded    --->  try         are steps faster than before (trial.py); if not, what ran before runs again
+Unanswered        <---  say so      a link is late and nothing is changed: why, and what would help (advice.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from penstock.control.candidates import Action, candidates
+from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
+from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, scaled
-from penstock.control.configuration import Job
+from penstock.control.configuration import Job, peaks
 from penstock.control.decide import Scored, choose, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
@@ -34,13 +39,18 @@ from penstock.control.events import (
     undirected,
 )
 from penstock.control.link import LinkChange, LinkEstimate
-from penstock.control.log import decision_line, event_line, header
+from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import Book
 from penstock.control.patience import Patience
+from penstock.control.trial import ANSWERS, TELLS, StepTimes, TakenBack, Trial, Verdict
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
 """Iterations since the last change after which the choice is looked at again, with more known; then every 64."""
+_CLEAR = 0.25
+"""Share of a step by which a rise is so clear that changes taken back before do not make it wait."""
+_SAY = 3
+"""Iterations after which a cause that nothing answers is spoken of; where links keep changing, twice as many."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Controller:
         lost: ms lost so far to not running the best candidate; paid: ms that switches cost so far, never more than
             was lost, except where a dead link forced a switch.
         changes: verified changes of links and stages, each with the iteration in which it was verified.
+        verdicts: what measured steps said of decisions. unanswered: causes that nothing was changed for, and why.
     """
 
     def __init__(
@@ -88,6 +99,20 @@ class Controller:
         self._patience = Patience()
         self._hold = self.sensitivity.fall // 2
         self._delegated_at = self._returned_at = self._quiet_until = -(10**9)
+        self.verdicts: list[Verdict] = []
+        self.unanswered: list[Unanswered] = []
+        self._steps = StepTimes()
+        self._proven = job.start
+        self._trial: Trial | None = None
+        self._revert: Verdict | None = None
+        self._causes: dict[Link, tuple[float, float]] = {}
+        self._cause_seen: dict[Link, int] = {}
+        self._cause_since = 0
+        self._answered = False
+        self._taken_back: list[TakenBack] = []
+        self._tried: tuple[Action, tuple[Link, ...]] = Action.KEEP, ()
+        self._measured: Measured | None = None
+        self._said: list[Verdict | Unanswered] = []
         if log is not None:
             log(header(job, self.sensitivity))
 
@@ -124,9 +149,17 @@ class Controller:
             ControlError: a rank that is not there, iterations that do not rise, or news of a decision that is not
                 waiting.
         """
+        self._said = []
         decision = self._take(event)
+        for said in self._said:
+            if isinstance(said, Verdict):
+                self.verdicts.append(said)
+            else:
+                self.unanswered.append(said)
         if self._log is not None:
             self._log(event_line(event))
+            for said in self._said:
+                self._log(verdict_line(said) if isinstance(said, Verdict) else unanswered_line(said))
             if decision is not None:
                 self._log(decision_line(decision))
         return () if decision is None else (decision,)
@@ -181,26 +214,124 @@ class Controller:
         self.paid += decision.price if decision.ms_now is not None else 0.0
         self._due = True
         self._rate = 0.0
+        if decision.action is Action.TAKE_BACK:
+            assert self._trial is not None, "only what was tried is taken back"
+            self._steps, self._trial, self._revert = self._trial.before, None, None
+            return
+        self._revert = None
+        if decision.ms_now is None:  # a dead link forced it: there is nothing to go back to
+            self._proven, self._trial = self.now, None
+        else:
+            promised = decision.ms_now - decision.ms_then if decision.action is not Action.UNDELEGATE else 0.0
+            cause = {key: ms for key, (ms, _) in self._causes.items()}
+            self._trial = Trial(decision.number, self._steps, promised, cause)
+            self._tried = decision.action, decision.configuration.delegated
+        self._steps = StepTimes()
 
     def _end_iteration(self, event: IterationEnded) -> Decision | None:
         if event.number <= self._iteration:
             raise ControlError(f"iteration {event.number} ended after iteration {self._iteration}: numbers rise")
         self._iteration, self._ms = event.number, event.ms
         self._age += 1
-        news = self._book.end_iteration()
+        news = self._book.end_iteration(event.ms)
         self.changes += [(event.number, change) for change in news]
+        self._steps.add(event.ms)
         if news:
             self._age = 0
+            rose = any(change.change.rose for change in news)
+            self._steps.changed(max(change.num_iterations for change in news), rose)
+            self._note_causes(news)
+        self._forget_causes()
+        self._try(event)
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
         self._due = self._due or bool(news) or self._is_age_to_look() or back
+        if self._revert is not None and self._waiting is None:
+            return self._take_back(self._revert)
+        if self._trial is not None and self._trial.is_open and not self._trial.void:
+            return None  # until it is known what the last change brought, nothing else is changed
         before, began = self._rate, max((change.num_iterations for change in news), default=1)
         if self._due and self._waiting is None:
             self._look()
         # A change began some iterations ago, and has cost since then.
         self.lost += self._rate + (began - 1) * max(0.0, self._rate - before)
-        if self._waiting is not None or event.number < self._quiet_until:
+        if self._waiting is not None:
+            return None
+        if event.number < self._quiet_until:
+            self._explain(Obstacle.PAUSE, "the ranks could not all take the last change, and are left in peace")
             return None
         return self._decide(news)
+
+    def _note_causes(self, news: Sequence[LinkChange | ComputeChange]) -> None:
+        """Keeps what is late since when, with the bound above which it still is; a new one voids an open trial."""
+        known = set(self._causes)
+        for change in news:
+            level = (change.change.before + change.change.after) / 2
+            if isinstance(change, ComputeChange):
+                key, ms, rose = (change.stage, change.stage), change.change.after, change.change.rose
+            else:
+                key, rose = undirected(change.link), change.change.rose
+                ms = change.after.mean if change.of_share else change.after.delay
+                level = (change.before.mean + change.after.mean) / 2 if change.of_share else level
+            if rose:
+                self._causes[key] = max((ms, level), self._causes.get(key, (0.0, 0.0)))
+            else:
+                self._causes.pop(key, None)
+                self._cause_seen.pop(key, None)
+        new = set(self._causes) - known
+        if new:
+            self._cause_since, self._answered = self._iteration, False
+        if self._trial is not None and self._trial.is_open and any(a != b for a, b in new):
+            self._trial.void = True
+
+    def _forget_causes(self) -> None:
+        """What has not been late for as long as a fall needs is no cause any more."""
+        for key, (_, bound) in list(self._causes.items()):
+            if self._book.is_late(key, bound):
+                self._cause_seen[key] = self._iteration
+            elif self._iteration - self._cause_seen.setdefault(key, self._iteration) >= self.sensitivity.fall:
+                del self._causes[key], self._cause_seen[key]
+
+    def _try(self, event: IterationEnded) -> None:
+        """Hands the step to the trial of what runs, and takes its verdict."""
+        trial = self._trial
+        if trial is None or self._revert is not None:
+            return
+        bounds = {key: bound for key, (_, bound) in self._causes.items() if key in trial.cause}
+        is_there = any(self._book.is_late(key, bound) for key, bound in bounds.items())
+        verdict = trial.add(event.number, event.ms, is_there)
+        if verdict is None:
+            return
+        self._said.append(verdict)
+        if verdict.kept:
+            self._proven = self.now
+            self._answered = True
+            return
+        self._answered = False
+        self._patience.failed(event.number)
+        self._taken_back.append(TakenBack(trial.number, self._tried, trial.cause))
+        if self._book.down <= set(self._proven.delegated):
+            self._revert = verdict
+        else:  # what ran before cannot run any more
+            self._trial = None
+
+    def _take_back(self, verdict: Verdict) -> Decision:
+        """What ran before the change that a verdict is of."""
+        check(self._proven.schedule)
+        held = tuple(peaks(self._proven.schedule, self.job.costs))
+        self._number += 1
+        self._waiting = Decision(
+            self._number,
+            self._iteration,
+            Action.TAKE_BACK,
+            self._proven,
+            str(verdict),
+            verdict.after,
+            verdict.before,
+            0.0,
+            peaks=held,
+            in_host=self.job.in_host(held),
+        )
+        return self._waiting
 
     def _is_age_to_look(self) -> bool:
         return self._age in _AGES or (self._age > 0 and self._age % _AGES[-1] == 0)
@@ -215,11 +346,14 @@ class Controller:
     def _look(self) -> None:
         """Simulates all candidates under the links as they are now."""
         self._due = False
-        measured = self._book.measured(self.now.delegated, self._ms)
-        job = replace(self.job, costs=scaled(self.job.costs, measured.factors)) if measured.factors else self.job
+        measured = self._measured = self._book.measured(self.now.delegated, self._ms)
+        job = self._job_as_measured(measured)
         found = candidates(job, self.now, measured, self._offered, self._may_return())
         self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
+
+    def _job_as_measured(self, measured: Measured) -> Job:
+        return replace(self.job, costs=scaled(self.job.costs, measured.factors)) if measured.factors else self.job
 
     def _may_return(self) -> bool:
         return self._iteration - self._delegated_at >= self._hold
@@ -228,21 +362,30 @@ class Controller:
         if not self._scored:
             return None
         forced = self._scored[0].candidate.action is not Action.KEEP
-        if not forced and self._patience.waits(self._iteration):
+        if not forced and self._patience.waits(self._iteration, self._is_clear()):
+            self._explain(Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace")
             return None
         gain = self.job.least_gain * self._patience.times_gain(self._iteration, bool(news))
         # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
         returning = self._may_return() and (bool(news) or self._scored[0].worst is None)
         wary = self._patience.is_wary(self._iteration)
-        chosen, _ = choose(self._scored, self.lost - self.paid, gain, returning=returning, wary=wary)
+        allowed = [each for each in self._scored if forced or not self._is_barred(each.candidate)]
+        chosen, _ = choose(allowed, self.lost - self.paid, gain, returning=returning, wary=wary)
         if chosen.candidate.action is Action.KEEP:
+            self._say_why(allowed, gain, returning, wary)
             return None
+        now = None if forced else self._scored[0]
+        if now is not None and chosen.candidate.action is not Action.UNDELEGATE:
+            doubt = self._doubt(now.ms - chosen.ms)
+            if doubt is not None:
+                self._explain(*doubt)
+                return None
         check(chosen.candidate.configuration.schedule)
         if not forced:
             self._patience.decided(self._iteration)
-        now = None if forced else self._scored[0]
         recent = list(news) or [self._book.again(change) for _, change in self.changes[-1:]]
         self._number += 1
+        self._answered = True
         self._waiting = Decision(
             self._number,
             self._iteration,
@@ -257,6 +400,83 @@ class Controller:
             self.job.in_host(chosen.peaks),
         )
         return self._waiting
+
+    def _is_clear(self) -> bool:
+        """Whether steps became so much slower that it cannot be noise."""
+        rise = self._steps.rise
+        return rise is not None and rise > max(_CLEAR * median(self._steps.calm), 2 * TELLS * self._steps.error())
+
+    def _is_barred(self, candidate: Candidate) -> bool:
+        """Whether it was tried for what is the cause now, and taken back."""
+        what = candidate.action, candidate.configuration.delegated
+        cause = {key: ms for key, (ms, _) in self._causes.items()}
+        return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
+
+    def _doubt(self, gain: float) -> tuple[Obstacle, str] | None:
+        """Why a simulated gain (ms) is not worth trying: measured steps could not show it."""
+        steps = self._steps
+        if not steps.now:
+            return None
+        if not steps.are_enough:
+            return Obstacle.NOISE, "too few steps have run to tell how much they vary"
+        level, error, rise = median(steps.now), steps.error(), steps.rise
+        if rise is not None and rise <= max(self.job.least_gain * level, TELLS * error):
+            # A step that is no slower has nothing to gain back, whatever the simulation says.
+            return Obstacle.ABSORBED, (
+                f"measured steps are no slower for it beyond their noise of {steps.noise:.3g} ms: "
+                f"{median(steps.calm):.4g} ms before, {level:.4g} since"
+            )
+        credible, needed = (gain, TELLS * error) if rise is None else (min(gain, rise), ANSWERS * error)
+        if credible < max(needed, self.job.least_gain * level):
+            return Obstacle.NOISE, (
+                f"the best change promises {credible:.3g} of {level:.4g} ms a step, and with a noise of "
+                f"{steps.noise:.3g} ms a trial could not tell less than {needed:.3g}"
+            )
+        return None
+
+    def _say_why(self, allowed: Sequence[Scored], gain: float, returning: bool, wary: bool) -> None:
+        """Says why what runs now stays though a cause is there."""
+        if not self._is_time_to_say():
+            return
+        now = self._scored[0]
+        best, _ = choose(allowed, float("inf"), gain, returning=returning, wary=wary)
+        if best is not now:
+            self._explain(
+                Obstacle.PRICE,
+                f"switching costs {best.candidate.price:.3g} ms, and late links have cost "
+                f"{max(0.0, self.lost - self.paid):.3g} ms so far",
+            )
+            return
+        least = min(each.ms for each in self._scored)
+        if len(allowed) < len(self._scored) and least <= now.ms * (1 - gain):
+            numbers = ", ".join(str(each.number) for each in self._taken_back)
+            self._explain(Obstacle.TAKEN_BACK, f"what would help by simulation was tried and taken back ({numbers})")
+            return
+        self._explain(
+            Obstacle.MEMORY,
+            f"no order, dispatch or delegate within the caps of {', '.join(f'{cap:.4g}' for cap in self.now.caps)} "
+            f"activations saves {gain:.0%} (simulated {now.ms:.4g} ms a step, at best {least:.4g})",
+        )
+
+    def _is_time_to_say(self) -> bool:
+        since = self._iteration - self._cause_since
+        return bool(self._causes) and not self._answered and (self._age >= _SAY or since >= 2 * _SAY)
+
+    def _explain(self, obstacle: Obstacle, why: str) -> None:
+        """Says once for each cause that nothing is changed for it, and why."""
+        if not self._is_time_to_say() or self._measured is None or not self._scored:
+            return
+        if obstacle is Obstacle.PAUSE and self._iteration - self._cause_since < 2 * _SAY:
+            return
+        self._answered = True
+        measured, steps = self._measured, self._steps
+        cause = tuple(sorted((key, ms) for key, (ms, _) in self._causes.items()))
+        helps: tuple[Help, ...] = ()
+        if obstacle in (Obstacle.MEMORY, Obstacle.TAKEN_BACK):
+            helps = what_would_help(self._job_as_measured(measured), self.now, measured)
+        calm = median(steps.calm) if steps.calm else self._ms
+        now = median(steps.now) if steps.now else self._ms
+        self._said.append(Unanswered(self._iteration, obstacle, why, cause, calm, now, self._scored[0].ms, helps))
 
     def _reason(self, news: Sequence[LinkChange | ComputeChange], now: float | None, then: float) -> str:
         parts = []

@@ -20,7 +20,7 @@ class Decision:
         action: what it changes; configuration: what is to run.
         reason: in words.
         ms_now, ms_then: simulated iteration time (ms) under the measured links; now is None where a dead link
-            leaves no iteration time.
+            leaves no iteration time. Of a change that is taken back: measured, with it and before it.
         price: of the switch (ms).
         causes: what the changes that led to it are put down to: "latency", "bandwidth", "occupancy", "loss", "delay"
             (of a link), "compute" (of a stage's ops); none where nothing had changed.

@@ -224,10 +224,14 @@ class LinkWatch:
         else:
             self._now.append((transfer.num_bytes, transfer.ms))
 
-    def end_iteration(self) -> LinkChange | None:
-        """Takes the iteration's messages together; returns the change they verify, if they do."""
+    def end_iteration(self, least: float = 0.0) -> LinkChange | None:
+        """Takes the iteration's messages together; returns the change they verify, if they do.
+
+        `least` is the smallest change that matters in this iteration (ms), where it is more than was given at first.
+        """
         if not self._now:
             return None
+        self._delay.least = max(self._least, least)
         messages, self._now = self._now, []
         told, self._told_now = self._told_now, (None, 0.0)
         times = [ms for _, ms in messages]

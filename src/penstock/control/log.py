@@ -1,9 +1,11 @@
 """A controller's log: JSON lines. See `replay` for what they are good for.
 
-{"controller": {"version": 2, "job": {...}, "sensitivity": {...}}}
+{"controller": {"version": 3, "job": {...}, "sensitivity": {...}}}
 {"event":{"transfers":{"0:1":[16777216.0,"~U_RRIRRIRR",0.0,0.0]}}}
 {"event":{"iteration":{"number":7,"ms":412.0}}}
 {"decision":{"number":1,...}}
+{"verdict":{"number":1,"kept":true,...}}          what measured steps said of a decision
+{"unanswered":{"obstacle":"memory",...}}          links that are late, and why nothing is changed
 
 Times are packed (packed.py), so that an iteration of 8 ranks takes some 1.5 KB.
 """
@@ -14,13 +16,15 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from penstock.control.advice import Unanswered
 from penstock.control.changes import Sensitivity
 from penstock.control.configuration import Job, job_from_json, job_to_json
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import Event, event_to_json
+from penstock.control.trial import Verdict
 
-VERSION = 2
+VERSION = 3
 
 
 def header(job: Job, sensitivity: Sensitivity) -> str:
@@ -35,6 +39,14 @@ def event_line(event: Event) -> str:
 
 def decision_line(decision: Decision) -> str:
     return _line({"decision": decision.to_json()})
+
+
+def verdict_line(verdict: Verdict) -> str:
+    return _line({"verdict": verdict.to_json()})
+
+
+def unanswered_line(unanswered: Unanswered) -> str:
+    return _line({"unanswered": unanswered.to_json()})
 
 
 def _line(value: Any) -> str:

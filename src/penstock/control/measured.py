@@ -6,9 +6,10 @@ OpTimes             ---> one ComputeWatch a stage   ---+---> changes, and `Measu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 from penstock.control.candidates import Measured, late_links
 from penstock.control.changes import Sensitivity
@@ -17,12 +18,14 @@ from penstock.control.configuration import Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
 from penstock.control.link import Cause, LinkChange, LinkEstimate, LinkWatch, looked_at_again
-from penstock.control.robust import deviation
+from penstock.control.robust import AS_DEVIATION, deviation
 from penstock.cost import LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, Trace
 
 _SCENARIOS = 3
 """Iterations that stand for all where delays differ from one to the next."""
+_RECENT = 32
+"""Iterations that say how much their times vary."""
 
 
 class Book:
@@ -38,6 +41,7 @@ class Book:
         self._links: dict[Link, LinkWatch] = {}
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
+        self._times: deque[float] = deque(maxlen=_RECENT)
 
     @property
     def watches(self) -> Iterable[LinkWatch | ComputeWatch]:
@@ -68,11 +72,14 @@ class Book:
             self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.sensitivity)
         self._links[event.link].feed(event)
 
-    def end_iteration(self) -> list[LinkChange | ComputeChange]:
-        """The changes that the iteration's measurements verify. What one direction does not tell the other may."""
+    def end_iteration(self, ms: float) -> list[LinkChange | ComputeChange]:
+        """The changes that the measurements of an iteration of `ms` verify. What one direction does not tell the
+        other may."""
         news: list[LinkChange | ComputeChange] = []
+        self._times.append(ms)
+        least = self._least()
         for _, link in sorted(self._links.items()):
-            if change := link.end_iteration():
+            if change := link.end_iteration(least):
                 news.append(change)
         for _, stage in sorted(self._stages.items()):
             if slower := stage.end_iteration():
@@ -127,6 +134,24 @@ class Book:
         )  # fmt: skip
         harshest = Links({link: max(row) for link, row in rows.items()})
         return Measured(scenarios, Links(middle), harshest, late, down, self.factors)
+
+    def is_late(self, key: Link, bound: float) -> bool:
+        """Whether the latest iteration has a link late, in either direction, or a stage slow, by `bound` ms or more.
+        A stage is named like a link to itself."""
+        if key[0] == key[1]:
+            totals = (watch.latest for (_, stage), watch in self._stages.items() if stage == key[0])
+            return any(total is not None and total >= bound for total in totals)
+        rows = (self._links[way].times(0) for way in (key, key[::-1]) if way in self._links)
+        return any(row and fmean(row) >= bound for row in rows)
+
+    def _least(self) -> float:
+        """The smallest delay (ms) that can be a cause: one that each microbatch pays there and back without showing
+        above the noise of an iteration is none."""
+        if self.job.least_delay is not None or not self._times:
+            return 0.0
+        middle = median(self._times)
+        noise = AS_DEVIATION * median(abs(ms - middle) for ms in self._times)
+        return noise / (2 * self.job.start.schedule.num_microbatches)
 
     def _stage(self, event: OpTimes) -> ComputeWatch:
         key = event.rank, event.stage

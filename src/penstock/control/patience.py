@@ -2,8 +2,8 @@
 
 Decisions rest on measurements, and the best of many candidates under noisy ones is in part the luckiest. The first
 few switches are free of this; each further one within some hundred iterations must gain half as much again, and
-leave twice as much time to the one before. So whatever is measured, there are at most `most_decisions` in so many
-iterations. A dead link is not counted, and does not wait.
+leave twice as much time to the one before. One that was taken back counts twice. So whatever is measured, there are
+at most `most_decisions` in so many iterations. A dead link is not counted, and does not wait; nor does taking back.
 
     decisions in the last 1024 iterations   0    1    2    3    4    5    6    7
     least gain, times the job's
@@ -28,18 +28,25 @@ class Patience:
 
     def __init__(self) -> None:
         self._made: list[int] = []
+        self._failed: list[int] = []
 
     def decided(self, iteration: int) -> None:
         self._made = [*(made for made in self._made if made > iteration - WINDOW), iteration]
 
-    def waits(self, iteration: int) -> bool:
-        """Whether it is too soon for another."""
+    def failed(self, iteration: int) -> None:
+        """A switch was taken back: it counts once more."""
+        self._failed = [*(made for made in self._failed if made > iteration - WINDOW), iteration]
+
+    def waits(self, iteration: int, clear: bool = False) -> bool:
+        """Whether it is too soon for another. `clear`: what it would answer cannot be noise, so that it waits for
+        those before it, but no longer because some of them were taken back."""
         recent = self._recent(iteration)
-        return bool(recent) and iteration < recent[-1] + pause(len(recent))
+        num = len(recent) + (0 if clear else len(self._failed_since(iteration)))
+        return bool(recent) and iteration < recent[-1] + pause(num)
 
     def times_gain(self, iteration: int, news: bool) -> float:
         """How many times the job's least gain a switch must save. `news`: whether something has just changed."""
-        num = len(self._recent(iteration))
+        num = len(self._recent(iteration)) + len(self._failed_since(iteration))
         return min(_GROWTH ** max(0, num - FREE if news else num), _MOST)
 
     def is_wary(self, iteration: int) -> bool:
@@ -48,6 +55,9 @@ class Patience:
 
     def _recent(self, iteration: int) -> list[int]:
         return [made for made in self._made if made > iteration - WINDOW]
+
+    def _failed_since(self, iteration: int) -> list[int]:
+        return [made for made in self._failed if made > iteration - WINDOW]
 
 
 def pause(num_recent: int) -> int:

@@ -9,11 +9,14 @@ from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import event_from_json
-from penstock.control.log import decision_line, read_header
+from penstock.control.log import read_header
+
+OUTCOMES = {"decision", "verdict", "unanswered"}
+"""What a controller says of an event, in lines after it."""
 
 
 def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
-    """Feeds a log's events to a new controller, and holds its decisions against those in the log.
+    """Feeds a log's events to a new controller, and holds what it says against the log.
 
     A log that was cut off in the middle of its last line, or before the decision of its last event, is read as far
     as it goes.
@@ -23,6 +26,7 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
     """
     controller: Controller | None = None
     made: list[Decision] = []
+    said: list[str] = []
     awaited: list[str] = []
     rows = [line for line in lines if line.strip()]
     for number, line in enumerate(rows, start=1):
@@ -33,20 +37,22 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
                 break
             raise ControlError(f"line {number} of the log is not JSON: {error}") from None
         if controller is None:
-            controller = Controller(*read_header(value))
+            controller = Controller(*read_header(value), log=said.append)
         elif "event" in value:
             if awaited:
-                raise ControlError(f"line {number}: a decision is missing from the log: {awaited[0][:200]}")
-            new = controller.feed(event_from_json(value["event"]))
-            made += new
-            awaited = [decision_line(decision) for decision in new]
-        elif "decision" in value:
+                raise ControlError(f"line {number}: what was decided is missing from the log: {awaited[0][:200]}")
+            said.clear()
+            made += controller.feed(event_from_json(value["event"]))
+            awaited = said[1:]  # the first line is the event itself
+        elif value.keys() & OUTCOMES:
             if not awaited or awaited[0] != line.strip():
                 again = awaited[0][:200] if awaited else "none"
                 raise ControlError(f"line {number}: the log has {line[:200]}, replayed: {again}")
-            awaited = []
+            awaited = awaited[1:]
         else:
-            raise ControlError(f"line {number} of the log is neither an event nor a decision: {line[:80]!r}")
+            raise ControlError(
+                f"line {number} of the log is neither an event nor a decision, verdict or finding: {line[:80]!r}"
+            )
     if controller is None:
         raise ControlError("an empty log: its first line must name the job")
     return tuple(made)

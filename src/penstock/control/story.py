@@ -4,22 +4,27 @@
     iterations.jsonl   one line an iteration, from the first one on                     if there
     timelines.jsonl    when the ops of some iterations ran                              if there
 
-"Saved" is told by the simulator that the controller decides by: each iteration is simulated under links and op times
-as they were measured in it, once with what ran, to be held against the measurement, and once with the first
-configuration. Where the first is off by a factor in the median, the second is taken times that factor.
+"Saved" is measured: iterations with a change are held against the median of those before it under the same links.
+Where links are not late any more nothing is gained, and what an iteration takes longer than undisturbed ones counts
+as lost by the change. Beside that each iteration is simulated under links and op times as they were measured in it,
+once with what ran and once with the first configuration; both are called simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from penstock.control.candidates import Action
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.hindsight import Hindsight, Seen, picked
+from penstock.control.robust import AS_DEVIATION
 from penstock.control.told import Chosen, Told, add_record, json_lines, read_log
+from penstock.control.trial import LATER
 from penstock.draw.report.story import (
     Alarms,
     Decided,
@@ -37,8 +42,8 @@ from penstock.simulate import TimedOp, Timeline
 
 MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
-AROUND = 5
-"""Iterations each side of a switch that tell what it changed."""
+AROUND = 8
+"""Iterations before a switch that it is held against, where no link had changed."""
 COUNTED = {
     "failovers": "connections that went on over another interface",
     "failbacks": "connections that went back to a better interface",
@@ -51,6 +56,8 @@ COUNTED = {
 """What delegates count, in words; where none of it happened nothing is said."""
 _STANDS_OUT = 3.0
 """Times what a quarter of the messages take at most: a delay above that is the link's own."""
+_WILD = 5.0
+"""Deviations above the median from which on a delay is no noise."""
 BYTES = 1e4
 """Activations above this are bytes, not units."""
 
@@ -86,8 +93,7 @@ def read_story(
     rows = [told.seen[number] for number in sorted(told.seen)]
     links = tuple(sorted({link for row in rows for link in row.times}, key=lambda link: (undirected(link), link)))
     ran = _simulated(told, hindsight, rows, most)
-    factor = _factor(rows, ran)
-    kept = {number: factor * ms for number, ms in _kept(told, hindsight, rows, most).items()}
+    kept = _kept(told, hindsight, rows, most)
     found = tuple(
         Iteration(
             row.number,
@@ -101,7 +107,8 @@ def read_story(
     )
     least = _least(told.job, rows)
     undisturbed, source = _undisturbed(told, hindsight, found, least)
-    decided = tuple(_decided(told.chosen[number], told.job.start, found) for number in sorted(told.chosen))
+    found = with_baselines(told, found, undisturbed, least)
+    decided = tuple(_decided(told, told.chosen[number], found) for number in sorted(told.chosen))
     return RunStory(
         name=name,
         facts=(*_facts(told.job), *facts),
@@ -119,7 +126,7 @@ def read_story(
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
-        factor=factor,
+        unanswered=tuple(f"After iteration {each.iteration}: {each}" for each in told.unanswered),
         faults=tuple(sorted((*told.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
         shown=_shown(told, decided, ran, recorded),
@@ -127,10 +134,15 @@ def read_story(
 
 
 def _least(job: Job, rows: Sequence[Seen]) -> float:
-    """From which delay on (ms) a link counts as late: well above what every message takes on its way."""
+    """From which delay on (ms) a link counts as late: well above what every message takes on its way, and above what
+    messages vary by on a busy machine, as far as that is small against a microbatch's part of an iteration."""
     delays = sorted(delay for row in rows for link in row.times if (delay := row.delay(link)) is not None)
-    usual = min(delays[len(delays) // 4], job.mean_op / 4) if delays else 0.0
-    return max(job.smallest_delay, _STANDS_OUT * usual)
+    if not delays:
+        return job.smallest_delay
+    usual = min(delays[len(delays) // 4], job.mean_op / 4)
+    wild = median(delays) + _WILD * AS_DEVIATION * median(abs(delay - median(delays)) for delay in delays)
+    short = sorted(row.ms for row in rows)[len(rows) // 4] / (2 * job.start.schedule.num_microbatches)
+    return max(job.smallest_delay, _STANDS_OUT * usual, min(wild, short))
 
 
 def _simulated(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> dict[int, Timeline]:
@@ -160,13 +172,6 @@ def _kept(told: Told, hindsight: Hindsight, rows: Sequence[Seen], most: int) -> 
     return found
 
 
-def _factor(rows: Sequence[Seen], ran: Mapping[int, Timeline]) -> float:
-    """How many times as long as simulated the iterations took that did not run the first configuration: what a busy
-    machine adds would have been added to the first configuration too."""
-    ratios = [row.ms / ran[row.number].makespan for row in rows if row.decision and row.number in ran]
-    return median(ratios) if ratios else 1.0
-
-
 def _undisturbed(
     told: Told, hindsight: Hindsight, iterations: Sequence[Iteration], least: float
 ) -> tuple[float, str]:
@@ -179,11 +184,64 @@ def _undisturbed(
     return hindsight.healthy(told.job.start).makespan, "simulated with no link late"
 
 
-def _decided(chosen: Chosen, start: Configuration, iterations: Sequence[Iteration]) -> Decided:
-    value, first = chosen.value, chosen.first
+def with_baselines(
+    told: Told, iterations: Sequence[Iteration], undisturbed: float, least: float
+) -> tuple[Iteration, ...]:
+    """The iterations with what the steps took before the changes that run in them, under the same links."""
+    start = told.job.start.digest
+    late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
+    known: dict[str, tuple[float, bool] | None] = {start: None}
+    now: tuple[float, bool] | None = None
+    before, found = 0, []
+    for each in iterations:
+        if each.decision != before:
+            chosen = told.chosen[each.decision]
+            digest = chosen.configuration.digest
+            if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
+                now = known.get(digest)
+            elif now is None or chosen.began is not None:
+                reference = _before(chosen, iterations)
+                if reference:
+                    among_late = sum(one.number in late for one in reference) > len(reference) / 2
+                    verdict = told.verdict(chosen.number)
+                    level = median(one.ms for one in reference) if verdict is None else float(verdict["before"])
+                    now = level, among_late
+            known[digest] = now
+            before = each.decision
+        baseline = None
+        if now is not None:
+            level, was_late = now
+            if (each.number in late) == was_late:
+                baseline = level
+            elif each.number not in late:
+                baseline = min(undisturbed, each.ms)  # the fault is over: nothing is gained, something may be lost
+        found.append(replace(each, baseline=baseline))
+    return tuple(found)
+
+
+def _before(chosen: Chosen, iterations: Sequence[Iteration]) -> list[Iteration]:
+    """The iterations that a decision is held against: those before it since what it answers began, without the first,
+    which was slow in part; the last ones where nothing had begun."""
+    first = chosen.first
+    if first is None:
+        return []
+    ran = next((each.decision for each in reversed(iterations) if each.number < first), 0)
+    rows = [each for each in iterations if each.number < first and each.decision == ran]
+    if chosen.began is None:
+        return rows[-AROUND:]
+    since = [each for each in rows if each.number >= chosen.began]
+    return (since[1:] if len(since) > 1 else since)[-LATER:]
+
+
+def _decided(told: Told, chosen: Chosen, iterations: Sequence[Iteration]) -> Decided:
+    value, first, start = chosen.value, chosen.first, told.job.start
     mine = [each for each in iterations if each.decision == chosen.number]
-    before = [each.ms for each in iterations if first is not None and first - AROUND <= each.number < first]
-    known = [each.kept - each.ms for each in mine if each.kept is not None]
+    before, after = _before(chosen, iterations), [each.ms for each in mine[1:] or mine][:LATER]
+    known = [each.saved for each in mine if each.baseline is not None]
+    measured = (median(each.ms for each in before) if before else None, median(after) if after else None)
+    verdict = told.verdict(chosen.number)
+    if verdict is not None:
+        measured = float(verdict["before"]), float(verdict["after"])
     return Decided(
         number=chosen.number,
         action=str(value["action"]),
@@ -196,9 +254,11 @@ def _decided(chosen: Chosen, start: Configuration, iterations: Sequence[Iteratio
         ms_now=value["ms_now"],
         ms_then=float(value["ms_then"]),
         price=float(value["price"]),
-        measured_before=median(before) if before else None,
-        measured_after=median(each.ms for each in mine[:AROUND]) if mine else None,
-        saved=sum(known) * len(mine) / len(known) if known else None,
+        measured_before=measured[0],
+        measured_after=measured[1],
+        saved=sum(known) if known else None,
+        verdict="" if verdict is None else str(verdict["why"]),
+        taken_back=verdict is not None and not verdict["kept"],
     )
 
 

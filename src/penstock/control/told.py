@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.control.advice import Unanswered
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.events import (
@@ -54,9 +55,15 @@ class Told:
     seen: dict[int, Seen] = field(default_factory=dict)
     chosen: dict[int, Chosen] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    verdicts: list[Mapping[str, Any]] = field(default_factory=list)
+    unanswered: list[Unanswered] = field(default_factory=list)
 
     def configuration(self, decision: int) -> Configuration:
         return self.job.start if decision == 0 else self.chosen[decision].configuration
+
+    def verdict(self, decision: int) -> Mapping[str, Any] | None:
+        """The last verdict on a decision; None where there is none."""
+        return next((each for each in reversed(self.verdicts) if each["number"] == decision), None)
 
 
 def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
@@ -90,6 +97,10 @@ def read_log(lines: Iterable[str]) -> Told:
             chosen = _chosen(value["decision"], began)
             told.chosen[chosen.number] = chosen
             began = None
+        elif "verdict" in value:
+            told.verdicts.append(value["verdict"])
+        elif "unanswered" in value:
+            told.unanswered.append(_unanswered(value["unanswered"]))
         elif "event" in value:
             event = event_from_json(value["event"])
             if isinstance(event, IterationEnded):
@@ -117,7 +128,7 @@ def read_log(lines: Iterable[str]) -> Told:
 
 def _end(told: Told, seen: Seen, began: int | None) -> int | None:
     """Ends an iteration; returns when what is verified with it began, or `began` where nothing is."""
-    changes = told.book.end_iteration()
+    changes = told.book.end_iteration(seen.ms)
     told.seen[seen.number] = replace(seen, down=frozenset(told.book.down))
     chosen = told.chosen.get(seen.decision)
     if chosen is not None and chosen.first is None:
@@ -148,6 +159,13 @@ def _switch(told: Told, before: int, now: int) -> None:
     told.chosen[now].outcome = "ran"
     delegated = told.configuration(before).delegated
     told.book.move(set(delegated) ^ set(told.configuration(now).delegated), delegated)
+
+
+def _unanswered(value: Mapping[str, Any]) -> Unanswered:
+    try:
+        return Unanswered.from_json(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ControlError(f"a finding that this version did not write: {error}") from None
 
 
 def _chosen(value: Mapping[str, Any], began: int | None) -> Chosen:

@@ -83,8 +83,10 @@ def _became(decision: Mapping[str, Any]) -> str:
     if decision["first"] is None:
         return "it never ran" + (", not all ranks could" if decision["outcome"] == "given up" else "")
     before, after = decision["measured_before"], decision["measured_after"]
-    times = "" if before is None or after is None else f": {before:.1f} ms before, {after:.1f} after"
-    return f"ran from iteration {decision['first']}{times}"
+    times = "" if before is None or after is None else f": measured {before:.1f} ms before, {after:.1f} after"
+    back = f"; taken back: {decision['verdict']}" if decision["taken_back"] else ""
+    slower = "; it made the run slower" if before is not None and after is not None and after > 1.02 * before else ""
+    return f"ran from iteration {decision['first']}{times}{back or slower}"
 
 
 def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:

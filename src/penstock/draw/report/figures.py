@@ -33,12 +33,14 @@ def iteration_times(story: RunStory) -> Figure:
     """Measured, simulated, had the first configuration been kept, and undisturbed, over iterations."""
     low, high = ends(story)
     numbers = [each.number for each in story.iterations]
-    kept = [(each.number, each.kept) for each in story.iterations]
-    known = [(number, ms) for number, ms in kept if ms is not None]
+    known = [(each.number, each.kept) for each in story.iterations if each.decision and each.kept is not None]
+    before = [(each.number, each.baseline) for each in story.iterations if each.baseline is not None]
     simulated = [(each.number, each.simulated) for each in story.iterations if each.simulated is not None]
     parts = [Line("measured", numbers, [each.ms for each in story.iterations], hue="blue")]
     if any(each.decision for each in story.iterations) and known:
-        parts.insert(0, Line("first configuration kept", *_broken(known), hue="brick"))
+        parts.insert(0, Line("first configuration, simulated", *_broken(known), hue="brick"))
+    if before:
+        parts.append(Line("measured before the changes", *_broken(before), "brick", "dashed"))
     if simulated:
         parts.append(Line("simulated", [n for n, _ in simulated], [ms for _, ms in simulated], "navy", "dotted"))
     values = [value for part in parts for value in part.y if value is not None]

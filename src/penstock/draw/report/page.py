@@ -15,6 +15,10 @@ from penstock.draw.report.words import alarms, headline, link_name, more, reacti
 from penstock.draw.scale import percent, short
 
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
+_MEASURED = (
+    "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
+    "with the change against that median, while the same links are late."
+)
 MOST_ROWS = 400
 """Iterations that the table at the end lists."""
 
@@ -45,10 +49,14 @@ def _numbers(story: RunStory) -> str:
     """The few numbers that matter, large."""
     late = f"{len(story.late)} of {len(story.iterations)}"
     found = [(late, "iterations with a late link", "")]
-    if story.lost is not None and story.saved is not None:
-        found.append((seconds(story.lost), "lost, had nothing been changed", "lost"))
-        found.append((seconds(story.saved) if story.saved > 0 else "none", "of it saved", "saved"))
-    first = next((each for each in story.decisions if each.outcome == "ran"), None)
+    found.append((seconds(story.lost), "lost, had nothing been changed", "lost"))
+    if story.saved is None:
+        found.append(("not known", "of it saved: nothing to measure it by", ""))
+    elif story.saved < 0:
+        found.append((seconds(-story.saved), "more by changes that were slower, measured", "lost"))
+    else:
+        found.append((seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved"))
+    first = next((each for each in story.decisions if each.outcome == "ran" and not each.taken_back), None)
     after = None if first is None else reaction(story, first)
     if after is not None:
         found.append((times(after, "iteration"), "from late to the new plan running", ""))
@@ -66,14 +74,15 @@ def _sections(story: RunStory) -> list[str]:
             "Iteration time",
             _hover(figures.iteration_times(story), story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
-            "where it ran, else simulated under links and op times as measured in each iteration"
-            f"{_factor(story)}. Purple: a decision, where it began to run.",
+            "where it ran, else simulated under links and op times as measured in each iteration. Purple: a "
+            "decision, where it began to run.",
         )
     ]
     heat = figures.link_heat(story)
     if heat is not None:
         found.append(_section("Links", _hover(heat, story) + _spells(story)))
-    found.append(_section("Decisions", _decisions(story.decisions, story), escape(alarms(story)) + "."))
+    said = _decisions(story.decisions, story) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
+    found.append(_section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
         found.append(_section("Faults", _faults(story)))
     timelines = figures.before_and_after(story)
@@ -91,13 +100,6 @@ def _sections(story: RunStory) -> list[str]:
         )
     found.append(_rows(story))
     return found
-
-
-def _factor(story: RunStory) -> str:
-    """What the simulation was taken times, where that shows."""
-    if abs(story.factor - 1) < 0.01:
-        return ""
-    return f", times {story.factor:.2f}, as measured iterations of this run were to simulated ones"
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -154,7 +156,7 @@ def _decisions(decisions: Sequence[Decided], story: RunStory) -> str:
         return "<p>Nothing was changed.</p>"
     head = (
         "", "decision", "what runs then", "why", "late since", "verified and proposed", "runs from",
-        "simulated ms", "measured ms", "saved",
+        "simulated ms", "measured ms", "verdict", "saved",
     )  # fmt: skip
     rows = []
     for each in decisions:
@@ -170,10 +172,17 @@ def _decisions(decisions: Sequence[Decided], story: RunStory) -> str:
                 runs,
                 f"{_maybe(each.ms_now, short)} → {short(each.ms_then)}",
                 f"{_maybe(each.measured_before, short)} → {_maybe(each.measured_after, short)}",
+                _verdict(each),
                 _maybe(each.saved, seconds),
             )
         )
-    return table(head, rows, (0, 1, 2, 3), "Decisions")
+    return table(head, rows, (0, 1, 2, 3, 9), "Decisions")
+
+
+def _verdict(each: Decided) -> str:
+    if not each.verdict:
+        return "–"
+    return f"{'taken back' if each.taken_back else 'stays'}: {each.verdict}"
 
 
 def _maybe(value: float | None, show: object) -> str:

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const story = JSON.parse(document.getElementById("data").textContent);
-  const { number, ms, simulated, kept, decision, delays } = story.iterations;
+  const { number, ms, simulated, kept, baseline, decision, delays } = story.iterations;
   const tip = document.getElementById("r-tip");
   const figures = [...document.querySelectorAll(".r-hover")].map((figure) => {
     const svg = figure.querySelector("svg");
@@ -32,7 +32,8 @@
   }
 
   function rows(i) {
-    const found = [["measured", ms[i]], ["simulated", simulated[i]], ["first configuration kept", kept[i]]];
+    const found = [["measured", ms[i]], ["simulated", simulated[i]], ["first configuration", kept[i]],
+      ["measured before the changes", baseline[i]]];
     const out = found.filter(([, v]) => v !== null).map(([name, v]) => [name, short(v) + " ms"]);
     out.push(["runs", decision[i] ? "decision " + decision[i] : "the start"]);
     const late = story.links.map((link, k) => [link, delays[k][i]]).filter(([, v]) => v !== null);

@@ -25,8 +25,9 @@ class Iteration:
         number: from 0; ms: measured; decision: the number of the one in force, 0 for the start.
         simulated: what ran, simulated under links and op times as measured in it; None where that was not done.
         kept: what keeping the first configuration would have taken: measured where that ran, else simulated under
-            the same links and taken times the story's factor. None where that was not done, or where a dead link
-            would have ended the run.
+            the same links. None where that was not done, or where a dead link would have ended the run.
+        baseline: what the steps took, measured, before the changes that run now, under the same links: the median.
+            None where what ran first runs, and where nothing else was measured under these links.
         delays: median time of a message on each link, in the order of the story's links; None without messages.
     """
 
@@ -36,6 +37,12 @@ class Iteration:
     simulated: float | None
     kept: float | None
     delays: tuple[float | None, ...]
+    baseline: float | None = None
+
+    @property
+    def saved(self) -> float:
+        """Measured ms less than before the changes; 0 where that was not measured."""
+        return 0.0 if self.baseline is None else self.baseline - self.ms
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,11 @@ class Decided:
         first: the first iteration that ran it; None where none did.
         outcome: "ran", "given up" (not all ranks could take it) or "open" (the run ended first).
         ms_now, ms_then: simulated iteration times before and after; now is None where a dead link left none.
-        measured_before, measured_after: median measured iteration time over some iterations each side of the switch.
-        saved: measured against keeping the first configuration, over the iterations that ran it.
+        measured_before, measured_after: median measured iteration time before the switch, since what it answers
+            began, and after it.
+        saved: see `Iteration.saved`, over the iterations that ran it; None where none was measured under the links
+            that it runs under.
+        verdict: what its trial came to, in words. taken_back: whether it was.
     """
 
     number: int
@@ -67,6 +77,14 @@ class Decided:
     measured_before: float | None
     measured_after: float | None
     saved: float | None
+    verdict: str = ""
+    taken_back: bool = False
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it stayed though measured iterations with it are over 2% longer than before it."""
+        before, after = self.measured_before, self.measured_after
+        return not self.taken_back and before is not None and after is not None and after > 1.02 * before
 
 
 @dataclass(frozen=True)
@@ -185,7 +203,7 @@ class RunStory:
         links: directions that were measured, in order.
         smallest_delay: from which on a link counts as late (ms).
         undisturbed: how long an iteration takes with no link late; `undisturbed_from` says how that is known.
-        factor: how many times as long as simulated the iterations took that ran other configurations.
+        unanswered: causes that nothing was changed for, why, and what would help, in words.
         counters: names and numbers of what a run counts besides, like messages sent again.
     """
 
@@ -201,7 +219,7 @@ class RunStory:
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str
-    factor: float = 1.0
+    unanswered: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
     shown: tuple[Shown, ...] = ()
@@ -221,27 +239,20 @@ class RunStory:
         )
 
     @cached_property
-    def lost(self) -> float | None:
-        """What late links would have cost had the first configuration been kept; None where that is not known."""
-        return self._sum(lambda each, kept: kept - self.undisturbed)
+    def lost(self) -> float:
+        """What late links would have cost had nothing been changed, by measured iterations: what those with a late
+        link took more than the undisturbed, and what was saved of it."""
+        late = [each for each in self.iterations if each.number in self.late]
+        return sum(each.ms - self.undisturbed + each.saved for each in late)
 
     @cached_property
     def saved(self) -> float | None:
-        """How much less than that they did cost."""
-        return self._sum(lambda each, kept: kept - each.ms)
-
-    def _sum(self, of: Any) -> float | None:
-        """Over the iterations that were disturbed or did not run the first configuration. Where only some of them
-        were simulated, those stand for the others."""
-        first = [each for each in self.iterations if each.decision == 0 and each.number in self.late]
-        other = [each for each in self.iterations if each.decision != 0]
-        known = [each for each in other if each.kept is not None]
-        if other and not known:
+        """How much less iterations took than before the changes under the same links, measured. Negative where they
+        took more; None where something else ran and nothing of it could be compared."""
+        changed = [each for each in self.iterations if each.decision != 0]
+        if changed and all(each.baseline is None for each in changed):
             return None
-        value = sum(of(each, each.ms if each.kept is None else each.kept) for each in first)
-        if known:
-            value += sum(of(each, each.kept) for each in known) * len(other) / len(known)
-        return float(value)
+        return sum(each.saved for each in changed)
 
     @cached_property
     def error(self) -> float | None:
@@ -256,7 +267,7 @@ class RunStory:
         value = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "shown"}
         for name in ("decisions", "spells", "ran", "faults"):
             value[name] = [asdict(each) for each in value[name]]
-        columns = ("number", "ms", "decision", "simulated", "kept")
+        columns = ("number", "ms", "decision", "simulated", "kept", "baseline")
         value["iterations"] = {name: [getattr(each, name) for each in self.iterations] for name in columns}
         value["iterations"]["delays"] = [list(column) for column in zip(*(each.delays for each in self.iterations))]
         value["memory"] = None if self.memory is None else asdict(self.memory)

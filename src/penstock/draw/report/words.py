@@ -61,10 +61,13 @@ def more(story: RunStory) -> list[str]:
     found[0] += f", {times(len(ran), 'change')} of what runs"
     if (given_up := sum(each.outcome == "given up" for each in story.decisions)) > 0:
         found[0] += f", {given_up} given up because not all ranks could take it"
+    tried = sum(each.taken_back for each in ran)
+    if tried:
+        found[0] += f", {tried} of them taken back because measured iterations were no faster"
     found.append(alarms(story))
     if story.error is not None:
         found.append(f"Simulated and measured iteration time differ by {percent(story.error)} in the median")
-    return [_sentence(each) for each in found]
+    return [*(_sentence(each) for each in found), *(_sentence(each) for each in story.unanswered)]
 
 
 def alarms(story: RunStory) -> str:
@@ -88,7 +91,7 @@ def _broken(story: RunStory) -> str:
 
 
 def _late(story: RunStory) -> str:
-    spells = story.spells
+    spells = _main(story.spells)
     count = times(len(story.iterations), "iteration")
     if not spells and story.faults:
         return ""
@@ -109,6 +112,12 @@ def _late(story: RunStory) -> str:
     return f"{named} were {_delays(spells)} late {how_long}"
 
 
+def _main(spells: Sequence[Spell]) -> Sequence[Spell]:
+    """Those that are spoken of: what is small beside the costliest is left out."""
+    costliest = max((spell.ms * spell.num_late for spell in spells), default=0.0)
+    return [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
+
+
 def _for(spell: Spell, story: RunStory) -> str:
     if spell.num_late == len(story.iterations):
         return f"all {times(spell.num_late, 'iteration')}"
@@ -116,9 +125,7 @@ def _for(spell: Spell, story: RunStory) -> str:
 
 
 def _delays(spells: Sequence[Spell]) -> str:
-    """The delays of spells in the median, small spells left out, and the largest where it is far above."""
-    costliest = max(spell.ms * spell.num_late for spell in spells)
-    spells = [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
+    """The delays of spells in the median, and the largest where it is far above."""
     low, high, most = (
         short(float(f"{value:.3g}"))
         for value in (min(s.ms for s in spells), max(s.ms for s in spells), max(s.most for s in spells))
@@ -133,13 +140,16 @@ def _listed(names: Sequence[str]) -> str:
 
 def _answer(story: RunStory) -> str:
     ran = [each for each in story.decisions if each.outcome == "ran" and each.first is not None]
+    stayed = [each for each in ran if not each.taken_back and each.action != "take back"]
     if not ran and _is_nothing(story):
         return ""
     if not ran:
         return "what runs was never changed" if story.decisions or story.spells else ""
-    first = ran[0]
+    if not stayed:
+        return f"{times(sum(each.taken_back for each in ran), 'change')} of what runs was tried and taken back"
+    first = next((each for each in stayed if reaction(story, each) is not None), stayed[0])
     after = reaction(story, first)
-    one = len({spell.link for spell in story.spells}) == 1
+    one = len({spell.link for spell in _main(story.spells)}) == 1
     done = DONE.get(first.action, first.action).format(
         it="it was" if one else "links were", dispatch="dynamic" if "dynamic" in first.what else "frozen"
     )
@@ -156,22 +166,32 @@ def reaction(story: RunStory, decided: Decided) -> int | None:
 
 
 def _saved(story: RunStory) -> str:
+    """What was saved, as measured; a run that a change made slower is not praised."""
     lost, saved = story.lost, story.saved
-    if not story.spells or lost is None or saved is None:
+    changed = any(each.outcome == "ran" for each in story.decisions)
+    slower = [each for each in story.decisions if each.is_slower]
+    if slower and saved is not None and saved < 0:
+        worst = max(slower, key=lambda each: (each.measured_after or 0.0) / (each.measured_before or 1.0))
+        how = f"{short(worst.measured_before or 0.0)} to {short(worst.measured_after or 0.0)} ms an iteration"
+        return f"the run became slower by it, from {how}: {seconds(-saved)} more in all"
+    if changed and saved is not None and saved < 0:
+        return f"changes cost {seconds(-saved)}"
+    if not story.spells:
         return ""
     if _is_nothing(story):
-        changed = any(each.outcome == "ran" for each in story.decisions)
         return f"that cost next to nothing ({seconds(max(0.0, lost))})" + (
             "" if changed else ", and nothing was changed"
         )
-    if saved <= 0:
+    if saved is None:
+        return f"{seconds(lost)} were lost, and what the changes saved of more could not be measured"
+    if saved == 0:
         return f"{seconds(lost)} were lost, none of it saved"
-    return f"{seconds(saved)} of {seconds(lost)} lost time was saved"
+    return f"{seconds(saved)} of {seconds(lost)} lost time was saved, by measured iterations"
 
 
 def _is_nothing(story: RunStory) -> bool:
     """Whether late links would have cost next to nothing."""
-    return story.lost is not None and story.lost < NOTHING * story.total
+    return story.lost < NOTHING * story.total
 
 
 def _sentence(text: str) -> str:

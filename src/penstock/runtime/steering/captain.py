@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.control import Configuration, Event, Job, Switched
+from penstock.control.advice import Unanswered
 from penstock.control.log import event_line
 from penstock.cost import Costs
 from penstock.runtime.steering.decider import Decider
@@ -97,6 +98,7 @@ class Captain:
         self.decisions: list[dict[str, Any]] = []
         self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
+        self._notice = notice
         self._records = Records(steering.folder, notice)
         self._gathering = Gathering(setting.start.schedule.num_ranks)
         self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
@@ -225,6 +227,9 @@ class Captain:
             self._records.iteration(value["record"])
             return
         self._records.control(line)
+        if "unanswered" in value:
+            found = Unanswered.from_json(value["unanswered"])
+            self._notice(f"after iteration {found.iteration + 1}: {found}")
         if "decision" in value:
             decision = value["decision"]
             self.decisions.append(decision)

@@ -1,0 +1,160 @@
+"""Links that are late and not answered: what stood in the way, and what would help, by simulation.
+
+links 2:3 are late by 120 ms: steps take 633 ms instead of 97
+  why     nothing within the memory of each rank saves 2% (simulated 633 ms, at best 628)
+  helps   --host-memory 2   2 more activations per rank: 521 ms
+          --schedule zb-h2  holds up to 7 activations: 540 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from penstock.control.candidates import Measured, candidates
+from penstock.control.configuration import Configuration, Job, peaks
+from penstock.control.decide import predict, score
+from penstock.control.events import Link, show_link
+from penstock.dispatch import Dispatch
+from penstock.library import build
+from penstock.schedule import Schedule, ScheduleError
+
+MORE = (1, 2, 4, 8)
+"""Activations of the largest stage that each rank may hold more, tried one after the other."""
+OTHERS = ("zb", "zb-h2", "zb-h1", "1f1b", "gpipe")
+"""Library schedules of one stage per rank that are tried as another start."""
+
+
+class Obstacle(StrEnum):
+    """What stood in the way of an answer."""
+
+    MEMORY = "memory"
+    NOISE = "noise"
+    ABSORBED = "absorbed"
+    TAKEN_BACK = "taken back"
+    PRICE = "price"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True)
+class Help:
+    """What would help, the option that gives it, and the simulated iteration time (ms) with it."""
+
+    what: str
+    option: str
+    ms: float
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.option}) it would be {self.ms:.4g} ms"
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Links that are late, or ops that are slow, to which nothing was changed.
+
+    Attributes:
+        iteration: after which this was said; obstacle: what stood in the way; why: in words.
+        cause: links with their delay (ms); a stage with slow ops counts as a link to itself.
+        before, now: median measured step (ms) before it began and since. simulated: what runs, simulated now.
+        helps: what would, the least first.
+    """
+
+    iteration: int
+    obstacle: Obstacle
+    why: str
+    cause: tuple[tuple[Link, float], ...]
+    before: float
+    now: float
+    simulated: float
+    helps: tuple[Help, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        helps = [{"what": each.what, "option": each.option, "ms": round(each.ms, 4)} for each in self.helps]
+        cause = {show_link(key): round(ms, 4) for key, ms in self.cause}
+        return asdict(self) | {"obstacle": self.obstacle.value, "cause": cause, "helps": helps}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Unanswered:
+        """Reads `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        fields = dict(value)
+        pairs = ((key.partition(":"), ms) for key, ms in fields.pop("cause").items())
+        cause = tuple(((int(a), int(b)), float(ms)) for (a, _, b), ms in pairs)
+        helps = tuple(Help(**each) for each in fields.pop("helps"))
+        return cls(**fields | {"cause": cause, "helps": helps, "obstacle": Obstacle(fields["obstacle"])})
+
+    def __str__(self) -> str:
+        said = f"{causes_in_words(dict(self.cause))}, and nothing is changed: {self.why}"
+        if self.helps:
+            said += f"; simulated {self.simulated:.4g} ms a step now, " + ", ".join(map(str, self.helps))
+        return said
+
+
+def causes_in_words(cause: Mapping[Link, float]) -> str:
+    """The late links and slow stages of a cause."""
+    links = [f"{show_link(key)} by {ms:.3g} ms" for key, ms in sorted(cause.items()) if key[0] != key[1]]
+    stages = [str(key[0]) for key in sorted(cause) if key[0] == key[1]]
+    parts = ["link " + ", ".join(links) + " late"] if links else []
+    parts += ["ops of stage " + ", ".join(stages) + " slow"] if stages else []
+    return " and ".join(parts)
+
+
+def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:
+    """The least more memory per rank that lets some candidate save `job.least_gain`, and the library schedule that
+    would be fastest as a start, where it is faster by as much. Both are simulated under the links as measured."""
+    unit = max(job.costs.activation)
+    ms_now = predict(job, now, measured.scenarios)
+    enough = ms_now * (1 - job.least_gain)
+    found = []
+    for more in MORE:
+        more_job = _with_more(job, more * unit)
+        # With delegated links the caps of what runs now are lifted too.
+        ms = min(
+            score(more_job, measured, each).ms for each in candidates(more_job, _lifted(more_job, now), measured)
+        )
+        if ms <= enough:
+            many = "activation" if more == 1 else "activations"
+            found.append(Help(f"with {more} more {many} per rank", f"--host-memory {more:g}", ms))
+            break
+    other = _best_other(job, measured)
+    if other is not None and other[0] <= enough:
+        ms, schedule = other
+        held = max(peaks(schedule, job.costs)) / unit
+        found.append(
+            Help(
+                f"with schedule {schedule.name}, up to {held:.3g} activations held", f"--schedule {schedule.name}", ms
+            )
+        )
+    return tuple(sorted(found, key=lambda each: each.ms))
+
+
+def _with_more(job: Job, more: float) -> Job:
+    """The job with more room per rank: in host memory where links may be delegated, else on the device."""
+    if job.may_delegate:
+        return replace(job, host_memory=tuple(limit + more for limit in job.host_limits))
+    return replace(job, start=replace(job.start, caps=tuple(cap + more for cap in job.start.caps)))
+
+
+def _lifted(job: Job, now: Configuration) -> Configuration:
+    return replace(now, caps=job.caps(now.delegated))
+
+
+def _best_other(job: Job, measured: Measured) -> tuple[float, Schedule] | None:
+    """The fastest of `OTHERS`, under each dispatch that may be chosen, each with what its own order holds."""
+    found: list[tuple[float, Schedule]] = []
+    start = job.start.schedule
+    if start.num_stages != job.num_ranks:
+        return None
+    for name in OTHERS:
+        try:
+            schedule = build(name, job.num_ranks, start.num_microbatches)
+        except ScheduleError:
+            continue
+        if schedule.name == start.name:
+            continue
+        caps = tuple(peaks(schedule, job.costs))
+        for dispatch in dict.fromkeys((Dispatch.FROZEN, *job.dispatches)):
+            found.append((predict(job, Configuration(schedule, dispatch, (), caps), measured.scenarios), schedule))
+    return min(found, key=lambda each: each[0], default=None)
