@@ -7,6 +7,7 @@ and adds the copies' gradients up in the order of the pipelines.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,12 @@ ADAM = partial(torch.optim.AdamW, lr=0.05)
 
 
 def grouped_step(
-    model: nn.Module, inputs: Any, targets: Any, schedule: ps.Schedule, step: int
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    schedule: ps.Schedule,
+    step: int,
+    autocast: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The loss, and the gradients by name."""
     num = schedule.num_microbatches
@@ -42,7 +48,8 @@ def grouped_step(
     with torch.random.fork_rng(devices=[]):
         for m, (x, y) in enumerate(zip(cut(inputs, num), cut(targets, num), strict=True)):
             own = models[schedule.microbatch_pipeline[m]]
-            loss = MSE(call(own, x, mix(mix(0, step), m)), y) * scales[m]
+            with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                loss = MSE(call(own, x, mix(mix(0, step), m)), y) * scales[m]
             loss.backward()
             losses[m] = loss.detach()
     total = losses[0].clone()

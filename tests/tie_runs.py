@@ -166,6 +166,54 @@ def _far(what: str, found: Tensor, want: Tensor | None) -> list[str]:
     return []
 
 
+class Uses(nn.Module):
+    """Uses one weight: in a matmul, which autocast casts, and by looking up its rows, which it does not."""
+
+    def __init__(self, uses: str, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.uses, self.weight = uses, weight
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.sum(1) * 10).long() % WIDTH
+        for use in self.uses:
+            if use == "m":
+                x = nn.functional.linear(x, self.weight).tanh()
+            elif use == "l":
+                x = x + nn.functional.embedding(rows, self.weight)
+            else:  # a cast of the user's own
+                x = x @ self.weight.to(torch.bfloat16).float()
+        return self.linear(x)
+
+
+def using(uses: Sequence[str]) -> nn.Sequential:
+    """A stage for each, all of which use one weight."""
+    torch.manual_seed(6)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    return nn.Sequential(*(Uses(use, weight) for use in uses))
+
+
+def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """What is not as in the loop under autocast, in words."""
+    plain, num = copy.deepcopy(model), schedule.num_microbatches
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, autocast=dtype, timeout=20)
+    found: list[str] = []
+    for number, (x, y) in enumerate(steps(8 * num + 1), start=1):
+        if schedule.placement.num_pipelines > 1:
+            loss, want = grouped_step(plain, x, y, schedule, number, dtype)
+        else:
+            loss = plain_step(plain, x, y, num, MSE, step=number, autocast=dtype)
+            want = {n: p.grad for n, p in plain.named_parameters()}
+        result = pipe.step(x, y, update=False)
+        found += [] if torch.equal(result.loss, loss) else [f"loss {result.loss} is not {loss}"]
+        got = {n: p.grad for n, p in pipe.named_parameters()}
+        found += differences({n: want[n] for n in got}, got)
+        pipe.zero_grad()
+        plain.zero_grad()
+    pipe.close()
+    return found
+
+
 def refused(model: Any, schedule: ps.Schedule, **options: Any) -> str:
     """The message with which a pipeline is refused; empty where it is not."""
     try:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 import tie_runs
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.split import slot
 from plain_loop import differences, plain_step
 from tie_runs import MSE
 
@@ -207,3 +209,85 @@ def test_buffers_of_two_stages_that_stay_as_they_are(name: str, make: Any) -> No
         assert not differences(want, {n: p.grad for n, p in pipe.named_parameters()})
         pipe.zero_grad()
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in plain.state_dict().items())
+
+
+# Autocast. m: a matmul, whose weight is cast. l: a lookup, whose weight is not. c: a cast of the user's own.
+
+CASTS = [
+    "mm",
+    "m_",
+    "lm",
+    "ml",
+    "_m",
+    "cc",
+    "cm",
+    "mc",
+    "mmmm",
+    "mlml",
+    "lllm",
+    "m__m",
+    "_mm_",
+    "lm_m",
+    "_lmm",
+    "llm",
+    "llmm",
+    "_lm",
+    "llllm",
+]
+SEVERAL = [
+    ("mm", "mm"),
+    ("ml", "lm"),
+    ("lm", "ml"),
+    ("lmlm", "mlml"),
+    ("mlm", "l", "m", "ll"),
+    ("l", "ll", "lml", "llm"),
+    ("l", "lm"),
+    ("l", "ml"),
+    ("l", "c", "ml", "l", "lm", "cm"),
+]
+
+
+@pytest.mark.xfail(strict=False, reason="every stage casts for itself, and sums are of float32")
+@pytest.mark.parametrize("uses", [*CASTS, *SEVERAL])
+def test_tied_weights_under_autocast(uses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot, "MERGE_WORK", 0)  # everything that may wait for W does
+    each = [use.replace("_", "") for use in uses]
+    for name in ("zb-h1", *(["chimera"] if len(each) == 4 else [])):
+        assert not tie_runs.wrong_casts(tie_runs.using(each), ps.build(name, len(each), 4)), name
+
+
+@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_one_module_in_two_stages_under_autocast(name: str, dtype: torch.dtype) -> None:
+    schedule = ps.build(name, 2, 4)
+    assert not tie_runs.wrong_casts(tie_runs.tied_model(schedule.num_stages), schedule, dtype)
+
+
+@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
+def test_tied_convolutions_under_autocast() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv1d(1, 1, 3, padding=1)
+    wide = [nn.Sequential(nn.Unflatten(1, (1, -1)), conv, nn.Flatten(), nn.Linear(6, 6)) for _ in range(3)]
+    assert not tie_runs.wrong_casts(nn.Sequential(*wide), ps.build("1f1b", 3, 4))
+
+
+class Sometimes(tie_runs.Uses):
+    """Looks a row up in some microbatches only, or everything in a checkpoint whose backward is one of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.uses == "checkpoint":
+            return checkpoint(lambda x: self.linear(x @ self.weight), x, use_reentrant=True)
+        self.seen = getattr(self, "seen", 0) + 1
+        return self.linear(x @ self.weight + (self.weight[0] if self.seen > 1 else 0))
+
+
+@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
+@pytest.mark.parametrize("uses", ["changing", "checkpoint"])
+def test_uses_under_autocast_that_are_not_seen_in_the_forward_are_refused(uses: str) -> None:
+    model = tie_runs.using("mm")
+    model[1] = Sometimes(uses, model[0].weight)
+    with pytest.raises(
+        RuntimeFailure, match=r"1\.weight is shared by stages and used under autocast in a way that changes"
+    ):
+        tie_runs.wrong_casts(model, ps.build("1f1b", 2, 4))
