@@ -247,7 +247,6 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.xfail(strict=False, reason="every stage casts for itself, and sums are of float32")
 @pytest.mark.parametrize("uses", [*CASTS, *SEVERAL])
 def test_tied_weights_under_autocast(uses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot, "MERGE_WORK", 0)  # everything that may wait for W does
@@ -256,7 +255,6 @@ def test_tied_weights_under_autocast(uses: Any, monkeypatch: pytest.MonkeyPatch)
         assert not tie_runs.wrong_casts(tie_runs.using(each), ps.build(name, len(each), 4)), name
 
 
-@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
 def test_one_module_in_two_stages_under_autocast(name: str, dtype: torch.dtype) -> None:
@@ -264,7 +262,6 @@ def test_one_module_in_two_stages_under_autocast(name: str, dtype: torch.dtype) 
     assert not tie_runs.wrong_casts(tie_runs.tied_model(schedule.num_stages), schedule, dtype)
 
 
-@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
 def test_tied_convolutions_under_autocast() -> None:
     torch.manual_seed(0)
     conv = nn.Conv1d(1, 1, 3, padding=1)
@@ -282,7 +279,6 @@ class Sometimes(tie_runs.Uses):
         return self.linear(x @ self.weight + (self.weight[0] if self.seen > 1 else 0))
 
 
-@pytest.mark.xfail(strict=True, reason="every stage casts for itself, and sums are of float32")
 @pytest.mark.parametrize("uses", ["changing", "checkpoint"])
 def test_uses_under_autocast_that_are_not_seen_in_the_forward_are_refused(uses: str) -> None:
     model = tie_runs.using("mm")

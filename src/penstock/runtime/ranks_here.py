@@ -73,7 +73,7 @@ class RanksHere:
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
-                len(schedule.graph.targets[key[1]]),
+                len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip

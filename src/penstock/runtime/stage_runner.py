@@ -89,6 +89,7 @@ class StageRunner:
         is_last: whether its output is what the loss takes.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
+        note_casts: takes note, inside autocast, of what a forward of (stage, microbatch, its output) has cast.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class StageRunner:
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
         num_targets: int = 1,
+        note_casts: Callable[[int, int, Any], None] | None = None,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -109,6 +111,7 @@ class StageRunner:
         self._device = device
         self._loss_fn = loss_fn
         self._autocast = autocast
+        self._note_casts = None if autocast is None else note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
         self._held: dict[int, Held] = {}
@@ -203,6 +206,8 @@ class StageRunner:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
+            if self._note_casts is not None:
+                self._note_casts(self.index, m, output)
         if tape is not None and not self._defers:
             self._defers = tape.deferring
             self._plain.add(self.settings.microbatches.signature(m))

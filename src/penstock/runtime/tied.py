@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.message import Edge, Payload
 from penstock.runtime.shards import as_shard, local
+from penstock.runtime.tied_casts import Cast, DirectUses, Sum, cast_of
 from penstock.schedule import Op
 
 
@@ -120,7 +121,11 @@ class TiedGradients:
                     self._stand_ins.setdefault(stage, []).append((slot, StandIn(stages[stage], parameter)))
                 if stage != tie.stages[-1]:
                     self._from_below.setdefault(stage, []).append(slot)
-        self._taken: dict[tuple[int, int], Tensor | None] = {}
+        self._taken: dict[tuple[int, int], Sum] = {}
+        self._came: dict[tuple[int, int], Sum] = {}
+        self._casts: dict[tuple[int, int, int], Cast] = {}
+        self._uses: dict[tuple[int, int, int], DirectUses] = {}
+        self._never_direct: set[tuple[int, int]] = set()
         self._running: int | None = None
         self._handles: dict[int, Any] = {}
 
@@ -132,6 +137,9 @@ class TiedGradients:
     def begin(self) -> None:
         """Starts a step."""
         self._taken.clear()
+        self._came.clear()
+        self._casts.clear()
+        self._uses.clear()
         for found in self._stand_ins.values():
             for _, stand_in in found:
                 stand_in.begin()
@@ -159,28 +167,66 @@ class TiedGradients:
             for _, stand_in in found:
                 stand_in.leave()
 
+    def note_casts(self, stage: int, m: int, output: Any) -> None:
+        """After a forward under autocast, inside it: finds its casts of tied parameters, and their other uses."""
+        stand_ins = dict(self._stand_ins.get(stage, ()))
+        for (slot, own), parameter in self._local.items():
+            if own == stage:
+                leaf = stand_ins[slot].leaf if slot in stand_ins else parameter
+                cast = cast_of(leaf)
+                if cast is not None:
+                    self._casts[slot, stage, m] = cast
+                if slot in stand_ins and leaf.requires_grad and (slot, stage) not in self._never_direct:
+                    self._uses[slot, stage, m] = found = DirectUses(leaf, output, cast)
+                    if not found.num:
+                        self._never_direct.add((slot, stage))
+
     def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
-        """Tells the gradients of outputs from the tied sums, which come after them, by slot: (parameter, its sum)."""
+        """Tells the gradients of outputs from the tied sums, which come after them, by slot.
+
+        Returns:
+            The first, and what a backward starts from besides: (tensor of its graph, gradient).
+        """
         slots = self._from_below.get(op.stage, ())
         main = len(received) - len(slots)
         stand_ins = dict(self._stand_ins.get(op.stage, ()))
-        sums: list[tuple[Tensor, Tensor]] = []
+        starts: list[tuple[Tensor, Tensor]] = []
         for slot, payload in zip(slots, received[main:], strict=True):
-            gradient = payload.leaves[0]
+            self._came[slot, op.stage] = came = Sum.of(payload)
+            cast = self._casts.get((slot, op.stage, op.microbatch))
             parameter = stand_ins[slot].leaf if slot in stand_ins else self._local[slot, op.stage]
-            if gradient is not None and parameter.requires_grad:
-                sums.append((parameter, as_shard(gradient.to(parameter.device), parameter)))
-        return received[:main], sums
+            if not parameter.requires_grad:
+                continue
+            direct = came.direct
+            if slot not in stand_ins and cast is None:
+                direct = came.whole()
+            if direct is not None:
+                starts.append((parameter, as_shard(direct.to(parameter.device), parameter)))
+            if came.cast is not None and cast is not None:
+                starts.append((cast.root, cast.gradient(came.cast)))
+        for slot in stand_ins:
+            if (cast := self._casts.get((slot, op.stage, op.microbatch))) is not None:
+                cast.take()
+        return received[:main], starts
 
     def take(self, op: Op) -> None:
         """After a backward: takes this microbatch's sums where another stage is the owner."""
         for slot, stand_in in self._stand_ins.get(op.stage, ()):
-            self._taken[slot, op.stage], stand_in.leaf.grad = stand_in.leaf.grad, None
+            key = slot, op.stage, op.microbatch
+            direct, stand_in.leaf.grad = stand_in.leaf.grad, None
+            came = self._came.pop(key[:2], None) or Sum()
+            cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
+            if cast is None and came.cast is None:
+                self._taken[key[:2]] = Sum(direct)
+            else:
+                self._taken[key[:2]] = came.after(direct, cast, uses, self._ties[slot - 1].names[op.stage])
+        if self._casts:
+            for key in [key for key in self._casts if key[1:] == (op.stage, op.microbatch)]:
+                del self._casts[key]
 
     def give(self, edge: Edge) -> Payload:
         """The sum so far, for the next stage up."""
-        taken = self._taken.pop((edge.slot, edge.producer.stage), None)
-        return Payload.gradients([None if taken is None else local(taken)])
+        return self._taken.pop((edge.slot, edge.producer.stage), Sum()).payload()
 
     def parameter(self, slot: int) -> Parameter | None:
         """This process's parameter of a tie, if it has one; the owner's, where it is here."""
