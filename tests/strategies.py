@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -63,7 +64,14 @@ def any_schedules(draw: st.DrawFn) -> ps.Schedule:
     rows = draw(st.lists(st.lists(ops, max_size=8).map(tuple), min_size=num_ranks, max_size=num_ranks))
     limit = draw(st.none() | st.floats(1e-9, 1e12) | st.integers(1, 2**40))
     name = draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,8}", fullmatch=True))
-    return ps.Schedule(name, ps.Placement(pipelines), tuple(rows), tuple(pipeline_of), limit)
+    schedule = ps.Schedule(name, ps.Placement(pipelines), tuple(rows), tuple(pipeline_of), limit)
+    orders = []
+    for kind, stage, pipeline in draw(
+        st.sets(st.tuples(st.sampled_from("FB"), st.integers(0, num_stages - 1), st.integers(0, len(pipelines) - 1)))
+    ):
+        own = schedule.microbatches_of(kind, stage, pipeline)
+        orders.append(ps.MicrobatchOrder(kind, stage, tuple(draw(st.permutations(own))), pipeline))
+    return replace(schedule, microbatch_orders=tuple(orders))
 
 
 @st.composite

@@ -20,7 +20,7 @@ import penstock as ps
 from penstock.formats import from_torch_csv, to_torch_csv
 from penstock.formats.torch_csv import BOOKKEEPING
 from penstock.passes import add_communication, remove_communication
-from penstock.schedule import Op
+from penstock.schedule import Op, declare_shown_order
 from penstock.schedule.messages import run_rendezvous
 from penstock.schedule.op import COMMUNICATION
 from strategies import library_schedules
@@ -32,7 +32,8 @@ STEPS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 @st.composite
 def random_schedules(draw: st.DrawFn) -> ps.Schedule:
-    """A valid schedule of any placement whose ranks run whatever is ready, in an order of the draw's."""
+    """A valid schedule of any placement whose ranks run whatever is ready, in an order of the draw's; microbatches go
+    forward in ascending order and back in any one, which is declared."""
     num_ranks = draw(st.integers(1, 4))
     num_stages = draw(st.integers(num_ranks, 6))
     hosts = draw(st.permutations(range(num_ranks)))
@@ -44,11 +45,18 @@ def random_schedules(draw: st.DrawFn) -> ps.Schedule:
     left = {Op("F", s, m) for s in range(num_stages) for m in range(num)}
     left |= {Op(kind, s, m) for (s, m), halves in split.items() for kind in ("IW" if halves else "B")}
     done: set[tuple[str, int, int]] = set()
+    order = draw(st.permutations(range(num)))
+
+    def comes_next(kinds: str, s: int, m: int) -> bool:
+        before = order[: order.index(m)]
+        return all(any((kind, s, other) in done for kind in kinds) for other in before)
 
     def is_ready(op: Op) -> bool:
         kind, s, m = op
         if kind == "F":  # in microbatch order, which torch asks of the last stage
             return (s == 0 or ("F", s - 1, m) in done) and (m == 0 or ("F", s, m - 1) in done)
+        if not all(comes_next(kinds, s, m) for kinds in ("BI", "BW") if kind in kinds):
+            return False
         if kind == "W":
             return ("I", s, m) in done
         return ("F", s, m) in done and (s + 1 == num_stages or ("back", s + 1, m) in done)
@@ -58,7 +66,7 @@ def random_schedules(draw: st.DrawFn) -> ps.Schedule:
         left.remove(op)
         done |= {op, ("back", *op[1:])} if op.kind in "BI" else {op}
         rows[hosts[op.stage]].append(op)
-    return ps.Schedule.of("any", ps.Placement((tuple(hosts),)), rows, num)
+    return declare_shown_order(ps.Schedule.of("any", ps.Placement((tuple(hosts),)), rows, num))
 
 
 def exportable(schedule: ps.Schedule) -> bool:
@@ -103,7 +111,7 @@ def simulated(order: dict[int, list[Any]], schedule: ps.Schedule) -> None:
 @STEPS
 @given(schedules)
 def test_compute_only_there_and_back(schedule: ps.Schedule) -> None:
-    read = from_torch_csv(to_torch_csv(schedule), name=schedule.name)
+    read = declare_shown_order(from_torch_csv(to_torch_csv(schedule), name=schedule.name))
     assert read == replace(schedule, memory_limit=None)
 
 
@@ -111,7 +119,7 @@ def test_compute_only_there_and_back(schedule: ps.Schedule) -> None:
 @given(schedules)
 def test_compute_comms_there_and_back(schedule: ps.Schedule) -> None:
     placed = add_communication(schedule)
-    read = from_torch_csv(to_torch_csv(placed, "compute_comms"), name=schedule.name)
+    read = declare_shown_order(from_torch_csv(to_torch_csv(placed, "compute_comms"), name=schedule.name))
     assert read == replace(placed, memory_limit=None)
 
 
@@ -166,7 +174,7 @@ def test_what_torch_writes_is_read(schedule: ps.Schedule, tmp_path_factory: pyte
     loaded.read(to_torch_csv(schedule), "compute_only", folder)
     path = folder / "dumped.csv"
     loaded._dump_csv(str(path))
-    read = ps.load(path)
+    read = ps.load(path, declare_order=True)
     ps.check(read)
     assert run_rendezvous(read).blocked == {}
     assert remove_communication(read).order == schedule.order
@@ -212,8 +220,11 @@ def test_torchs_own_schedules_are_read(name: str, num_ranks: int, num: int, tmp_
     for form in ("compute_only", "compute_comms"):
         made._dump_csv(str(tmp_path / "torchs.csv"), format=form)
         text = (tmp_path / "torchs.csv").read_text()
-        read[form] = from_torch_csv(text, overlap="in-order")
+        plain = from_torch_csv(text, overlap="in-order")
+        read[form] = declare_shown_order(plain)
         ps.check(read[form])
+        # torch's looped BFS runs each stage's backwards in reverse; all others run in ascending order.
+        assert (read[form] != plain) == (name == "ScheduleLoopedBFS")
         assert ("OVERLAP" in text) == (name == "ScheduleDualPipeV")
     assert remove_communication(read["compute_comms"]) == read["compute_only"]
     assert run_rendezvous(read["compute_comms"]).blocked == {}

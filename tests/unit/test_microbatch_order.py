@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import penstock as ps
-from ordered_loop import SOME_WORTH, wrong
+from ordered_loop import MSE, SGD, SOME_WORTH, ordered_step, wrong
 from penstock.cli import main
 from penstock.control.candidates import Measured, candidates
 from penstock.control.configuration import Configuration, Job
@@ -29,6 +30,8 @@ from penstock.passes import (
 )
 from penstock.runtime.agreement import schedule_digest
 from penstock.schedule import declare_shown_order
+from plain_loop import differences
+from runtime_cases import W
 
 pytestmark = pytest.mark.unit
 
@@ -321,6 +324,44 @@ def _one_thread() -> None:
 
 def test_backwards_in_reverse_are_summed_in_reverse() -> None:
     assert wrong(one_by_one()) == []
+
+
+def test_windows_with_updates_between_are_steps_in_their_order() -> None:
+    step = reorder_microbatches(ps.build("gpipe", 2, 3), [1, 2, 0], "reversed")
+    torch.manual_seed(5)
+    stages = [torch.nn.Sequential(torch.nn.Linear(W, W), torch.nn.Tanh()) for _ in range(2)]
+    plain = copy.deepcopy(stages)
+    x, y = torch.randn(12, W), torch.randn(12, W)
+    optimizer = SGD(torch.nn.ModuleList(plain).parameters())
+    for part in (slice(0, 6), slice(6, 12)):
+        ordered_step(plain, x[part], y[part], step, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe = ps.Pipeline(stages, ps.repeat_windows(step, 2), loss_fn=MSE, optimizer=SGD)
+    pipe.step(x, y)
+    mine = {n: p.detach() for n, p in pipe.named_parameters()}
+    pipe.close()
+    want = {n: p.detach() for n, p in torch.nn.ModuleList(plain).named_parameters()}
+    assert differences(want, mine) == []
+
+
+def test_a_running_pipeline_may_switch_to_another_order() -> None:
+    first = separate_gradients(ps.build("gpipe", 2, 4))
+    torch.manual_seed(5)
+    stages = [torch.nn.Sequential(torch.nn.Linear(W, W), torch.nn.BatchNorm1d(W)) for _ in range(2)]
+    plain = copy.deepcopy(stages)
+    x, y = torch.randn(10, W), torch.randn(10, W)
+    pipe = ps.Pipeline(stages, first, loss_fn=MSE)
+    for step, then in enumerate((first, reorder_microbatches(first, [2, 0, 3, 1], "reversed"), first), start=1):
+        pipe.reconfigure(Configuration(then, Dispatch.FROZEN, (), (8.0, 8.0)))
+        pipe.step(x, y, update=False)
+        ordered_step(plain, x, y, then, step)
+        mine = {n: p.grad for n, p in pipe.named_parameters()}
+        want = {n: p.grad for n, p in torch.nn.ModuleList(plain).named_parameters()}
+        assert differences(want, mine) == []
+        pipe.zero_grad()
+        torch.nn.ModuleList(plain).zero_grad()
+    pipe.close()
 
 
 @pytest.mark.parametrize(
