@@ -224,6 +224,8 @@ def test_a_csv_cannot_say_it_and_is_asked(tmp_path: Path, capsys: pytest.Capture
     there = tmp_path / "slices.json"
     assert main(["convert", str(path), str(there), "--declare-order"]) == 0
     assert ps.load(there) == schedule
+    assert main(["check", str(there)]) == 0
+    assert "Microbatches run in ascending order but in 2 queues, as declared." in capsys.readouterr().out
     assert main(["check", str(path)]) == 1
     assert "penstock convert --declare-order" in capsys.readouterr().err
     assert main(["convert", str(there), str(path)]) == 0

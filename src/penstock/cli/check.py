@@ -99,6 +99,7 @@ def _proved(name: str, wanted: source.Counts, channel_depth: int | None) -> dict
         "channel_depth": channel_depth,
         "needed_channel_depth": needed,
         "updates": _updates_of(plan),
+        "declared_orders": len(plan.microbatch_orders),
     }
 
 
@@ -138,6 +139,8 @@ def _sentence(found: dict[str, Any]) -> str:
         f"  Peak in flight {max(peaks)} stage activations ({_shortened(peaks)} by rank)"
         + (f", limit {found['memory_limit']:g}." if found["memory_limit"] is not None else ", no limit."),
     ]
+    if declared := found["declared_orders"]:
+        lines.append(f"  Microbatches run in ascending order but in {plural(declared, 'queue')}, as declared.")
     if found["updates"] is not None:
         lines += _updates_said(**found["updates"])
     return "\n".join(lines)
