@@ -20,7 +20,7 @@ from penstock.runtime.transports.delegate import DelegateTransport
 from penstock.runtime.transports.direct import ConditionedDirect, DirectTransport, require_depth
 from penstock.runtime.transports.group import GroupTransport
 from penstock.runtime.wiring import wire
-from penstock.schedule import Op, Schedule, needed_channel_depth
+from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
 from plain_loop import gradients
 from processes import run_ranks
 
@@ -106,7 +106,7 @@ def test_a_thread_may_wait_longer_than_its_rank(direct: bool) -> None:
 def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
     first = [Op("F", 0, m) for m in range(4)] + [Op("B", 0, m) for m in range(4)]
     last = [Op("F", 1, 3), Op("B", 1, 3)] + [Op(kind, 1, m) for m in range(3) for kind in "FB"]
-    schedule = Schedule.of("crossed", ps.build("1f1b", 2, 4).placement, [first, last], 4)
+    schedule = declare_shown_order(Schedule.of("crossed", ps.build("1f1b", 2, 4).placement, [first, last], 4))
     ps.check(schedule)
     with pytest.raises(
         RuntimeFailure, match=r"crossed needs channels of depth 4: .* give depth=4 or transport='host'"

@@ -11,7 +11,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.transports.lines import LineTransport, lines_of
 from penstock.runtime.wiring import wire
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
 from processes import run_ranks
 from runtime_cases import mlp
@@ -72,7 +72,7 @@ def test_lines_refuse_stages_that_disagree_on_the_order() -> None:
         [Op("F", 0, 0), Op("F", 0, 1), Op("B", 0, 0), Op("B", 0, 1)],
         [Op("F", 1, 1), Op("F", 1, 0), Op("B", 1, 0), Op("B", 1, 1)],
     ]
-    schedule = Schedule.of("crossed", ps.build("1f1b", 2, 2).placement, rows, 2)
+    schedule = declare_shown_order(Schedule.of("crossed", ps.build("1f1b", 2, 2).placement, rows, 2))
     ps.check(schedule)
     with pytest.raises(RuntimeFailure, match="stage 0 sends microbatches in another order than stage 1 takes them"):
         lines_of(wire(schedule))
