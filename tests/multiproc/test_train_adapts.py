@@ -37,7 +37,7 @@ def text(tmp_path: Path) -> Path:
 def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> None:
     plain, late = tmp_path / "plain", tmp_path / "late"
     assert main(f"train {TINY} --data {text} --in-process --out {plain} --json".split()) == 0
-    with Run(late, f"{TINY} --data {text} --out {late} --adapt --link 2:3=latency:20ms --json") as run:
+    with Run(late, f"{TINY} --data {text} --out {late} --adapt --link 2:3=latency:60ms --json") as run:
         ended = run.end(within=100)
     assert ended.code == 0, ended.err
     assert losses(late) == losses(plain)
