@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import Peers
@@ -42,8 +43,18 @@ def global_norm(
             if name in owned:
                 norms[place] = _ABSENT if norm is None else norm.double()
     norms = peers.sum(norms)
-    present = [norm.to(dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm >= 0]
-    return torch.linalg.vector_norm(torch.stack(present)) if present else torch.tensor(0.0)
+    # A norm has the real type of its gradient.
+    present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
+    if not present:
+        return torch.tensor(0.0)
+    order = _in_torchs_order([torch.empty(0, dtype=dtype) for _, dtype in present])
+    return torch.linalg.vector_norm(torch.stack([present[k][0].to(present[k][1].to_real()) for k in order]))
+
+
+def _in_torchs_order(gradients: Sequence[Tensor]) -> list[int]:
+    """The places of gradients in the order in which `clip_grad_norm_` combines their norms: type by type."""
+    groups = Optimizer._group_tensors_by_device_and_dtype([list(gradients)], with_indices=True)
+    return [place for _, places in groups.values() for place in places]
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:
