@@ -44,6 +44,32 @@ def raises_in_rank_2(rank: int, dispatch: str) -> None:
     pipe.step(x, x)
 
 
+def goes_on_after_an_exception(rank: int) -> list[str]:
+    """Rank 2's layer raises, and every rank catches what it gets and calls on."""
+    pipe = pipeline(model=[nn.Linear(4, 4), nn.Linear(4, 4), Raises(), nn.Linear(4, 4)], timeout=2)
+    x, told = torch.randn(8, 4), []
+    for call in (pipe.step, pipe.step, pipe.evaluate):
+        try:
+            call(x, x)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    pipe.close()
+    return told
+
+
+def test_calls_after_an_exception_say_that_the_pipeline_is_broken() -> None:
+    """They waited for messages of the step that had failed, and told of a mix-up."""
+    outcomes = run_ranks(4, goes_on_after_an_exception, deadline=40)
+    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    for outcome in outcomes:
+        first, *later = outcome.value
+        for text in later:
+            assert text.startswith("RuntimeFailure: this pipeline is broken: step 1 ended on rank"), text
+            assert "load a checkpoint" in text
+            assert first.split(":")[0] in text, (first, text)
+    assert "ended on rank 2 with ValueError: the third call is too much" in outcomes[2].value[1]
+
+
 def dies_in_rank_1(rank: int, dispatch: str) -> None:
     pipe = pipeline(dispatch=dispatch)
     x = torch.randn(8, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -24,6 +25,7 @@ from penstock.runtime.held_model import HeldModel
 from penstock.runtime.junctions import has_many_ends, is_plain
 from penstock.runtime.leading import Shards
 from penstock.runtime.learner import GivenOptimizer, Learner
+from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.measured import gathered_timeline, idle_share
 from penstock.runtime.mesh import read_mesh, require_meshable, require_one_order
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
@@ -38,6 +40,7 @@ from penstock.runtime.running import Running, choice_of, require_free, require_s
 from penstock.runtime.setup import (
     check_once,
     dispatch_of,
+    kept_groups,
     require_dense,
     require_runnable,
     require_steerable,
@@ -107,6 +110,9 @@ class Pipeline:
         delegates: how delegates carry messages, where there are any.
         zero: of the copies of a stage in several pipelines only the first has the optimizer's state, and sends the
             others its parameters (ZeRO); False: every copy has it and steps.
+
+    A pipeline that cannot be made leaves nothing behind. One that was is closed at the end of a `with` block, or by
+    `close()`.
 
     Where updates are ops of the schedule (U), one step runs many of them, each on its stage alone, by the rule that
     the schedule names; `clip_norm` then bounds the norm of each stage's gradient.
@@ -185,29 +191,36 @@ class Pipeline:
         functions = functions_of(schedule, {**ops, **reducing})
         sources = stages_of(model, schedule.num_stages, costs)
         self._notices: list[str] = []
-        self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
-        require_untied(schedule, held.ties)
-        require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
-        self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, timeout)
-        self._tags = Tags.of(schedule, len(held.ties))
-        self._running = self._worked_out(start)
-        updating, here = self._learner.updating, self._peers.here
-        calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
-        conditions = None if links is None else Conditions(links)
-        shards = None if place.shards is None else Shards(place.shards.get_group(), timeout)
-        self._ranks = RanksHere(
-            schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
-        )
-        self._split_stages()
+        self._life = Lifetime("this pipeline")
         self._transport: Any = None
-        if isinstance(self._peers, GroupPeers):
-            wiring = self._running.plan.wiring
-            self._transport = self._choice.make(
-                self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions
-            )
+        self._helm: Helm | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
-        given = self._peers, start, known, self._choice, self._ready
-        self._helm: Helm | None = None if steering is None else steer(steering, *given)
+        with kept_groups(optimizer), self._life.making() as on_close:
+            self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
+            on_close(self._leave_model)
+            require_untied(schedule, held.ties)
+            require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
+            self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, timeout)
+            self._tags = Tags.of(schedule, len(held.ties))
+            self._running = self._worked_out(start)
+            updating, here = self._learner.updating, self._peers.here
+            calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
+            conditions = None if links is None else Conditions(links)
+            shards = None if place.shards is None else Shards(place.shards.get_group(), timeout)
+            self._ranks = RanksHere(
+                schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
+            )
+            self._split_stages()
+            if isinstance(self._peers, GroupPeers):
+                wiring = self._running.plan.wiring
+                self._transport = self._choice.make(
+                    self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions
+                )
+                on_close(self._transport.close)
+            given = self._peers, start, known, self._choice, self._ready
+            if steering is not None:
+                self._helm = steer(steering, *given)
+                on_close(self._helm.close)
 
     def _ready(self, configuration: Configuration) -> Running:
         """Works out what a configuration needs to run; any thread may do that."""
@@ -282,6 +295,7 @@ class Pipeline:
             RuntimeFailure: it has another placement, stage graph or number of microbatches; the transport cannot
                 run it, or the run is steered.
         """
+        self._life.require_open()
         require_free(self.schedule, self._helm is not None)
         then = self._ready(configuration)
         told = [{"configuration": digest} for digest in self._peers.gather(configuration.digest)]
@@ -322,8 +336,10 @@ class Pipeline:
 
         Raises:
             RuntimeFailure: a batch that can't be cut, a stage or loss that returned what it should not.
-            DeadlineExceeded, PeerLost: another rank is late or gone.
+            DeadlineExceeded, PeerLost: another rank is late or gone. After an error in the middle of a step between
+            processes the pipeline is broken, and says so from then on.
         """
+        self._life.require_open()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
@@ -342,9 +358,10 @@ class Pipeline:
                 settings = StepSettings(
                     batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled, now.last
                 )
-                workers = self._run(settings, now.plan)
+                with self._sharing(f"step {self._num_steps}"):
+                    workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
-            with self._mesh.waiting():
+            with self._sharing(f"step {self._num_steps}"), self._mesh.waiting():
                 self._learner.gather()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
@@ -366,6 +383,7 @@ class Pipeline:
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
+        self._life.require_open()
         with self._mesh.waiting():
             return self._learner.update()
 
@@ -406,6 +424,7 @@ class Pipeline:
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+        self._life.require_open()
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
@@ -417,7 +436,12 @@ class Pipeline:
             num = max(1, min(num, num_entries(inputs) // self._mesh.num_replicas))
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = cut_for(self.schedule, inputs, targets, loss_fn, (), num, *self._mesh.part, self._told)
-        with evaluating(self._model.every_stage()), restored(self._model.device), self._mesh.waiting():
+        with (
+            evaluating(self._model.every_stage()),
+            restored(self._model.device),
+            self._sharing("an evaluation"),
+            self._mesh.waiting(),
+        ):
             self._run(StepSettings(batch, purpose), self._running.forward(num))
         self._learner.replicas.rest()
         return batch
@@ -452,6 +476,7 @@ class Pipeline:
         process. `number` is that in the name, `num_steps` by default: whoever counts other steps gives theirs.
         Raises CheckpointError.
         """
+        self._life.require_open()
         self._learner.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = self._learner.state(), self._mesh
@@ -473,6 +498,7 @@ class Pipeline:
         `step-....damaged`, and `notices` say so. Raises CheckpointError where it is damaged or of another model;
         nothing is changed then.
         """
+        self._life.require_open()
         loaded = saving.load(directory, self._learner.state(), self._mesh, stateful or {}, fallback)
         self._num_steps, self._learner.num_updates = loaded.counters["num_steps"], loaded.counters["num_updates"]
         self._seed = loaded.counters["seed"]
@@ -486,6 +512,7 @@ class Pipeline:
         fetches only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure
         where they are not of one model, or updates are ops.
         """
+        self._life.require_open()
         fetched = hand_over(self._learner, then._learner, self._mesh.everyone)
         then._num_steps, then._learner.num_updates, then._seed = self._num_steps, self.num_updates, self._seed
         return fetched
@@ -515,11 +542,22 @@ class Pipeline:
         return gathered_timeline(self._peers, *self._last)
 
     def close(self) -> None:
-        """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers."""
-        if self._helm is not None:
-            self._helm.close()
-        if self._transport is not None:
-            self._transport.close()
+        """Ends steering and the transport, and leaves the model as it was found: no hooks, no patched layers. Done
+        when a `with` block ends; closing it again does nothing.
+        """
+        self._life.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _leave_model(self) -> None:
         self._model.close()
         for stage in self._model.every_stage():
             unprepare(stage)
+
+    def _sharing(self, doing: str) -> AbstractContextManager[None]:
+        """Around what an error in the middle of would leave other processes waiting for."""
+        return self._life.sharing(doing, self.rank) if self._told else nullcontext()

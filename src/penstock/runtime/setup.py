@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,6 +157,19 @@ def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> tor
         for parameter in stage.parameters():
             return parameter.device
     return torch.device("cpu")
+
+
+@contextmanager
+def kept_groups(optimizer: object) -> Iterator[None]:
+    """A given optimizer has the parameters that it had where what comes in here fails."""
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    before = [list(group["params"]) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+        raise
 
 
 def optimizer_of(

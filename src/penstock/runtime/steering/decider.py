@@ -47,8 +47,7 @@ class Decider:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                # The terminal's Ctrl-C is for the ranks; a launcher finds what is in their session.
-                process_group=0,
+                start_new_session=True,  # the terminal's Ctrl-C is for the ranks
             )
         except OSError as error:
             raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None

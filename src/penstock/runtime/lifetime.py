@@ -1,0 +1,62 @@
+"""Whether something with processes, threads and patched layers may be used: it is open, broken, or closed.
+
+made --> open --> closed          what was put in place while it was made is taken back, the last first;
+  |        |                      where making it fails, what was there by then
+  v        v
+closed   broken --> closed        after an error in the middle of a step between processes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from penstock.runtime.errors import RuntimeFailure
+
+
+class Lifetime:
+    """Args:
+    what: in messages: "this pipeline".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._undo = ExitStack()
+        self._ended: str | None = None
+
+    @contextmanager
+    def making(self) -> Iterator[Callable[[Callable[[], object]], object]]:
+        """Around what makes it. Gives a function that takes note of how to take something back."""
+        try:
+            yield self._undo.callback
+        except BaseException as error:
+            try:
+                self.close()
+            except Exception as another:
+                error.add_note(f"what was in place by then could not all be taken back: {another!r}")
+            raise
+
+    @contextmanager
+    def sharing(self, doing: str, rank: int) -> Iterator[None]:
+        """Around what processes do together: an error in its middle leaves them at different places for good."""
+        try:
+            yield
+        except BaseException as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            self._ended = (
+                f"{self._what} is broken: {doing} ended on rank {rank} with {type(error).__name__}: {first}. What "
+                "ranks had sent one another is lost. Start the processes again, make a new pipeline and load a "
+                "checkpoint (pipe.load), on every rank"
+            )
+            raise
+
+    def require_open(self) -> None:
+        """Raises RuntimeFailure where it is broken or closed, and says how to go on."""
+        if self._ended is not None:
+            raise RuntimeFailure(self._ended)
+
+    def close(self) -> None:
+        """Takes back what was put in place, once, all of it even where some of that fails."""
+        if self._ended is None or "is broken" not in self._ended:
+            self._ended = f"{self._what} was closed; make a new one"
+        self._undo.close()
