@@ -12,6 +12,8 @@ BEFORE = 20
 """Steps before a change that it is held against, at most."""
 SLOWER, WITHIN = 1.02, 10
 """A false decision with steps longer than this many times those before must not run more steps than that."""
+LASTS = 5
+"""Steps of which most must have the fault for the first of them to be its onset."""
 ANSWER = 3
 """Steps with the fault in which it must be answered."""
 NAMES = ("memory", "noise", "absorbed", "taken back")
@@ -31,10 +33,12 @@ def parsed(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def onset(rows: Sequence[Mapping[str, Any]], link: Link, ms: float) -> int | None:
-    """The first step in which the link's messages, in either direction, took half of the injected delay or more."""
+    """The first step in which the link's messages, in either direction, took half of the injected delay or more, and
+    in most of the `LASTS` steps from it on: a busy machine makes single messages as late."""
     ways = (f"{link[0]}:{link[1]}", f"{link[1]}:{link[0]}")
-    for row in rows:
-        if max((row["links"].get(way, 0.0) for way in ways), default=0.0) >= ms / 2:
+    late = [max(row["links"].get(way, 0.0) for way in ways) >= ms / 2 for row in rows]
+    for at, row in enumerate(rows):
+        if late[at] and sum(late[at : at + LASTS]) > len(late[at : at + LASTS]) / 2:
             return int(row["iteration"])
     return None
 

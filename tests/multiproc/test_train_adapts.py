@@ -21,7 +21,7 @@ pytestmark = [
 
 TINY = (
     "--preset nano --depth 6 --width 16 --heads 2 --context 16 --batch 16 --microbatches 8 --evaluate-every 0 "
-    "--sample 0 --save-every 0 --schedule zb --ranks 4 --steps 30 --threads 1"
+    "--sample 0 --save-every 0 --schedule zb --ranks 4 --steps 24 --threads 1"
 )
 
 
@@ -37,7 +37,7 @@ def text(tmp_path: Path) -> Path:
 def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> None:
     plain, late = tmp_path / "plain", tmp_path / "late"
     assert main(f"train {TINY} --data {text} --in-process --out {plain} --json".split()) == 0
-    with Run(late, f"{TINY} --data {text} --out {late} --adapt --link 2:3=latency:20ms --json") as run:
+    with Run(late, f"{TINY} --data {text} --out {late} --adapt --link 2:3=latency:150ms --json") as run:
         ended = run.end(within=100)
     assert ended.code == 0, ended.err
     assert losses(late) == losses(plain)
@@ -47,10 +47,10 @@ def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> N
     read = Report.read(late / "report.json")
     assert read is not None
     text = read.to_text()
-    assert re.search(r"a message took in the end, ms: .*2>3 [2-9][0-9]", text)
+    assert re.search(r"a message took in the end, ms: .*2>3 1[5-9][0-9]", text)
     assert "decided" in text
     steered = report["steered"]
-    slow = {link for link, ms in steered["links"].items() if ms >= 20}
+    slow = {link for link, ms in steered["links"].items() if ms >= 150}
     assert {"2>3", "3>2"} <= slow
     assert steered["decisions"], "readiness or another plan saves a third of each step"
     first = steered["decisions"][0]

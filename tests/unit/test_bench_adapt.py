@@ -94,6 +94,13 @@ def test_before_the_fault_and_of_another_link_is_false() -> None:
     assert not early["answered"]
 
 
+def test_messages_that_are_late_for_once_are_not_the_fault() -> None:
+    values = [json.loads(line) for line in rows([100.0] * 40, [0] * 40, 30)]
+    for at in (0, 7, 8):
+        values[at]["links"]["3:2"] = 40.0
+    assert JUDGE.onset(values, (2, 3), 30.0) == 30
+
+
 def test_the_run_s_own_reason_counts_where_it_names_caps_or_noise() -> None:
     lines = rows([100.0] * 20 + [300.0] * 20, [0] * 40, 20)
     for obstacle, explained in (("memory", True), ("noise", True), ("pause", False)):

@@ -151,6 +151,7 @@ def stands_still(server: Server) -> None:
     server.signal(signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.stores.tcp.CONNECT", 0.5)
     with running("tcp") as server:
@@ -172,6 +173,7 @@ def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.Mo
         assert all(str(server.port) in text for text in ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", [stands_still, Server.kill])
 def test_no_thread_outlives_close_when_the_store_is_gone(
     tmp_path: Path, server: Server, fate: Callable[[Server], None]
@@ -189,6 +191,7 @@ def test_no_thread_outlives_close_when_the_store_is_gone(
 # A decider that stands still.
 
 
+@pytest.mark.slow
 def test_a_controller_that_stands_still_does_not_hold_close(tmp_path: Path) -> None:
     with nothing_left(), group(tmp_path) as ranks:
         ranks.step(HEALTHY)

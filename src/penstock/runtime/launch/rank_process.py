@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from penstock.runtime.errors import RuntimeFailure
@@ -16,6 +17,9 @@ from penstock.runtime.launch.held import held_text
 from penstock.runtime.launch.report import Report
 
 __all__ = ["RankProcess"]
+
+SESSION_ENDS = 2.0
+"""Seconds that killed processes of a rank's session may take to be gone."""
 
 
 class RankProcess:
@@ -78,6 +82,7 @@ class RankProcess:
         """Waits for the end and says how it was; `with_family` kills what the rank left running."""
         if with_family:
             self._to_group(signal.SIGKILL)
+            self._end_session()
         code = self._process.wait()
         report, held = Report.load(reports, self.rank), held_text(reports, self.rank)
         return End(self.rank, code, self.ended_at or time.time(), self.asked, report, held)
@@ -87,7 +92,31 @@ class RankProcess:
             return self._process.poll() is not None
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
+    def _end_session(self) -> None:
+        """Kills what the rank started in groups of their own: its delegates and its controller, which would end by
+        themselves only once they have started.
+        """
+        end = time.monotonic() + SESSION_ENDS
+        while self._process.returncode is None and (left := _members(self._process.pid)):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > end:
+                return
+            time.sleep(0.005)
+
     def _to_group(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session that run, its leader left out; none are found where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, _, of = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(of) == session and int(path.parent.name) != session and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found

@@ -47,7 +47,8 @@ class Decider:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                start_new_session=True,  # the terminal's Ctrl-C is for the ranks
+                # The terminal's Ctrl-C is for the ranks; a launcher finds what is in their session.
+                process_group=0,
             )
         except OSError as error:
             raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None
