@@ -110,6 +110,24 @@ def test_a_change_that_makes_steps_slower_is_taken_back_within_10_and_not_tried_
     assert replay(machine.lines) == tuple(machine.made)
 
 
+def test_a_change_that_stayed_and_turns_out_slower_is_taken_back_to_what_ran_before() -> None:
+    machine = Machine()
+    machine.run(12, {}, as_simulated({}))
+
+    def real(now: Configuration) -> float:
+        if now == JOB.start:
+            return 700.0
+        return 400.0 if sum(each != JOB.start for each in machine.ran) < 8 else 790.0
+
+    machine.run(30, LATE, real)
+    first, second, *_ = machine.controller.verdicts
+    assert (first.kept, second.kept) == (True, False)
+    assert first.number == second.number == 1
+    back = next(each for each in machine.made if each.action is Action.TAKE_BACK)
+    assert back.configuration == JOB.start
+    assert replay(machine.lines) == tuple(machine.made)
+
+
 def test_it_is_tried_again_where_the_cause_has_clearly_changed() -> None:
     machine = Machine()
     machine.run(12, {}, as_simulated({}))

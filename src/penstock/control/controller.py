@@ -102,7 +102,7 @@ class Controller:
         self.verdicts: list[Verdict] = []
         self.unanswered: list[Unanswered] = []
         self._steps = StepTimes()
-        self._proven = job.start
+        self._proven = self._fallback = job.start
         self._trial: Trial | None = None
         self._revert: Verdict | None = None
         self._causes: dict[Link, tuple[float, float]] = {}
@@ -225,6 +225,7 @@ class Controller:
             promised = decision.ms_now - decision.ms_then if decision.action is not Action.UNDELEGATE else 0.0
             cause = {key: ms for key, (ms, _) in self._causes.items()}
             self._trial = Trial(decision.number, self._steps, promised, cause)
+            self._fallback = self._proven
             self._tried = decision.action, decision.configuration.delegated
         self._steps = StepTimes()
 
@@ -307,6 +308,7 @@ class Controller:
             self._answered = True
             return
         self._answered = False
+        self._proven = self._fallback  # a change that had stayed may turn out slower after all
         self._patience.failed(event.number)
         self._taken_back.append(TakenBack(trial.number, self._tried, trial.cause))
         if self._book.down <= set(self._proven.delegated):
