@@ -185,6 +185,10 @@ def test_statistics_that_two_stages_gather_together_are_refused_before_anything_
     with pytest.raises(RuntimeFailure, match=r"stages 0 and 2 have one \w+Norm1d, which gathers statistics"):
         pipe.step(*tie_runs.steps(9, 1)[0])
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    assert "Norm1d, which gathers statistics" in tie_runs.refused(model, ps.build("1f1b", 3, 4))  # with an optimizer
+    module = model[0][1]
+    module.eval()
+    assert not tie_runs.refused(model, ps.build("1f1b", 3, 4))
 
 
 def test_a_buffer_of_two_stages_that_changes_is_refused() -> None:

@@ -108,9 +108,13 @@ class HeldModel:
                 found.setdefault(id(known), []).append(one)
         return found
 
+    def require_trainable(self) -> None:
+        """Raises RuntimeFailure where stages share what a step would change out of order."""
+        self._shared.require_unchanging()
+
     def begin(self) -> None:
         """Starts a training step. Raises RuntimeFailure where stages share what a step would change out of order."""
-        self._shared.begin()
+        self.require_trainable()
         self.copies.begin()
         self.tied.begin()
 

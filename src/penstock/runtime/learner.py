@@ -50,6 +50,8 @@ class Learner:
         self.clip_norm, self.num_updates = clip_norm, 0
         self._name, self._windows = schedule.name, schedule.windows
         self._model, self._mesh, self._zero = model, mesh, zero
+        if optimizer is not None:
+            model.require_trainable()
         self.replicas = replicas_of(model, mesh, schedule, timeout)
         self.replicas.share_all()
         self.updating = Updating(schedule, model.copies, zero) if schedule.updates is not None else None

@@ -57,8 +57,8 @@ class SharedModules:
             if found:
                 self._places[index] = found
 
-    def begin(self) -> None:
-        """Before a training step. Raises RuntimeFailure, the same on every rank, where stages gather statistics."""
+    def require_unchanging(self) -> None:
+        """Before training. Raises RuntimeFailure, the same on every rank, where stages gather statistics together."""
         for module, stages in self._gathering:
             if module.training:
                 which = " and ".join(map(str, stages))
