@@ -1,6 +1,6 @@
 """How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective.
 
-    | losses, a microbatch each | type of the first | digest of the batch, a rank each | offers, a rank each |
+    | losses, a microbatch each | type of the first | new notices | digest of the batch and offers, a rank each |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
 digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.runtime.agreement import require_same
 from penstock.runtime.microbatches import Microbatches
+from penstock.runtime.notices import Notices
 from penstock.runtime.peers import Peers
 from penstock.runtime.running import Running
 from penstock.runtime.stage_runner import StageRunner
@@ -35,17 +36,18 @@ class Outcome:
     def __init__(self, peers: Peers, replicas: Peers, last: Sequence[StageRunner]) -> None:
         self._peers, self._replicas, self._last = peers, replicas, last
 
-    def share(self, batch: Microbatches, helm: Helm | None) -> tuple[StepResult, Running | None]:
+    def share(self, batch: Microbatches, helm: Helm | None, notices: Notices) -> tuple[StepResult, Running | None]:
         """The losses; and what to run from the next step on, where that changes.
 
         Args:
             helm: whose offer rides along; None where nothing may change.
+            notices: what is new among them, all ranks have afterwards.
 
         Raises:
             RuntimeFailure: ranks were given different batches, or ran different plans.
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
-        digests, offers = num_microbatches + 1, num_microbatches + 1 + num_ranks
+        digests, offers = num_microbatches + 2, num_microbatches + 2 + num_ranks
         shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
         for runner in self._last:
             for m, loss in runner.losses.items():
@@ -53,12 +55,15 @@ class Outcome:
                 if m == 0:
                     shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
         here = list(self._peers.here)
+        shared[num_microbatches + 1] = notices.num_new
         shared[digests:offers][here] = batch.digest
         if helm is not None:
             shared[offers:].view(num_ranks, -1)[here] = torch.tensor(helm.offer(), dtype=torch.float64)
         shared = self._peers.sum(shared)
         given = shared[digests:offers].tolist()
         require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
+        if shared[num_microbatches + 1]:
+            notices.share()
         following = None
         if helm is not None:
             rows = shared[offers:].view(num_ranks, -1).tolist()

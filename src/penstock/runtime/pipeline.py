@@ -29,6 +29,7 @@ from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.measured import gathered_timeline, idle_share
 from penstock.runtime.mesh import read_mesh, require_meshable, require_one_order
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
+from penstock.runtime.notices import Notices
 from penstock.runtime.outcome import Outcome
 from penstock.runtime.peers import GroupPeers
 from penstock.runtime.plan import StepPlan
@@ -47,8 +48,8 @@ from penstock.runtime.setup import (
     require_untied,
 )
 from penstock.runtime.sharing import Parallelize
-from penstock.runtime.split import unprepare
-from penstock.runtime.splitting import split_stages
+from penstock.runtime.split import DeferredShare, unprepare
+from penstock.runtime.splitting import deferred_shares, little_deferred, split_stages
 from penstock.runtime.stage import StageSource
 from penstock.runtime.stage_runner import Purpose, StepSettings
 from penstock.runtime.stages import evaluating, stages_of
@@ -190,7 +191,7 @@ class Pipeline:
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
         functions = functions_of(schedule, {**ops, **reducing})
         sources = stages_of(model, schedule.num_stages, costs)
-        self._notices: list[str] = []
+        self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
         self._transport: Any = None
         self._helm: Helm | None = None
@@ -211,6 +212,7 @@ class Pipeline:
                 schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
             )
             self._split_stages()
+            self._notices.share()
             if isinstance(self._peers, GroupPeers):
                 wiring = self._running.plan.wiring
                 self._transport = self._choice.make(
@@ -241,9 +243,7 @@ class Pipeline:
         self._split_stages()
 
     def _split_stages(self) -> None:
-        for notice in split_stages(self._ranks.runners, self._running):
-            if notice not in self._notices:
-                self._notices.append(notice)
+        self._notices.note(split_stages(self._ranks.runners, self._running))
 
     @property
     def schedule(self) -> Schedule:
@@ -277,8 +277,12 @@ class Pipeline:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know: stages that cannot split, how steering fares."""
-        return [*self._notices, *(self._helm.notices if self._helm is not None else ())]
+        """What a person should know, of all ranks: stages that cannot split or put little off, how steering fares.
+
+        What a rank finds out in a step, all have at its end.
+        """
+        self._notices.note(self._helm.notices if self._helm is not None else ())
+        return self._notices.known()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
@@ -366,6 +370,7 @@ class Pipeline:
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
+            self._notices.note(little_deferred(self._ranks.runners))
             result = self._result(batch, self._helm)
         except BaseException as error:
             self._learner.fail(error)
@@ -402,6 +407,15 @@ class Pipeline:
         mine = {rank: self._learner.bytes_of(rank) for rank in self._peers.here}
         found = {rank: held for part in self._peers.gather(mine) for rank, held in part.items()}
         return [found[rank] for rank in sorted(found)]
+
+    def deferred_share(self) -> dict[int, DeferredShare]:
+        """By stage, how much of its work on weight gradients the last step's split backward put off to W, and why it
+        did the rest in I. Every rank must call it. Stages whose backward is not split are not in it.
+        """
+        found: dict[int, DeferredShare] = {}
+        for part in self._peers.gather(deferred_shares(self._ranks.runners)):
+            found |= part
+        return dict(sorted(found.items()))
 
     def zero_grad(self) -> None:
         self._learner.zero_grad()
@@ -454,7 +468,8 @@ class Pipeline:
     def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what a helm says."""
         outcome = Outcome(self._peers, self._mesh.replicas, self._ranks.last)
-        result, following = outcome.share(batch, helm)
+        self._notices.note(self._helm.notices if self._helm is not None else ())
+        result, following = outcome.share(batch, helm, self._notices)
         if following is not None:
             self._switch(following)
         return result
@@ -502,7 +517,7 @@ class Pipeline:
         loaded = saving.load(directory, self._learner.state(), self._mesh, stateful or {}, fallback)
         self._num_steps, self._learner.num_updates = loaded.counters["num_steps"], loaded.counters["num_updates"]
         self._seed = loaded.counters["seed"]
-        self._notices += [notice for notice in loaded.notices if notice not in self._notices]
+        self._notices.note(loaded.notices)
         return loaded.meta
 
     def hand_over(self, then: Pipeline) -> int:

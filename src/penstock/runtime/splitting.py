@@ -1,4 +1,4 @@
-"""Which stages are ready for split backward: those whose schedule asks for it, and no others."""
+"""Which stages are ready for split backward: those whose schedule asks for it; and what that puts off."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from penstock.runtime.copies import Copy
 from penstock.runtime.fsdp import is_fully_sharded
 from penstock.runtime.running import Running
-from penstock.runtime.split import prepare, unprepare
+from penstock.runtime.split import DeferredShare, prepare, unprepare
 from penstock.runtime.stage_runner import StageRunner
 from penstock.schedule.updates import OWNER
+
+LITTLE = 0.5
+"""A smaller share of a stage's work on weight gradients is worth a notice: W is planned to take all of it."""
 
 
 def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[str]:
@@ -21,11 +24,33 @@ def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[
             runner.may_split(None)
             continue
         if is_fully_sharded(runner.stage):
-            runner.may_split(None)
-            notices.append(f"stage {index}: FSDP2 takes gradients from whole backwards alone")
-            continue
-        report = prepare(runner.stage)
-        runner.may_split(report.shared if report.can_split else None)
-        if not report.can_split and pipeline == OWNER:
-            notices.append(f"stage {index}: {report.reason}")
+            reason = "FSDP2 takes gradients from whole backwards alone"
+            runner.may_split(None, reason)
+        else:
+            report = prepare(runner.stage)
+            reason = report.reason
+            runner.may_split(report.shared if report.can_split else None, reason)
+        if reason and pipeline == OWNER:
+            notices.append(f"stage {index}: {reason}")
     return notices
+
+
+def deferred_shares(runners: Mapping[Copy, StageRunner]) -> dict[int, DeferredShare]:
+    """By stage, what the last step's split backward put off; of those here that are split."""
+    found = {index: runner.deferred_share() for (_, index), runner in sorted(runners.items(), reverse=True)}
+    return {index: share for index, share in found.items() if share is not None}
+
+
+def little_deferred(runners: Mapping[Copy, StageRunner]) -> list[str]:
+    """Says of stages, after a step, that the split backward put little off, and why."""
+    return [
+        f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
+        + "; ".join(f"{_listed(names)}: {why}" for why, names in share.reasons.items())
+        for (_, index), runner in sorted(runners.items())
+        if (share := runner.new_share()) is not None and share.share < LITTLE
+    ]
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    first = ", ".join(names[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -24,7 +24,7 @@ from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches, Signature
 from penstock.runtime.replay import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.rng import mix
-from penstock.runtime.split import SplitStage, Tape
+from penstock.runtime.split import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage import Stage
 from penstock.runtime.tree import flatten, unflatten
 
@@ -114,6 +114,7 @@ class StageRunner:
         self._note_casts = None if autocast is None else note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
+        self._whole_because, self._told = "", False
         self._held: dict[int, Held] = {}
         self._kept: dict[int, Payload | None] = {}
         """What microbatches between F and R came in with; None on the first stage."""
@@ -131,11 +132,28 @@ class StageRunner:
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
 
-    def may_split(self, shared: SplitStage | None) -> None:
-        """Says, between two steps, whether I and W can run apart from now on: by what the stage's prepared modules
-        share; None where they cannot.
+    def may_split(self, shared: SplitStage | None, reason: str = "") -> None:
+        """Says, between two steps, whether I and W can run apart from now on.
+
+        Args:
+            shared: what the stage's prepared modules share; None where I and W cannot run apart.
+            reason: why not; empty where the schedule does not ask for it.
         """
-        self._split = shared
+        self._split, self._whole_because, self._told = shared, reason, False
+
+    def deferred_share(self) -> DeferredShare | None:
+        """What the last step's split backward put off; None where the schedule has no such, or before it ran."""
+        if self._split is not None:
+            return self._split.share()
+        return DeferredShare(0, 0, {self._whole_because: ()}) if self._whole_because else None
+
+    def new_share(self) -> DeferredShare | None:
+        """The same, once a configuration: after the first step that counted."""
+        if self._told or self._split is None:
+            return None
+        share = self._split.share()
+        self._told = share is not None
+        return share
 
     @property
     def settings(self) -> StepSettings:

@@ -49,12 +49,15 @@ class Profiled(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How good the model is, most bytes of each rank, what of them the weights take, and the model's size."""
+    """How good the model is, most bytes of each rank, what of them the weights take, and the model's size; of stages
+    whose backward is split, what of it waits for W.
+    """
 
     quality: Quality
     peak_memory: list[int]
     state: list[dict[str, int]]
     num_parameters: int
+    deferred: list[dict[str, Any]]
 
 
 class RankRun:
@@ -217,7 +220,15 @@ class RankRun:
         sizes: dict[str, int] = {}
         for part in self.pipe.gather({name: p.numel() for name, p in self.pipe.named_parameters()}):
             sizes |= part  # replicas and shards tell of the same parameters
-        return Ending(quality, memory, self.pipe.state_bytes(), sum(sizes.values()))
+        deferred = [
+            {
+                "stage": stage,
+                "share": each.share,
+                "at_once": {why: list(names) for why, names in each.reasons.items()},
+            }
+            for stage, each in self.pipe.deferred_share().items()
+        ]
+        return Ending(quality, memory, self.pipe.state_bytes(), sum(sizes.values()), deferred)
 
     def _report(
         self,
@@ -270,6 +281,7 @@ class RankRun:
             steered=read_steered(folder.path) if settings.is_steered else None,
             updating=updating,
             state=ending.state,
+            deferred=ending.deferred,
             model=settings.model,
             mesh={"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp},
             sharding=settings.sharding,

@@ -40,6 +40,8 @@ class Report:
         peak_memory: most bytes of each process (or device), by rank.
         steered: links, decisions and what they saved; None for a run that did not adapt.
         updating: of a run whose updates were among its ops; None for others.
+        deferred: of each stage whose backward is split the share of the work on weight gradients that waited for W,
+            and why which parameters' did not.
         state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
     """
 
@@ -61,6 +63,7 @@ class Report:
     steered: Steered | None = None
     updating: UpdateReport | None = None
     state: list[dict[str, int]] = field(default_factory=list)
+    deferred: list[dict[str, Any]] = field(default_factory=list)
     model: str = "gpt"
     mesh: dict[str, int] = field(default_factory=dict)
     sharding: str = "none"
@@ -102,6 +105,7 @@ class Report:
                 "bubbles",
                 f"{timing.measured_bubble_ratio:.1%} measured, {timing.simulated_bubble_ratio:.1%} simulated",
             ),
+            *self._deferred_rows(),
             *(() if self.updating is None else self.updating.rows()),
             *(() if self.steered is None else self.steered.rows(adapted=True)),
             *state_rows(self.state),
@@ -123,6 +127,13 @@ class Report:
     def is_flat(self) -> bool:
         """Whether there is one pipeline of whole layers."""
         return self.mesh.get("dp", 1) == self.mesh.get("tp", 1) == 1
+
+    def _deferred_rows(self) -> list[tuple[str, str]]:
+        """Nothing where no backward is split."""
+        if not self.deferred:
+            return []
+        shares = ", ".join(f"{each['share']:.0%}" for each in self.deferred)
+        return [("put off", f"{shares} of the work on weight gradients waited for W, by stage")]
 
     def _mesh_rows(self) -> list[tuple[str, str]]:
         """Nothing for one pipeline of whole layers."""

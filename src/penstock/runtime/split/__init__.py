@@ -7,8 +7,8 @@
     tape.backward_input([y], [gy])           I
     tape.backward_weight()                   W
 
-A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d` and `nn.Embedding`, and of their
-shards (`runtime/sharded/`). All other
+A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'
+`Conv1D`, and of their shards (`runtime/sharded/`). All other
 parameters are computed in I, as are these where the work is too small to be worth a delay. Gradients are bitwise
 those of a plain backward, as long as I and W each run in microbatch order.
 """

@@ -52,7 +52,7 @@ class Tally:
         self._stale = False
         self._deferred: Counter[tuple[Slot, torch.Size]] = Counter()
         self._at_once: Counter[tuple[Slot, torch.Size]] = Counter()
-        self._tapes = 0
+        self.num_tapes = 0
 
     def begin(self) -> None:
         """Another step begins."""
@@ -64,8 +64,8 @@ class Tally:
             self._stale = False
             self._deferred.clear()
             self._at_once.clear()
-            self._tapes = 0
-        self._tapes += 1
+            self.num_tapes = 0
+        self.num_tapes += 1
 
     def deferred(self, slot: Slot, x: Tensor) -> None:
         """A call whose weight gradient waits for W."""
@@ -88,7 +88,7 @@ class Tally:
         if wanted:
             reasons[NO_RULE] = dict.fromkeys(wanted)
         rows = max((slot.rule.rows(_like(shape)) for slot, shape in [*self._deferred, *self._at_once]), default=0)
-        rest = rows * self._tapes * sum(p.numel() for p in wanted.values())
+        rest = rows * self.num_tapes * sum(p.numel() for p in wanted.values())
         return DeferredShare(
             _work(self._deferred),
             _work(self._at_once) + rest,

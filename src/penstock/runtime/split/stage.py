@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.runtime.split.share import Tally
+from penstock.runtime.split.share import DeferredShare, Tally
 
 if TYPE_CHECKING:
     from penstock.runtime.split.tape import Tape
@@ -69,6 +69,10 @@ class SplitStage:
     def __reduce__(self) -> tuple[type[SplitStage], tuple[()]]:
         # A copy of a module, or a pickled one, has parameters of its own, and nothing waits.
         return SplitStage, ()
+
+    def share(self) -> DeferredShare | None:
+        """What the last step put off to W; None before one did."""
+        return self.tally.share(self.others) if self.tally.num_tapes else None
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 
