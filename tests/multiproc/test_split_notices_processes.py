@@ -30,7 +30,7 @@ def two_stages(rank: int) -> dict[str, Any]:
 
 
 def test_notices_and_shares_are_those_of_all_ranks() -> None:
-    found = [outcome.value for outcome in run_ranks(two_stages, 3)]
+    found = [outcome.value for outcome in run_ranks(3, two_stages)]
     assert found[0] == found[1] == found[2]
     (stage_0,) = found[0]["before"]
     assert stage_0.startswith("stage 0: the stage has no linear, convolution or embedding")
