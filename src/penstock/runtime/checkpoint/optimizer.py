@@ -9,20 +9,23 @@ The options of the parameter groups are the same on all ranks and small: they ar
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.plain import pack, unpack
 from penstock.runtime.checkpoint.reader import Source
-from penstock.runtime.shards import own_shard
+from penstock.runtime.shards import local, own_shard
 
 __all__ = ["optimizer_tensors", "stage_optimizer"]
 
@@ -76,14 +79,17 @@ def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: S
         if full.startswith(PREFIX):
             name, _, key = full[len(PREFIX) :].rpartition("/")
             keys[name].append(key)
-    plain_kinds = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ not in FACTORED
     found: list[tuple[Tensor, dict[str, Any]]] = []
-    for group, options in zip(optimizer.param_groups, groups):
+    for place, (group, options) in enumerate(zip(optimizer.param_groups, groups)):
         kept_on_host = not (options.get("capturable") or options.get("fused"))
+        pattern = _pattern(optimizer, group, options, f"checkpoint {reader.path}: parameter group {place}")
         for parameter in group["params"]:
             # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
             name = _name(names, parameter)
-            found.append((parameter, _read_state(reader, name, keys, parameter, kept_on_host, plain_kinds)))
+            state = _read_state(reader, name, keys, parameter, kept_on_host)
+            if state and pattern is not None:
+                _require_like(f"checkpoint {reader.path}: {PREFIX}{name}", state, pattern, parameter)
+            found.append((parameter, state))
 
     def put() -> None:
         for group, options in zip(optimizer.param_groups, groups):
@@ -120,7 +126,7 @@ def _read_groups(optimizer: Optimizer, reader: Source) -> list[dict[str, Any]]:
                     f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {value!r:.60}, which no "
                     "optimizer wrote"
                 ) from None
-            if not _is_like(options[key], group.get(key)):
+            if key in group and not _is_like(options[key], group[key]):
                 raise CheckpointError(
                     f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {options[key]!r:.60}, "
                     f"and {kind} has {group[key]!r:.60} here: use the optimizer it was written with"
@@ -139,38 +145,80 @@ def _is_like(value: Any, current: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(current, (tuple, list)):
         return type(value) is type(current)
-    if isinstance(current, str):
-        return isinstance(value, str)
-    return True
+    return isinstance(value, str) == isinstance(current, str)
+
+
+def _pattern(
+    optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any], what: str
+) -> dict[str, Any] | None:
+    """The state that one of torch's own optimizers would have of a parameter of four numbers, with these options.
+
+    None for others, and where a state has other shapes than its parameter. Raises CheckpointError for options that
+    the optimizer does not take.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in FACTORED or not group["params"]:
+        return None
+    known = inspect.signature(kind).parameters.keys() - {"params"}
+    like = local(group["params"][0].detach())
+
+    def state_with(values: Mapping[str, Any]) -> dict[str, Any]:
+        one = Parameter(torch.zeros(2, 2, dtype=like.dtype, device=like.device))
+        made: Any = kind
+        optimizer = made([one], **{key: value for key, value in values.items() if key in known})
+        one.grad = torch.zeros_like(one)
+        optimizer.step()
+        return dict(optimizer.state[one])
+
+    try:
+        state_with(group)
+    except Exception:  # as it is here it takes no such step, so nothing can be said
+        return None
+    try:
+        return state_with(options)
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} has options that {kind.__name__} does not take: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _require_like(what: str, state: Mapping[str, Any], pattern: Mapping[str, Any], parameter: Tensor) -> None:
+    if state.keys() != pattern.keys():
+        raise CheckpointError(
+            f"{what} has {', '.join(sorted(state)) or 'nothing'}, and the optimizer keeps "
+            f"{', '.join(sorted(pattern)) or 'nothing'}: use the one it was written with"
+        )
+    for key, value in state.items():
+        wanted = pattern[key]
+        if type(value) is not type(wanted) and not isinstance(value, Tensor):
+            raise CheckpointError(f"{what}/{key} is {value!r:.60}, and the optimizer keeps a {type(wanted).__name__}")
+        if isinstance(value, Tensor) and isinstance(wanted, Tensor):
+            shape = parameter.shape if wanted.dim() else wanted.shape
+            if value.shape != shape or value.is_floating_point() != wanted.is_floating_point():
+                raise CheckpointError(
+                    f"{what}/{key} is {tuple(value.shape)} of {value.dtype}, and the optimizer keeps {tuple(shape)} "
+                    f"of {wanted.dtype}: use the one it was written with"
+                )
 
 
 def _read_state(
-    reader: Source,
-    name: str,
-    keys: Mapping[str, list[str]],
-    parameter: Tensor,
-    kept_on_host: bool,
-    plain_kinds: bool,
+    reader: Source, name: str, keys: Mapping[str, list[str]], parameter: Tensor, kept_on_host: bool
 ) -> dict[str, Any]:
-    """What a parameter had. `plain_kinds`: each tensor is one number or like the parameter."""
+    """What a parameter had."""
     state: dict[str, Any] = {}
     for key in keys.get(name, ()):
         base, _, part = key.rpartition("#")
         if not base:
             full = f"{PREFIX}{name}/{key}"
-            value = reader.load([full])[full]
-            if plain_kinds and not (value.numel() == 1 or (value.shape == parameter.shape and _is_real(value))):
-                raise CheckpointError(
-                    f"checkpoint {reader.path}: {full} is {tuple(value.shape)} of {value.dtype}, and its parameter "
-                    f"{tuple(parameter.shape)} of {parameter.dtype}: use the optimizer it was written with"
-                )
-            state[key] = _place(key, value, parameter, kept_on_host)
+            state[key] = _place(key, reader.load([full])[full], parameter, kept_on_host)
         elif part == "json":
             full = f"{PREFIX}{name}/{base}"
             inner = [f"{PREFIX}{name}/{each}" for each in keys[name] if each.rpartition("#")[0] == base]
             try:
                 state[base] = unpack(full, reader.load(inner), parameter.device)
             except ValueError as error:
+                if isinstance(error, CheckpointError):
+                    raise
                 raise DamagedCheckpointError(f"checkpoint {reader.path}: {error}") from None
     return state
 
@@ -190,10 +238,6 @@ def _place(key: str, value: Tensor, parameter: Tensor, kept_on_host: bool) -> Te
         return value
     value = value.to(parameter.device)
     return own_shard(value, parameter) if value.shape == parameter.shape else value
-
-
-def _is_real(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
 
 
 def _options(group: Mapping[str, Any]) -> JSON:
