@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from crashes import needs_small_disk, small_disk
 from penstock.cli import main
 from train_runs import SMALL, Run, checkpoints, losses
 
@@ -166,3 +168,45 @@ def test_torchrun(text: Path, tmp_path: Path) -> None:
     assert ended.code != 0
     said = [line for line in ended.err.splitlines() if line.startswith("penstock:")]
     assert said == ["penstock: no preset named 'tny'; did you mean tiny?"]
+
+
+FULL = """
+import json, os, subprocess, sys
+from pathlib import Path
+from penstock.cli import main
+
+disk, options = Path(sys.argv[1]), sys.argv[2]
+folder, filler = disk / "run", disk / "filler"
+assert main(["train", *f"{options} --steps 4 --ranks 2 --threads 1 --out {folder}".split()]) == 0
+held = os.listdir(folder / "checkpoints")
+with open(filler, "wb") as file:
+    os.posix_fallocate(file.fileno(), 0, (os.statvfs(disk).f_bavail - 24) * 4096)
+code = "import sys; from penstock.cli import main; sys.exit(main())"
+line = f"train --resume {folder} --steps 12".split()
+failed = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
+kept = os.listdir(folder / "checkpoints")
+filler.unlink()
+assert main(["train", *f"--resume {folder} --steps 12 --in-process".split()]) == 0
+lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+said = {"code": failed.returncode, "err": failed.stderr, "held": held, "kept": kept}
+print(json.dumps(said | {"losses": [line["loss"] for line in lines]}))
+"""
+
+
+@pytest.mark.slow
+@needs_small_disk
+def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(text: Path, tmp_path: Path) -> None:
+    options = f"{SMALL} --save-every 2 --keep 1 --lr-decay constant --data {text}"
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "script.py").write_text(FULL)
+    command = [*small_disk(disk, "2m"), sys.executable, str(tmp_path / "script.py"), str(disk), options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["code"] == 1, said["err"]
+    assert "Traceback" not in said["err"]
+    assert "could not be written: No space left on device" in said["err"]
+    assert f"its last checkpoint is kept: go on with penstock train --resume {disk}/run" in said["err"]
+    assert said["held"] == said["kept"] == ["step-00000004"]
+    assert said["losses"] == uninterrupted(tmp_path / "whole", f"{options} --steps 12")

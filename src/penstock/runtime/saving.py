@@ -97,17 +97,24 @@ def save(
     writes |= to_write(states, [part[2] for part in parts], [part[3] for part in parts], me)
     content = {**meta, COUNTERS: dict(counters)}
     content |= next(({OPTIMIZER: part[0]} for part in parts if part[0] is not None), {})
-    return write(
-        Path(directory),
-        counters["num_steps"] if number is None else number,
-        writes,
-        content,
-        rank=me,
-        num_ranks=len(parts),
-        barrier=peers.barrier,
-        keep=keep,
-        helped=share.helps,
-    )
+    path, error = None, None
+    try:
+        path = write(
+            Path(directory),
+            counters["num_steps"] if number is None else number,
+            writes,
+            content,
+            rank=me,
+            num_ranks=len(parts),
+            barrier=peers.barrier,
+            keep=keep,
+            helped=share.helps,
+        )
+    except CheckpointError as failure:
+        error = failure
+    _agree(peers, None, error)  # so that every process can say why
+    assert path is not None
+    return path
 
 
 def load(

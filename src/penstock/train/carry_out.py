@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.data import Corpus
-from penstock.runtime.checkpoint import CheckpointError
+from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import init_process, watch
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place
@@ -172,7 +172,9 @@ def _of_updates(inputs: Inputs) -> list[str]:
 
 def _way_on(folder: RunFolder, said: str) -> str:
     """How to go on after a failure, where there is something to go on from."""
-    if CheckpointError.__name__ in said or not any(folder.checkpoints.glob("step-*")):
+    if not any(folder.checkpoints.glob("step-*")):
+        return ""
+    if CheckpointError.__name__ in said and UNWRITTEN not in said:  # what it goes on from is at fault
         return ""
     return f"\nits last checkpoint is kept: go on with penstock train --resume {folder.path}"
 

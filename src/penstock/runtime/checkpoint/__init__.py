@@ -13,11 +13,12 @@ from penstock.runtime.checkpoint.match import Kind, match
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
 from penstock.runtime.checkpoint.reader import Reader, Source
-from penstock.runtime.checkpoint.write import write
+from penstock.runtime.checkpoint.write import UNWRITTEN, write
 
 __all__ = [
     "AS_JSON",
     "JSON",
+    "UNWRITTEN",
     "VERSION",
     "CheckpointError",
     "DamagedCheckpointError",

@@ -17,7 +17,9 @@ from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index, compact
 from penstock.runtime.checkpoint.shard import Spec, by_alignment, check_tensor, write_file
 from penstock.runtime.shards import is_sharded, whole
 
-__all__ = ["write"]
+__all__ = ["UNWRITTEN", "write"]
+
+UNWRITTEN = "could not be written"
 
 T = TypeVar("T")
 
@@ -131,7 +133,7 @@ class Failure:
         except Exception as error:  # whatever it is, the other ranks wait at the barrier
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
             self.error = CheckpointError(
-                f"{self.what} could not be written: {reason}. Nothing of it is left; older ones are untouched"
+                f"{self.what} {UNWRITTEN}: {reason}. Nothing of it is left; older ones are untouched"
             )
             self.error.__cause__ = error
         return None
