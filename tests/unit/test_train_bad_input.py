@@ -187,6 +187,12 @@ def test_a_mistake_is_told(tell: Callable[..., list[str]], options: str, words: 
         assert word in "\n".join(lines), lines
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="four processes start, and the first of them says it")
+def test_a_schedule_that_cannot_adapt(tell: Callable[..., list[str]]) -> None:
+    assert "leave out --adapt" in tell(f"{SMALL} --data text.txt --schedule chimera --adapt")[0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu(tell: Callable[..., list[str]]) -> None:
     assert tell(f"{SMALL} --data text.txt --device cuda") == [
