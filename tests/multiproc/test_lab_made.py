@@ -53,6 +53,7 @@ with Lab(2) as lab:
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
 def test_nothing_is_left_when_its_owner_is_killed(number: signal.Signals) -> None:

@@ -268,6 +268,7 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     print(f"ended after {time.monotonic() - begin:.2f} s")
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     run, parent = start_parent(
@@ -283,6 +284,7 @@ def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
     assert (code, out.splitlines(), err) == (0, ["saved True"] * NUM_RANKS, "")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     run, parent = start_parent("time.sleep(100)")
     run.ready()
@@ -291,6 +293,7 @@ def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     assert (code, err) == (130, "penstock: interrupted\n")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     run, parent = start_parent(
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)"

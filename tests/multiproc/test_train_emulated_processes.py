@@ -95,6 +95,7 @@ def redis(tmp_path: Path) -> Iterator[str]:
         server.wait(20)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, redis: str) -> None:
     folder = tmp_path / "run"

@@ -15,7 +15,7 @@ import torch
 
 from crashes import needs_small_disk, small_disk
 from penstock.cli import main
-from train_runs import SMALL, Run, checkpoints, losses
+from train_runs import COMMAND, SMALL, Run, checkpoints, losses
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -109,6 +109,7 @@ def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     assert losses(folder) == expected
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal.Signals) -> None:
@@ -133,6 +134,30 @@ def test_a_signal_saves_and_ends_well(text: Path, tmp_path: Path, number: signal
 
 
 @pytest.mark.slow
+def test_a_run_in_the_background_ends_by_sigterm_alone(text: Path, tmp_path: Path) -> None:
+    """Started as a shell and nohup start it, Ctrl-C and a closed terminal do nothing, and SIGTERM ends it well."""
+    folder = tmp_path / "run"
+    background = ["sh", "-c", """trap '' INT HUP; exec "$@" """, "sh", *COMMAND, "train"]
+    options = f"{SMALL} --steps {STEPS} --save-every 0 --data {text} --ranks 2 --out {folder}"
+    with Run(folder, options, background) as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
+            run.signal(number)
+            before = run.steps()
+            run.wait_for(lambda before=before: run.steps() >= before + 2)  # type: ignore[misc]
+        run.signal(signal.SIGTERM)
+        ended = run.end()
+    assert ended.code == 143, ended
+    done = len(losses(folder))
+    assert f"stopping after step {done}: saving a checkpoint" in ended.err
+    assert ended.err.endswith("penstock: stopped by SIGTERM\n")
+    assert "Traceback" not in ended.err
+    assert checkpoints(folder) == [f"step-{done:08d}"]
+    assert json.loads((folder / "report.json").read_text())["interrupted"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
     """Steps too long to wait for: a million tokens each."""
     folder = tmp_path / "run"

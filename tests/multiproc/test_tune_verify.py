@@ -98,6 +98,7 @@ def test_messages_and_layers_are_profiled(tmp_path: Path, capsys: pytest.Capture
     assert all(value > 0 for row in ("delay", "reduce") for value in transfer[row])
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--batch", "2", "--microbatch-size", "1", "--database", str(tmp_path / "db")]

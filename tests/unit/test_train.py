@@ -207,6 +207,7 @@ def test_resumed_from_another_folder(train: Train, tmp_path: Path, text: Path, m
     assert train("run", "--resume run --steps 4", small="")["steps"] == 4
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_in_process(train: Train, tmp_path: Path) -> None:
     """Ctrl-C finishes the step and saves; the handler that was there before is there again."""
     folder = tmp_path / "run"
@@ -224,6 +225,35 @@ def test_interrupted_in_process(train: Train, tmp_path: Path) -> None:
     assert 3 <= report["steps"] == len(losses(folder)) < 5000
     assert checkpoints(folder) == [f"step-{report['steps']:08d}"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_the_background_only_sigterm_ends_it(train: Train, tmp_path: Path) -> None:
+    """A shell starts a job in the background with SIGINT ignored; it stays so."""
+    folder = tmp_path / "run"
+
+    ended = threading.Event()
+
+    def press() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = len(losses(folder))
+            while len(losses(folder)) < before + 2 and not ended.is_set():
+                time.sleep(0.001)
+            if not ended.is_set():
+                os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        finger = threading.Thread(target=press)
+        finger.start()
+        report = train("run", "--steps 5000", code=143)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        ended.set()
+        finger.join()
+        signal.signal(signal.SIGINT, before)
+    assert report["interrupted"] is True
+    assert 4 <= report["steps"] == len(losses(folder)) < 5000
+    assert checkpoints(folder) == [f"step-{report['steps']:08d}"]
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,7 @@ def test_resumed_elsewhere(train: Train, tmp_path: Path) -> None:
         assert "at step 1, and 4 of the 16 microbatches of a window are gathered" in told
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends after the pass."""
     plain, calls = CrossEntropy.__call__, 0

@@ -27,7 +27,7 @@ from penstock.train.order import Order
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settle import settle_memory
-from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
+from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
 from penstock.train.tasks.text import check_tokens
 
 
@@ -48,8 +48,8 @@ def carry_out(order: Order, port: int | None) -> int:
             print(_announcement(order, inputs, goes_on), file=sys.stderr, flush=True)
         if order.settings.in_process:
             torch.set_num_threads(order.settings.num_threads)
-            report = _run(order, inputs, first=True).report
-            code, said = 0, ""
+            run = _run(order, inputs, first=True)
+            report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
         else:
             code, said = launch_order(order, inputs.data.corpus, port)
             report = Report.read(folder.report)
@@ -90,7 +90,7 @@ def run_joined(order: Order) -> int:
     run = _run(order, inputs, first=rank == 0)
     if run.report is not None:
         _show(run.report, run.folder, order.as_json)
-    return INTERRUPTED if run.interrupted else 0
+    return run.stop.exit_code if run.interrupted else 0
 
 
 def _check(order: Order) -> Inputs:
@@ -99,6 +99,7 @@ def _check(order: Order) -> Inputs:
     inputs = gather_inputs(order.settings)
     if inputs.data.corpus is not None:
         check_tokens(inputs.data.corpus)
+    check_interfaces(order.settings.travel)
     check_store(order.settings.store)
     return inputs
 

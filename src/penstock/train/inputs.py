@@ -22,6 +22,7 @@ from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_placement, check_ties
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
+from penstock.train.start import check_steering
 from penstock.train.tasks.open import open_task
 from penstock.train.tasks.task import Data, Task
 
@@ -49,11 +50,22 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     """
     schedule = settings.build_schedule()
     check_placement(settings, schedule)
-    device_of(settings)
+    _check_transport(settings, device_of(settings))
+    if settings.is_steered:
+        check_steering(schedule)
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
     check_ties(schedule, task.tied)
     return Inputs(settings, schedule, task, task.read(corpus))
+
+
+def _check_transport(settings: Settings, device: torch.device) -> None:
+    """Raises SettingsError for a transport that the device is not for."""
+    if settings.transport == "nccl" and device.type != "cuda":
+        raise SettingsError(
+            f"--transport nccl sends from GPU to GPU, and stages lie on {device.type}; give --device cuda, or another"
+            " transport"
+        )
 
 
 def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., torch.optim.Optimizer]) -> None:

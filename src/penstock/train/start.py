@@ -8,10 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.interfaces import local_addresses
 from penstock.runtime.launch import launch
 from penstock.runtime.launch.port import listen
+from penstock.runtime.setup import require_steerable
+from penstock.runtime.steering import Steering
 from penstock.runtime.stores import StoreLost, open_store
+from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
+from penstock.train.travel import Travel
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -44,6 +49,24 @@ def check_store(address: str | None) -> None:
         open_store(address).close()
     except (RuntimeFailure, StoreLost) as error:
         raise SettingsError(f"--store: {error}") from None
+
+
+def check_interfaces(travel: Travel) -> None:
+    """Raises SettingsError for an interface of this host that is not there, for delegates."""
+    if travel.interfaces is None:
+        return
+    try:
+        local_addresses(travel.delegate_options().interfaces)
+    except RuntimeFailure as error:
+        raise SettingsError(f"--interfaces: {error}") from None
+
+
+def check_steering(schedule: Schedule) -> None:
+    """Raises SettingsError for a schedule whose order --adapt can't change."""
+    try:
+        require_steerable(schedule, Steering())
+    except RuntimeFailure as error:
+        raise SettingsError(str(error).replace("leave steering out", "leave out --adapt")) from None
 
 
 def start_ranks(

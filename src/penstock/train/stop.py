@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from types import FrameType, TracebackType
+
+from penstock.runtime.launch.signals import handled
 
 SAME = 1.0
 """Seconds in which a second signal counts as the same wish: a terminal and a launcher may both pass it on."""
@@ -15,26 +18,30 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._number = signal.SIGINT
+        self._handled = contextlib.ExitStack()
 
     @property
     def asked(self) -> bool:
         return self._asked_at is not None
 
+    @property
+    def exit_code(self) -> int:
+        """Of a process that ends by the signal: 130 by Ctrl-C, 143 by SIGTERM."""
+        return 128 + self._number
+
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+        self._handled.enter_context(handled(self._note, signal.SIGINT, signal.SIGTERM))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._handled.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._asked_at is None:
-            self._asked_at = now
+            self._asked_at, self._number = now, signal.Signals(number)
         elif now - self._asked_at > SAME:
             raise KeyboardInterrupt

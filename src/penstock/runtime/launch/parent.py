@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import exit_code, explain, root_cause
@@ -18,6 +17,7 @@ from penstock.runtime.launch.held import held_path
 from penstock.runtime.launch.port import HOST, listen
 from penstock.runtime.launch.rank_process import RankProcess
 from penstock.runtime.launch.report import Kind, Report
+from penstock.runtime.launch.signals import handled
 
 __all__ = ["launch"]
 
@@ -41,7 +41,8 @@ def launch(
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
     failed, the others get `grace` seconds to end, then SIGTERM, then SIGKILL: none is left. Ctrl-C is passed on
     once and the ranks may leave in their own time (code 130 unless they do so well); a second one stops them. SIGTERM
-    is passed on too, and after `patience` seconds they are killed. If this process is killed the ranks end too.
+    is passed on too, and after `patience` seconds they are killed (code 143). If this process is killed the ranks end
+    too. A job in the background, which is started to ignore Ctrl-C, or SIGHUP by nohup, goes on ignoring them.
 
     `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
     of the cores in OMP_NUM_THREADS unless it is set.
@@ -51,7 +52,8 @@ def launch(
             if num_ranks < 1:
                 raise RuntimeFailure(f"got {num_ranks} ranks: at least 1 is needed")
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
-            calls = stack.enter_context(_calls())
+            calls = Calls()
+            stack.enter_context(handled(calls, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             family = Family(reports, grace, patience, calls)
             stack.callback(family.end)
             family.start(command, num_ranks, port, {**os.environ, **(env or {})})
@@ -177,21 +179,6 @@ class Family:
     def _all_ended(self) -> bool:
         ended = [each.ended() for each in self._ranks]  # every one is looked at, which notes its time
         return all(ended)
-
-
-@contextlib.contextmanager
-def _calls() -> Iterator[Calls]:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of ending by them, where this is the main thread."""
-    calls = Calls()
-    if threading.current_thread() is not threading.main_thread():
-        yield calls
-        return
-    before = {number: signal.signal(number, calls) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield calls
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:

@@ -19,7 +19,15 @@ from penstock.train.emulated.order import EmulatedOrder
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.run import EmulatedRun
 from penstock.train.folder import RunFolder
-from penstock.train.start import INTERRUPTED, RunFailed, check_port, check_store, start_ranks
+from penstock.train.start import (
+    INTERRUPTED,
+    RunFailed,
+    check_interfaces,
+    check_port,
+    check_steering,
+    check_store,
+    start_ranks,
+)
 
 
 def carry_out(order: EmulatedOrder, port: int | None) -> int:
@@ -38,7 +46,7 @@ def carry_out(order: EmulatedOrder, port: int | None) -> int:
         if order.settings.in_process:
             run = EmulatedRun(order.settings, schedule, costs, folder, order.as_json)
             run.run()
-            report, code, said = run.report, 0, ""
+            report, code, said = run.report, run.stop.exit_code if run.interrupted else 0, ""
         else:
             folder.report.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
@@ -76,13 +84,16 @@ def run_joined(order: EmulatedOrder) -> int:
     run.run()
     if run.report is not None:
         _show(run.report, order.as_json)
-    return INTERRUPTED if run.interrupted else 0
+    return run.stop.exit_code if run.interrupted else 0
 
 
 def _check(order: EmulatedOrder) -> tuple[Schedule, Costs]:
     schedule = order.settings.build_schedule()
     costs = order.settings.read_costs(schedule)
     order.settings.host_units(costs)
+    if order.settings.adapt:
+        check_steering(schedule)
+    check_interfaces(order.settings.travel)
     check_store(order.settings.store)
     return schedule, costs
 
