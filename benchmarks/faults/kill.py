@@ -1,6 +1,6 @@
 """Ranks killed, delegates killed and disks filled at every step of a switch, a delegation and a move; then resumed.
 
-    python benchmarks/faults/kill.py --out benchmarks/faults/kill.json
+    python benchmarks/faults/kill.py --out kill.json
     python benchmarks/faults/kill.py --every 10 --from 3         a sample
     python benchmarks/faults/kill.py --only "delegating: fill"
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from crashes import needs_small_disk, small_disk
+from listening import family
 from penstock.cli import main
 from train_runs import COMMAND, SMALL, Run, checkpoints, losses
 
@@ -107,6 +108,29 @@ def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     with Run(folder, f"--resume {folder} --schedule 1f1b --ranks 2") as run:
         assert run.end().code == 0
     assert losses(folder) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--ranks 2 --transport direct",
+        "--ranks 2 --transport delegate",
+        "--ranks 2 --adapt",
+        "--ranks 2 --transport direct --adapt",
+        "--pp 2 --dp 2",
+        "--pp 1 --tp 2",
+    ],
+)
+def test_killed_under_every_transport_and_mesh(text: Path, tmp_path: Path, how: str) -> None:
+    """One message, and neither a rank nor a delegate nor a controller is left."""
+    folder = tmp_path / "run"
+    with Run(folder, f"{SMALL} --steps 60 --save-every 2 --data {text} --out {folder} {how}") as run:
+        run.wait_for(lambda: run.steps() >= 3)
+        started = {pid for rank in run.ranks().values() for pid in family(rank)}
+        _killed(run, 1, resumable=True)
+    assert len(started) >= 2
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -19,7 +20,9 @@ from safetensors.torch import load_file
 
 import penstock as ps
 from penstock.cli import main
+from penstock.runtime import RuntimeFailure
 from penstock.train.learning_rate import learning_rate
+from penstock.train.metrics import Metrics
 from penstock.train.report import Report
 from penstock.train.settings import Settings
 from train_runs import SMALL, checkpoints, losses, metrics
@@ -349,3 +352,24 @@ def test_the_report_knows_how_large_messages_are(train: Train) -> None:
     assert report["timing"]["simulated_makespan"] >= 4 * 20.48
     assert report["timing"]["measured_makespan"] >= 4 * 20.48
     assert "link 0:1=bandwidth:100KB/s was injected" in report["notices"]
+
+
+def test_metrics_on_a_full_disk_end_with_one_sentence_and_are_resumed_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said = r"^step 2 .*metrics\.jsonl: File too large; make room there.*--resume"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70, before[1]))
+    try:
+        with Metrics(path, 0) as lines:
+            lines.write(0, {"loss": 1.25})
+            lines.write(1, {"loss": 1.25})
+            with pytest.raises(RuntimeFailure, match=said):
+                lines.write(2, {"loss": 1.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with Metrics(path, 1) as lines:
+        lines.write(1, {"loss": 1.5})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 0, "loss": 1.25},
+        {"step": 1, "loss": 1.5},
+    ]

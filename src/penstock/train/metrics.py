@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.train.folder import write_whole
 
 if TYPE_CHECKING:
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """Appends lines to metrics.jsonl. On a resumed run, lines from the step on are dropped first."""
+    """Appends lines to metrics.jsonl. On a resumed run, lines from the step on are dropped first.
+
+    `write` raises RuntimeFailure where there is no room: a run without its losses could not be compared with another.
+    """
 
     def __init__(self, path: Path, first_step: int, tensorboard: Path | None = None) -> None:
         if path.exists():
@@ -24,8 +29,14 @@ class Metrics:
         self._board = _board(tensorboard, first_step) if tensorboard is not None else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RuntimeFailure(
+                f"step {step} could not be written to {self._file.name}: {error.strerror}; make room there, and go "
+                "on with --resume from the last checkpoint"
+            ) from None
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
@@ -46,7 +57,8 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what `write` could not write is still in the buffer
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -14,6 +14,8 @@ from penstock.runtime.transports.delegate.fleet import Fleet, Post
 
 LOOK = 0.5
 """Seconds between two looks on kernels that tell no deaths."""
+ENDS = 10.0
+"""Seconds that a delegate's start, in which `stop` may find the thread, is waited for."""
 
 
 class Supervisor:
@@ -50,6 +52,6 @@ class Supervisor:
                 self._fleet.get(post)
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread; one that still starts a delegate after `ENDS` seconds is left to end by itself."""
         self._fleet.stop_watching()
-        self._thread.join()
+        self._thread.join(ENDS)
