@@ -23,7 +23,8 @@ from penstock.runtime.checkpoint.index import compact
 
 pytestmark = pytest.mark.unit
 
-MUTATIONS = pytest.mark.parametrize("mutations", [60, pytest.param(2000, marks=pytest.mark.nightly)])
+LONG = pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])
+MUTATIONS = pytest.mark.parametrize("mutations", [60, LONG])
 
 
 class Remembering(nn.Module):
