@@ -61,7 +61,7 @@ def test_wrong_costs(arguments: dict, message: str) -> None:
 
 
 def test_uniform_needs_a_stage() -> None:
-    with pytest.raises(ps.CostError, match="costs need at least one stage, got 0"):
+    with pytest.raises(ps.CostError, match="costs need at least one stage, a whole number, got 0"):
         ps.Costs.uniform(0)
 
 

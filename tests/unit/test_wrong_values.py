@@ -85,7 +85,7 @@ def test_paths_that_nothing_can_be_written_to(
         (lambda: ps.build(None, 2, 2), "a schedule is named by text, got NoneType"),
         (lambda: ps.load(SCHEDULE), "a file is named by text or a Path, got Schedule"),
         (lambda: ps.save(SCHEDULE, "made.csv", dialect=["torch"]), "no dialect ['torch']"),
-        (lambda: ps.Costs.uniform("four"), "costs need a whole number of stages, at least one, got 'four'"),
+        (lambda: ps.Costs.uniform("four"), "costs need at least one stage, a whole number, got 'four'"),
         (lambda: ps.Links([(0, 1)]), "delays are list: give them by link"),
         (lambda: ps.LinkConditions.of({}), "links are dict: give ps.Links"),
         (lambda: save_picture(None, "made.svg"), "a schedule or a timeline can be drawn, or a list of them"),

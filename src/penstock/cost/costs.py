@@ -159,7 +159,7 @@ class Costs:
     ) -> Costs:
         """The same costs for every stage."""
         if not isinstance(num_stages, Integral) or num_stages < 1:
-            raise CostError(f"costs need a whole number of stages, at least one, got {num_stages!r}")
+            raise CostError(f"costs need at least one stage, a whole number, got {num_stages!r}")
         n = num_stages
         return cls([f] * n, [i] * n, [w] * n, [] if b is None else [b] * n, [activation] * n, freed_by_input)
 
