@@ -830,6 +830,7 @@ PLANTED: dict[str, Case] = {
     "outputs that share memory, changed in place, between processes": Case(
         10, ("fork a view", "in place", "join"), shape=(2, 1, 1)
     ),
+    "a tower that wants no gradient": Case(12, ("linear", "nothing"), form="list", schedule="distmm", samples=9),
     "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
 }
 """Mistakes that were there once, by what was wrong."""

@@ -47,8 +47,8 @@ class Outputs:
         leaves = self._runners[OWNER, stage].leaves(microbatch)
         if len(leaves) != 1:
             raise RuntimeFailure(
-                f"stage {stage} returned {len(leaves)} tensors that want a gradient; an op reads the output of a "
-                "stage that returns one"
+                f"stage {stage} returned {len(leaves)} tensors to be read by an op; an op reads the output of a stage "
+                "that returns one tensor, or one alone that wants a gradient"
             )
         return leaves[0]
 
@@ -73,9 +73,11 @@ class Outputs:
         weighed = loss * sum(scales)
         places = [(s, m) for s, m in forwards if s in stages]
         leaves = [self._leaf(s, m) for s, m in places]
-        gradients = torch.autograd.grad(weighed, leaves, allow_unused=True)
-        for (stage, m), gradient in zip(places, gradients, strict=True):
-            self._runners[OWNER, stage].start_from(m, gradient)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad(weighed, wanted, allow_unused=True) if wanted else ()
+        gradients = dict(zip(map(id, wanted), found, strict=True))
+        for (stage, m), leaf in zip(places, leaves, strict=True):
+            self._runners[OWNER, stage].start_from(m, gradients.get(id(leaf)))
         if (end := self._runners.get((OWNER, self._end))) is not None and self._end in stages:
             for m in told:
                 share = weighed.detach() / len(told)

@@ -312,6 +312,8 @@ class StageRunner:
             leaves, skeleton, outputs = share(leaves, skeleton, own, self.index, self._num_targets)
             if has_views(skeleton):
                 outputs = [exits(output) for output in outputs]
+        elif not outputs and not self._is_last:
+            outputs = leaves  # an op may read it, though nothing comes back
         needs = [leaf.requires_grad for leaf in leaves]
         return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
 
@@ -322,7 +324,7 @@ class StageRunner:
         return self._own
 
     def leaves(self, m: int) -> list[Tensor]:
-        """The outputs of a microbatch that want a gradient, as leaves.
+        """The outputs of a microbatch that want a gradient, as leaves; all of them where none does.
 
         Raises:
             RuntimeFailure: its forward is run again, so that nothing is held of it yet; or some share memory.
@@ -338,7 +340,7 @@ class StageRunner:
                     f"stage {self.index} returns several tensors that share memory, and an op reads the output of a "
                     "stage that returns one"
                 )
-            self._leaves[m] = [output.detach().requires_grad_() for output in self._held[m].outputs]
+            self._leaves[m] = [o.detach().requires_grad_(o.requires_grad) for o in self._held[m].outputs]
         return self._leaves[m]
 
     def start_from(self, m: int, gradient: Tensor | None) -> None:
