@@ -47,8 +47,8 @@ class Outputs:
         leaves = self._runners[OWNER, stage].leaves(microbatch)
         if len(leaves) != 1:
             raise RuntimeFailure(
-                f"stage {stage} returned {len(leaves)} tensors to be read by an op; an op reads the output of a stage "
-                "that returns one tensor, or one alone that wants a gradient"
+                f"stage {stage} returned {len(leaves)} tensors to an op that reads its output; an op reads that of a "
+                "stage that returns one tensor, or one alone that wants a gradient"
             )
         return leaves[0]
 
