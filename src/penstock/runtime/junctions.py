@@ -46,6 +46,17 @@ class Junctions:
         self._widths[op.stage, op.microbatch] = [num_graded(part.needs_grad, part.skeleton) for part in parts]
         return parts[0] if len(parts) == 1 else _tuple(parts)
 
+    def arguments(self, stage: int) -> str:
+        """In words, what a stage that joins others is called with; empty for any other."""
+        sources = self._graph.sources[stage]
+        if len(sources) < 2:
+            return ""
+        *others, last = map(str, sources)
+        return (
+            f"stage {stage} joins others: it is called with the outputs of stages {', '.join(others)} and {last} as "
+            "positional arguments, in the order of the stages' numbers, whatever the order of the edges"
+        )
+
     def gradients(self, op: Op, received: Sequence[Payload]) -> Payload | None:
         """The gradients of a stage's outputs: None where the loss is its output."""
         if not received:

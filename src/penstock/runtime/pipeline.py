@@ -19,6 +19,7 @@ from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
 from penstock.runtime import saving
 from penstock.runtime.agreement import require_same, schedule_digest
+from penstock.runtime.arguments import require_arguments
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.handing_over import hand_over
 from penstock.runtime.held_model import HeldModel
@@ -153,6 +154,9 @@ class Pipeline:
         sharding: str = "none",
         parallelize: Parallelize | None = None,
     ) -> None:
+        require_arguments(
+            model, schedule, loss_fn, optimizer, device, autocast, clip_norm, costs, tied, seed, timeout, ops
+        )
         schedule = remove_communication(schedule)  # the transport places messages
         self._learner: Learner
         self._num_steps = 0

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch
+from penstock.runtime.arguments import made_by
 from penstock.runtime.copies import require_one_copy_a_rank
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.junctions import is_plain, require_matching
@@ -193,9 +194,9 @@ def optimizer_of(
             group["params"] = [p for p in named if id(p) in own]
         return given
     if parameters:
-        return given(parameters)
+        return made_by(given, parameters)
     # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
-    empty = given([Parameter(torch.zeros(0))])
+    empty = made_by(given, [Parameter(torch.zeros(0))])
     for group in empty.param_groups:
         group["params"] = []
     return empty

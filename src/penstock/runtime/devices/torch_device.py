@@ -65,16 +65,25 @@ class TorchDevice:
         pipeline = self._pipelines[op.microbatch]
         runner = self._runners[pipeline, op.stage]
         if self._inside is None:
-            self._outcome = runner.forward(op.microbatch, self._entering(op, received))
+            self._outcome = self._forward(op, received, runner)
         else:
             with self._inside(pipeline, op.stage):
                 self._train(op, received, runner)
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
 
+    def _forward(self, op: Op, received: Sequence[Payload], runner: StageRunner) -> Payload:
+        entering = self._entering(op, received)
+        try:
+            return runner.forward(op.microbatch, entering)
+        except Exception as error:
+            if self._junctions is not None and (words := self._junctions.arguments(op.stage)):
+                error.add_note(words)
+            raise
+
     def _train(self, op: Op, received: Sequence[Payload], runner: StageRunner) -> None:
         if op.kind == "F":
-            self._outcome = runner.forward(op.microbatch, self._entering(op, received))
+            self._outcome = self._forward(op, received, runner)
         elif op.kind == "W":
             runner.backward_weight(op.microbatch)
             self._outcome = None

@@ -1,0 +1,112 @@
+"""Arguments of another type than they should be: one clear error each, before anything is made."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import branches_runs
+import penstock as ps
+from penstock.runtime import RuntimeFailure
+from runtime_cases import Do, batches, lin
+
+pytestmark = pytest.mark.unit
+
+MSE = nn.MSELoss()
+
+
+class NeedsMore(torch.optim.SGD):
+    def step(self, loss: Any, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError(loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "1f1b"}, r'the schedule is the text .1f1b.; build it first: ps.build\("1f1b", num_ranks='),
+        ({"schedule": None}, "schedule is None; give a ps.Schedule"),
+        ({"model": None}, "model is None; give an nn.Sequential, or a list"),
+        ({"model": "gpt"}, "model is 'gpt'; give an nn.Sequential"),
+        ({"model": [lin(), 3]}, "stage 1 of the model is 3; give a module, or a function that makes one"),
+        ({"loss_fn": 3}, "loss_fn is 3; give a function"),
+        ({"optimizer": "adamw"}, "optimizer is 'adamw'; give an optimizer, or a function"),
+        ({"optimizer": lambda parameters: None}, "optimizer= made NoneType, not a torch optimizer"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS.step needs closure.*take another one"),
+        ({"optimizer": partial(torch.optim.LBFGS, lr=0.1)}, "LBFGS.step needs closure"),
+        ({"optimizer": lambda parameters: torch.optim.LBFGS(parameters)}, "LBFGS.step needs closure"),
+        ({"optimizer": torch.optim.LBFGS(lin().parameters())}, "LBFGS.step needs closure"),
+        ({"optimizer": NeedsMore}, "NeedsMore.step needs loss"),
+        ({"optimizer": torch.optim.SGD(lin().parameters(), lr=0.1)}, "has 2 parameters that are not in the model"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; give a number, at least 0"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": "1"}, "clip_norm is '1'"),
+        ({"clip_norm": True}, "clip_norm is True"),
+        ({"timeout": 0}, "timeout is 0; give seconds, above 0"),
+        ({"timeout": None}, "timeout is None"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"seed": 1.5}, "seed is 1.5; give an integer"),
+        ({"autocast": "bfloat16"}, "autocast is 'bfloat16'; give a type like torch.bfloat16"),
+        ({"autocast": True}, "autocast is True"),
+        ({"device": "cpuu"}, "device is 'cpuu': .*; give one like"),
+        ({"device": 1.5}, "device is 1.5"),
+        ({"costs": 3}, "costs is 3; give a number for each layer"),
+        ({"costs": ["a", "b"]}, "costs is"),
+        ({"tied": ("0.weight", "1.weight")}, "tied is .*; give groups of names"),
+        ({"tied": "0.weight"}, "tied is '0.weight'"),
+        ({"tied": [(0, 1)]}, "tied is"),
+        ({"ops": {"LOOK": 3}}, "ops is .*; give a function for each"),
+        ({"ops": [print]}, "ops is"),
+        ({"sharding": "zero2"}, "no sharding 'zero2'"),
+        ({"transport": 3}, "transport 3: give 'host'"),
+        ({"dispatch": 3}, "dispatch"),
+        ({"dispatch": "dynamics"}, "dispatch"),
+    ],
+)
+def test_an_argument_that_makes_no_sense(options: dict[str, Any], said: str) -> None:
+    given = {"model": nn.Sequential(lin(), lin()), "schedule": ps.build("1f1b", 2, 4), "loss_fn": MSE, **options}
+    with pytest.raises((RuntimeFailure, ps.ScheduleError), match=said):
+        ps.Pipeline(given.pop("model"), given.pop("schedule"), **given)
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.0, 1, float("inf")])
+def test_norms_that_make_sense(clip_norm: float) -> None:
+    pipe = ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, clip_norm=clip_norm)
+    assert pipe.step(*batches(4, 8)[0]).grad_norm > 0
+
+
+def test_an_optimizer_over_some_of_the_parameters() -> None:
+    """The stages before are frozen, and a rank has none of its parameters."""
+    model = nn.Sequential(lin(), lin())
+    model[0].requires_grad_(False)
+    before = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE, optimizer=optimizer).step(*batches(4, 8)[0])
+    assert not torch.equal(before, model[1].weight)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stage_that_joins_says_what_it_is_called_with(seed: int) -> None:
+    """Its arguments come by the stages' numbers, however the edges were given."""
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    random.Random(seed).shuffle(edges)
+    program = ps.Program(ps.placements.one_to_one(4), 8, stages=ps.StageGraph(4, tuple(edges)))
+    one, two = (Do(lambda ls, x, k=k: ls[0](x)[:, :k], lin(6, 6)) for k in (2, 3))
+    seen = []
+
+    def joins(ls: Any, a: Any, b: Any) -> Any:
+        seen.append((a.shape[1], b.shape[1]))
+        return ls[0](a.sum(1, keepdim=True) + b.sum(1, keepdim=True))
+
+    inputs, targets = branches_runs.batch_of("a fork that joins", 1)
+    stages = [nn.Linear(6, 6), one, two, Do(joins, lin(1, 6))]
+    ps.Pipeline(stages, program.build(), loss_fn=MSE).step(inputs, targets, update=False)
+    assert set(seen) == {(2, 3)}
+    stages[3] = Do(lambda ls, a: a, lin(6, 6))
+    with pytest.raises(TypeError) as caught:
+        ps.Pipeline(stages, program.build(), loss_fn=MSE).step(inputs, targets)
+    assert "stage 3 joins others: it is called with the outputs of stages 1 and 2" in caught.value.__notes__[0]
