@@ -50,19 +50,31 @@ def _is_in(args: tuple[Any, ...], place: str) -> bool:
     return os.path.abspath(path).startswith(place) or any(isinstance(a, int) and a > 2 for a in args[1:])
 
 
+UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+"""What a command begins with that may mount disks for itself alone."""
+
+
 def small_disk(path: Path, size: str) -> list[str]:
     """What a command begins with that is to see a disk of so many bytes at `path`, and no other process does."""
     mount = 'mount -t tmpfs -o size="$1" none "$2" && shift 2 && exec "$@"'
-    return ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh", size, str(path)]
+    return [*UNSHARE, "sh", "-c", mount, "sh", size, str(path)]
 
 
 def _refused() -> str:
     if shutil.which("unshare") is None:
         return "there is no unshare here"
-    probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
-    ran = subprocess.run(probe, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False
+    )
     return "" if ran.returncode == 0 else ran.stderr.strip()
 
 
 _REFUSED = _refused()
-needs_small_disk = pytest.mark.skipif(bool(_REFUSED), reason=f"needs namespaces: {_REFUSED}")
+
+
+def may_mount() -> bool:
+    """Whether a disk can be mounted here."""
+    return not _REFUSED
+
+
+needs_small_disk = pytest.mark.skipif(bool(_REFUSED), reason=f"needs mounts: {_REFUSED}")

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crashes import UNSHARE, may_mount
+
 MARK = "PENSTOCK_FAULT_RUN"
 STEPS, CHANGES, EVERY = 8, (3, 6), 2
 """Steps; those before which what runs changes; how often a checkpoint is written."""
@@ -164,21 +166,11 @@ def apart(fault: Fault, folder: Path) -> Outcome:
         disk = folder / "disk"
         disk.mkdir(parents=True, exist_ok=True)
         mounts = f'mount -t tmpfs none /dev/shm && mount -t tmpfs -o size={DISK} none "$0" && exec "$@"'
-        command = ["unshare", "-m", "sh", "-c", mounts, str(disk), *command]
+        command = [*UNSHARE, "sh", "-c", mounts, str(disk), *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
     return Outcome(**value | {"resumed": tuple(value["resumed"])})
-
-
-def may_mount() -> bool:
-    """Whether a disk can be mounted here."""
-    with contextlib.suppress(OSError):
-        done = subprocess.run(
-            ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
-        )
-        return done.returncode == 0
-    return False
 
 
 def wrong(fault: Fault, outcome: Outcome, expected: list[str]) -> list[str]:

@@ -225,12 +225,12 @@ def test_options_that_make_no_sense() -> None:
 
 def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     for run in range(3):
-        records = Records(tmp_path)
+        records = Records(tmp_path, lambda _: None)
         records.control(f"run {run}")
         records.close()
         records.control("too late")
-    Records(tmp_path / "empty").close()
-    Records(tmp_path / "empty").close()
+    Records(tmp_path / "empty", lambda _: None).close()
+    Records(tmp_path / "empty", lambda _: None).close()
     names = sorted(path.name for path in tmp_path.glob("control*"))
     assert names == ["control-1.jsonl", "control-2.jsonl", "control.jsonl"]
     assert [(tmp_path / name).read_text() for name in names] == ["run 0\n", "run 1\n", "run 2\n"]
