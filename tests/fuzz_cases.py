@@ -157,6 +157,11 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
     listed = rng.random() < 0.15
     form = rng.choice(["sequential"] * 30 + ["list"] * 15 + ["functions"] * 8 + ["subclass"])
     events = tuple(sorted(rng.sample(EVENTS, rng.choice([0, 0, 1, 1, 2]))))
+    if sharding == "fsdp" or (shape and shape[2] > 1):  # the model then has shards, into which no plain values go
+        events = tuple(event for event in events if event != "load after")
+    if sharding == "fsdp":  # which refuses what is to see gradients
+        events = tuple(event for event in events if not event.startswith("hook"))
+        blocks = tuple(name for name in blocks if name not in ("hooked parameter", "a gradient kept elsewhere"))
     if schedule == TOWERS:  # each stage is its own, and what its ops compare has no place for other options
         form, autocast, listed = "list", False, False
         blocks = tuple(name for name in blocks if name in BLOCKS and name != "a gradient kept elsewhere")
@@ -517,22 +522,28 @@ def apart(values: dict[tuple[int, int], Tensor]) -> Tensor:
 
 def towers_step(model: Any, case: Case, schedule: ps.Schedule, step: int) -> Tensor:
     """As `plain_step`: whole branches forward, a loss of several microbatches, and each one's backward in order."""
-    num, sources = schedule.num_microbatches, schedule.graph.sources
+    num, sources = schedule.num_microbatches * case.num_replicas, schedule.graph.sources
     (gather,) = schedule.graph.registered
-    size = num // gather.num_ops
+    size = schedule.num_microbatches // gather.num_ops
     inputs, _ = batch_of(case, step)
     given = {stage: value.tensor_split(num) for stage, value in inputs.items()}
     scales = weights(next(iter(inputs.values())), None, num, None)  # type: ignore[arg-type]
     total: Tensor | None = None
+    module, kept = as_module(model), {}
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
     with torch.random.fork_rng(devices=[]):
-        for group in range(gather.num_ops):
+        for group in range(num // size):
+            if group == gather.num_ops:  # the first replica's buffers are kept, and each starts from the same
+                kept = {n: b.clone() for n, b in module.named_buffers()}
+            if group and group % gather.num_ops == 0:
+                _fill(module, buffers)
             outputs: dict[tuple[int, int], Tensor] = {}
             mine = range(group * size, (group + 1) * size)
             for m in mine:
-                for stage, module in enumerate(model):
+                for stage, part in enumerate(model):
                     value = outputs[sources[stage][0], m] if sources[stage] else given[stage][m]
                     seed_devices(mix(mix(mix(0, step), m), stage))
-                    outputs[stage, m] = module(value)
+                    outputs[stage, m] = part(value)
             ends = sorted(set(range(len(model))) - {s for before in sources for s in before})
             leaves = {(s, m): outputs[s, m].detach().requires_grad_() for s in ends for m in mine}
             loss = apart(leaves) * sum(scales[m] for m in mine)
@@ -544,6 +555,8 @@ def towers_step(model: Any, case: Case, schedule: ps.Schedule, step: int) -> Ten
             for _ in mine:
                 share = loss.detach() / size
                 total = share.clone() if total is None else total + share
+    if kept:
+        _fill(module, kept)
     assert total is not None
     return total
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-from penstock.runtime import DeadlineExceeded
+from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from processes import appears, run_ranks
 from tie_runs import by_columns
 
@@ -51,3 +51,39 @@ def test_a_process_that_is_late_with_its_parts_is_named_when_the_timeout_has_pas
     first, second = run_ranks(2, late, name, str(tmp_path))
     assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
     assert first.value.startswith("rank 0 waited 1 s for parts of a stage from the other ranks"), first.value
+
+
+def hooked(rank: int) -> list[str]:
+    """What is said of hooks that wait for gradients of parameters which a mesh cuts, made before and after."""
+    said: list[str] = []
+    for shape, options in MESHES.values():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+        for place in ("on the parameter", "on its node", "when it is added", "afterwards"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            weight = model[0].weight
+            node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+            if place == "on the parameter":
+                weight.register_hook(lambda g: g)
+            elif place == "on its node":
+                node.register_hook(lambda *_: None)
+            elif place == "when it is added":
+                weight.register_post_accumulate_grad_hook(lambda p: None)
+            try:
+                pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, **options)
+                if place == "afterwards":
+                    model[0].weight.register_hook(lambda g: g)
+                x = torch.randn(8, 4)
+                pipe.step(x, x)
+                said.append("nothing")
+            except RuntimeFailure as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_hook_that_would_see_no_gradient_is_refused() -> None:
+    for outcome in run_ranks(2, hooked):
+        assert outcome.code == 0, outcome.text
+        fsdp, shards = outcome.value[:4], outcome.value[4:]
+        assert all("0.weight has a hook that is to see its gradients, and sharding" in each for each in fsdp)
+        assert all("0.weight has a hook" in each and "parallelize" in each for each in shards[:3])
+        assert shards[3] == "nothing"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 import tie_runs
 from penstock.models import parallelize
+from penstock.runtime import RuntimeFailure
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -87,3 +90,33 @@ def test_ties_between_processes(run: Any) -> None:
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
     assert not found, "\n".join(found)
+
+
+class Borrowing(nn.Module):
+    """Uses a parameter that another layer has, and that it does not register."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.own, self._lent = nn.Linear(4, 4), [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + x @ self._lent[0].weight
+
+
+def borrow(rank: int) -> str:
+    torch.manual_seed(0)
+    lender = nn.Linear(4, 4)
+    model = nn.Sequential(lender, Borrowing(lender))
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, timeout=5)
+    x = torch.randn(8, 4)
+    try:
+        pipe.step(x, x)
+    except RuntimeFailure as error:
+        return f"{type(error).__name__}: {error}"
+    return "a step was made without it"
+
+
+def test_a_parameter_of_another_stage_that_no_module_holds_loses_no_gradient() -> None:
+    first, second = run_ranks(2, borrow)
+    assert first.value.startswith(("PeerLost", "DeadlineExceeded")), first.text
+    assert "uses 0.weight, a parameter of stage 0" in second.value, second.text

@@ -19,7 +19,8 @@ from torch import nn
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh import Mesh
-from penstock.runtime.shards import local
+from penstock.runtime.parameters import sees_gradients
+from penstock.runtime.shards import is_sharded, local
 from penstock.runtime.stage import Stage
 from penstock.schedule import Placement
 
@@ -40,7 +41,7 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
         The parameters that stay whole, by id.
 
     Raises:
-        RuntimeFailure: several pipelines, or stages that ranks share.
+        RuntimeFailure: several pipelines, stages that ranks share, or hooks on parameters that FSDP2 replaces.
     """
     if placement.num_pipelines > 1 or placement.shared:
         raise RuntimeFailure(
@@ -56,6 +57,12 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
         uses = Counter(p for layer in dict.fromkeys(stage.in_order) for p in layer.parameters())
         whole = {p for name, p in stage.named_parameters() if p.dim() == 0 or name in tied or uses[p] > 1}
         kept.update(map(id, whole))
+        for name, parameter in stage.named_parameters():
+            if parameter not in whole and sees_gradients(parameter):
+                raise RuntimeFailure(
+                    f'{name} has a hook that is to see its gradients, and sharding="fsdp" puts a part in its place, '
+                    'where the hook would see none; use "zero1", or remove the hook'
+                )
         for module in dict.fromkeys((*stage.in_order, stage)):
             if set(module.parameters()) - whole:
                 fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False, ignored_params=whole)
@@ -66,6 +73,19 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_reshard_after_backward(False)  # or every microbatch would gather them again
     return kept
+
+
+def require_unhooked(stages: Iterable[nn.Module]) -> None:
+    """Raises RuntimeFailure where a hook waits for the gradient of a part, which FSDP2 puts in place by itself."""
+    for stage in stages:
+        if not is_fully_sharded(stage):
+            continue
+        for name, parameter in stage.named_parameters():
+            if is_sharded(parameter) and sees_gradients(parameter, when_added=False):
+                raise RuntimeFailure(
+                    f'{name} has a hook that is to see its gradients, and sharding="fsdp" adds these up without it; '
+                    'use "zero1", or remove the hook'
+                )
 
 
 def rest(stages: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.copies import Copies, build_copies
-from penstock.runtime.fsdp import shard_fully
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.fsdp import require_unhooked, shard_fully
 from penstock.runtime.mesh import Mesh
-from penstock.runtime.parameters import all_dtypes, owned_parameters, ties_of
+from penstock.runtime.parameters import all_dtypes, owned_parameters, sees_gradients, ties_of
 from penstock.runtime.setup import device_of
 from penstock.runtime.shards import as_shard, local
 from penstock.runtime.shared_modules import SharedModules
@@ -30,6 +31,20 @@ from penstock.runtime.stage import Stage, StageSource
 from penstock.runtime.tied import Tie, TiedGradients
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
+
+
+def _others(
+    sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]
+) -> list[tuple[weakref.ref[Parameter], int, str]]:
+    """The parameters of the model given that no stage of this process has, with their stages and names."""
+    own = {id(p) for stage in stages.values() for p in stage.parameters()}
+    return [
+        (weakref.ref(parameter), index, name if isinstance(source, Stage) else f"{index}.{name}")
+        for index, source in enumerate(sources)
+        if isinstance(source, nn.Module) and index not in stages
+        for name, parameter in source.named_parameters()
+        if id(parameter) not in own
+    ]
 
 
 class HeldModel:
@@ -70,10 +85,14 @@ class HeldModel:
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
         self._shared = SharedModules(sources, stages)
+        self._elsewhere = _others(sources, stages)
+        self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
+        hooked = self._hooked() if parallelize is not None else []
         share_stages(self.stages, placement, peers, parallelize)
         cut_stages(stages, mesh, parallelize)
         keep_as_one(as_one, stages)
+        self._require_kept(hooked)
         self.device = device_of(stages.values(), device)
         for stage in stages.values():
             stage.to(self.device)
@@ -108,13 +127,31 @@ class HeldModel:
                 found.setdefault(id(known), []).append(one)
         return found
 
+    def _hooked(self) -> list[tuple[weakref.ref[Parameter], int, str]]:
+        """Of the parameters given those that a hook watches."""
+        return [known for known in self._given if (one := known[0]()) is not None and sees_gradients(one)]
+
+    def _require_kept(self, hooked: Sequence[tuple[weakref.ref[Parameter], int, str]]) -> None:
+        """Raises RuntimeFailure where something took the place of a parameter that a hook watches."""
+        for given, index, name in hooked:
+            if given() is not dict(self.copies.stages[index].named_parameters()).get(name):
+                raise RuntimeFailure(
+                    f"{name} has a hook that is to see its gradients, and parallelize puts this rank's part in its "
+                    "place, where the hook would see none; register it on pipe.named_parameters(), once the pipeline "
+                    "is made"
+                )
+
     def require_trainable(self) -> None:
-        """Raises RuntimeFailure where stages share what a step would change out of order."""
+        """Raises RuntimeFailure where stages share what a step would change out of order, or a hook sees nothing."""
         self._shared.require_unchanging()
+        require_unhooked(self.copies.stages.values())
 
     def begin(self) -> None:
         """Starts a training step. Raises RuntimeFailure where stages share what a step would change out of order."""
         self.require_trainable()
+        self._without_gradient = [
+            known for known in self._elsewhere if (one := known[0]()) is not None and one.grad is None
+        ]
         self.copies.begin()
         self.tied.begin()
 
@@ -135,6 +172,21 @@ class HeldModel:
         for slot, tie in enumerate(self.ties, start=1):
             parameter = self.tied.parameter(slot)
             self.tied.put(slot, self._spread(tie, None if parameter is None else parameter.grad, parameter))
+
+    def require_own_gradients(self) -> None:
+        """Raises RuntimeFailure where a stage here used a parameter of one that another process has: what it adds to
+        the gradient here would be lost.
+        """
+        for given, stage, name in self._without_gradient:
+            parameter = given()
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad = None
+                here = ", ".join(map(str, self.copies.stages))
+                raise RuntimeFailure(
+                    f"a stage of this process ({here}) uses {name}, a parameter of stage {stage}, which another "
+                    "process has, and none of its modules holds it, so its part of the gradient would be lost; "
+                    "register the parameter in both stages, as a tied one"
+                )
 
     def zero_grad(self) -> None:
         self.copies.drop_gradients()

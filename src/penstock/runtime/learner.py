@@ -75,7 +75,11 @@ class Learner:
         self._model.begin()
 
     def gather(self) -> None:
-        """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned."""
+        """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned.
+
+        Raises RuntimeFailure where a part of a gradient would be lost.
+        """
+        self._model.require_own_gradients()
         if self.updating is None:
             self._model.gather_gradients()
         self.replicas.finish()
