@@ -213,6 +213,19 @@ def test_the_cheaper_stage_is_recomputed() -> None:
         assert [op.stage for op in lighter.order[0] if op.kind == "R"] == [stage]
 
 
+def test_an_early_r_moves_behind_those_of_earlier_backwards() -> None:
+    """Left where it was, the R of a later microbatch would come before that of an earlier one, which check refuses."""
+    text = """
+        schedule x: 1 rank, 1 stage, 4 microbatches
+        pipeline 0: stages on ranks 0
+        rank 0 | F0 F1 F2 F3 R3 B0 B1 B2 B3
+    """
+    costs = replace(ps.Costs.uniform(1), kept_by_recompute=0.0)
+    lighter = recompute(ps.parse(text), costs, 2)
+    assert [op.microbatch for op in lighter.order[0] if op.kind == "R"] == [1, 2, 3]
+    assert max(ps.simulate(lighter, costs).peak_activations) <= 2
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), num=st.integers(1, 6))
 def test_no_fewer_would_do(data: st.DataObject, num: int) -> None:

@@ -59,7 +59,7 @@ class NeedsMore(torch.optim.SGD):
         ({"tied": ("0.weight", "1.weight")}, "tied is .*; give groups of names"),
         ({"tied": "0.weight"}, "tied is '0.weight'"),
         ({"tied": [(0, 1)]}, "tied is"),
-        ({"ops": {"LOOK": 3}}, "ops is .*; give a function for each"),
+        ({"ops": {"LOOK": 3}}, "ops= has a function for kind LOOK, of which 1f1b has no ops"),
         ({"ops": [print]}, "ops is"),
         ({"sharding": "zero2"}, "no sharding 'zero2'"),
         ({"transport": 3}, "transport 3: give 'host'"),

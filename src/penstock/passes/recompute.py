@@ -23,7 +23,7 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     the activation), and then holds the whole activation. Each rank's row is walked from its start; where it is
     above the limit, the forward is chosen that saves most above the limit for its time, until it is not; at the
     end every R that turned out not to be needed is taken out again. On a rank whose stages cost and keep alike
-    this is the fewest R that do.
+    this is the fewest R that do. An R that the row had of the same stage moves right before its backward too.
 
     Ops that several ranks run together are not recomputed, nor is what a split backward holds from I to W: to do
     both, recompute first and separate gradients then, under the same limit. The order of the other ops stays.
@@ -44,17 +44,33 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     rows = []
     for rank in range(graph.num_ranks):
         chosen = _Row(schedule, graph, costs, memory, rank).chosen()
-        row: list[Op] = []
-        for op in schedule.order[rank]:
-            if op.kind in "BI" and (op.stage, op.microbatch) in chosen:
-                row.append(Op("R", op.stage, op.microbatch))
-            row.append(op)
-        rows.append(tuple(row))
+        rows.append(_with_recomputation(schedule, schedule.order[rank], chosen))
     if tuple(rows) == schedule.order:
         return schedule
     result = replace(schedule, order=tuple(rows))
     check(result)
     return result
+
+
+def _with_recomputation(schedule: Schedule, row: Sequence[Op], chosen: set[tuple[int, int]]) -> tuple[Op, ...]:
+    """A row with an R right before the backward of each chosen (stage, microbatch).
+
+    An R that the row has of the same queue moves there too, which never holds more: where it came early, those of
+    backwards before its own must not come after it.
+    """
+    queues = {(stage, schedule.microbatch_pipeline[m]) for stage, m in chosen}
+
+    def in_queue(op: Op) -> bool:
+        return op.kind == "R" and (op.stage, schedule.pipeline_of(op)) in queues
+
+    moved = {(op.stage, op.microbatch) for op in row if in_queue(op)}
+    found: list[Op] = []
+    for op in row:
+        if op.kind in "BI" and (op.stage, op.microbatch) in chosen | moved:
+            found.append(Op("R", op.stage, op.microbatch))
+        if not in_queue(op):
+            found.append(op)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

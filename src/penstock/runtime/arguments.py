@@ -66,7 +66,7 @@ def require_arguments(
         for group in tied
     )
     _require(fits, "tied", tied, 'groups of names of parameters that are one: [("0.weight", "3.weight")]')
-    fits = ops is None or (isinstance(ops, Mapping) and all(map(callable, ops.values())))
+    fits = ops is None or isinstance(ops, Mapping)
     _require(fits, "ops", ops, "a function for each registered kind of op, by its name")
 
 
