@@ -60,7 +60,7 @@ class Said(NamedTuple):
     is_damage: bool
 
 
-class Chosen(NamedTuple):
+class ChosenCheckpoint(NamedTuple):
     """What may be loaded, the newest first, and what the model of all processes consists of."""
 
     paths: list[Path]
@@ -157,7 +157,9 @@ def _place_of(mesh: Mesh) -> Place:
     return Place(mesh.replica, mesh.num_replicas, peers.here[0], num_processes)
 
 
-def _choose(directory: Path, state: State, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool) -> Chosen:
+def _choose(
+    directory: Path, state: State, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool
+) -> ChosenCheckpoint:
     """As rank 0 sees it: if every process looked for the newest, one might come to an older one than the others."""
     found, error = _attempt(lambda: candidates(directory), f"{directory} cannot be read")
     paths = found or []
@@ -177,11 +179,11 @@ def _choose(directory: Path, state: State, peers: Peers, stateful: Mapping[str, 
             )
     parent = directory if parts[0][1]["checkpoint"] is None else directory.parent
     expected = {name: kind for part in parts for name, kind in part[2].items()}
-    return Chosen([parent / name for name in names], expected, {name for part in parts for name in part[3]})
+    return ChosenCheckpoint([parent / name for name in names], expected, {name for part in parts for name in part[3]})
 
 
 def _load_one(
-    path: Path, state: State, peers: Peers, place: Place, stateful: Mapping[str, Stateful], chosen: Chosen
+    path: Path, state: State, peers: Peers, place: Place, stateful: Mapping[str, Stateful], chosen: ChosenCheckpoint
 ) -> tuple[Loaded, Staged]:
     """Reads and checks a checkpoint in all processes; all of them raise where one does."""
     what = f"checkpoint {path} could not be loaded"
@@ -260,7 +262,7 @@ def _read_meta(reader: Reader) -> Loaded:
     return Loaded({name: counters[name] for name in COUNTS}, meta, [])
 
 
-def _unknown(reader: Reader, chosen: Chosen) -> list[str]:
+def _unknown(reader: Reader, chosen: ChosenCheckpoint) -> list[str]:
     """What a checkpoint has and no process takes. Raises CheckpointError where it is extra state."""
     names = {name for name, _ in chosen.extra_names}
     others: list[str] = []

@@ -52,7 +52,7 @@ def write(
     directory = Path(directory)
     target = folder.step_folder(directory, max(0, step))
     temporary = folder.temporary_folder(directory, max(0, step))
-    failure = Failure(f"checkpoint {target}")
+    failure = WriteFailure(f"checkpoint {target}")
     try:
         failure.attempt(lambda: _check(step, rank, num_ranks, keep, meta))
         if rank == 0:
@@ -115,7 +115,7 @@ class Gathering:
             raise
 
 
-class Failure:
+class WriteFailure:
     """The first error of this rank, kept until the last barrier is passed."""
 
     def __init__(self, what: str) -> None:
