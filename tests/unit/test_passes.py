@@ -214,7 +214,7 @@ def test_the_cheaper_stage_is_recomputed() -> None:
 
 
 def test_an_early_r_moves_behind_those_of_earlier_backwards() -> None:
-    """Left where it was, the R of a later microbatch would come before that of an earlier one, which check refuses."""
+    """Left where it was, the R of a later microbatch would come before that of an earlier one."""
     text = """
         schedule x: 1 rank, 1 stage, 4 microbatches
         pipeline 0: stages on ranks 0
