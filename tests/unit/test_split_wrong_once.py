@@ -450,3 +450,35 @@ def test_conv1d_of_transformers_waits(shape: tuple[int, ...], column_major: bool
 class Columns(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.t()
+
+
+# -- changes in place -----------------------------------------------------------------------------------------
+
+
+class ChangedInPlace(nn.Module):
+    """Changes its input, of which it has made a view."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        view = y.flatten()[::2] if y.dim() < 2 else y.transpose(-1, -2)
+        y = y.mul_(1.5).add_(0.25)
+        return y + torch.tanh(y) * 0.3 + (view * view).sum() * 0.01 + view.mean() * 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (2, 3, 4)),
+        (lambda: nn.Linear(4, 4), (2, 2, 3, 4)),
+        (lambda: nn.Linear(4, 4), (5, 4)),
+        (lambda: nn.Linear(4, 4), (4,)),
+        (lambda: nn.Linear(4, 4, bias=False), (2, 3, 4)),
+        (lambda: nn.Sequential(Swapped(), nn.Linear(4, 4)), (2, 3, 4)),
+        (lambda: nn.Conv1d(3, 4, 1), (3, 5)),
+        (lambda: nn.Conv1d(3, 4, 1), (2, 3, 5)),
+        (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (3, 5, 5)),
+    ],
+)
+def test_an_output_changed_in_place_after_a_view_of_it(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """Where the plain module returns a view, the sum of what the change and the view give goes by its base."""
+    stage = nn.Sequential(make(), ChangedInPlace(), nn.Flatten(0), nn.Tanh())
+    assert assert_same(stage, batches(*shape)) > 0

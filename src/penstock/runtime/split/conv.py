@@ -38,6 +38,9 @@ class ConvRule(Rule):
     def pad(self, x: Tensor) -> Tensor:
         return F.pad(x, self._around, mode=self._mode)
 
+    def gives_view(self, x: Tensor, bias: Tensor | None) -> bool:
+        return x.dim() != self._batched_dim
+
     def work(self, x: Tensor, weight: Tensor) -> int:
         return self.rows(x) * weight.numel()
 

@@ -45,6 +45,9 @@ class LinearRule(Rule):
     def work(self, x: Tensor, weight: Tensor) -> int:
         return x.numel() * weight.shape[0]
 
+    def gives_view(self, x: Tensor, bias: Tensor | None) -> bool:
+        return bias is not None and x.dim() != 2 and x.is_contiguous()
+
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -101,6 +104,9 @@ class Conv1DRule(Rule):
         """Whether a module is transformers' `Conv1D`; where nothing has imported that, nothing is."""
         library = sys.modules.get("transformers.pytorch_utils")
         return library is not None and type(module) is getattr(library, "Conv1D", None)
+
+    def gives_view(self, x: Tensor, bias: Tensor | None) -> bool:
+        return True
 
     def work(self, x: Tensor, weight: Tensor) -> int:
         return x.numel() * weight.shape[1]

@@ -45,6 +45,10 @@ class Rule(ABC):
         """What a module that pads does to its input; differentiated by autograd."""
         return x
 
+    def gives_view(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether what the plain module returns is a view, so that a change in place of it goes by its base."""
+        return False
+
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the arithmetic is right for these types."""
         dtype = weight.dtype

@@ -122,7 +122,7 @@ class Slot:
             if turned:
                 w = w.t()
         y: Tensor = Deferred.apply(x, w, b, self, tape, (weight, bias), casts, turned)
-        return y
+        return y.view_as(y) if rule.gives_view(x, b) else y
 
     def _choose(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         # A first microbatch may well differentiate the weight's gradient and use the weight more than once.
