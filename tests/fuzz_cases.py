@@ -843,6 +843,9 @@ PLANTED: dict[str, Case] = {
     "outputs that share memory, changed in place, between processes": Case(
         10, ("fork a view", "in place", "join"), shape=(2, 1, 1)
     ),
+    "a view of a layer's output, changed in place, split": Case(
+        250, ("fork a transposed view", "in place", "on first vmap", "join"), schedule="zb-h1", num_ranks=1, samples=4
+    ),
     "a tower that wants no gradient": Case(12, ("linear", "nothing"), form="list", schedule="distmm", samples=9),
     "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
 }

@@ -32,6 +32,8 @@ from penstock.bench.machine import machine
 
 MOST_REFUSED = 0.1
 """Of the cases whose plain loop runs."""
+FRESH = 500
+"""Cases after which processes are started anew."""
 BATCH = 25
 """Cases in one start of the processes."""
 
@@ -47,8 +49,12 @@ def _begin() -> None:
 
 
 def in_one_process(seeds: range, workers: int) -> list[tuple[Case, Outcome]]:
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, max_tasks_per_child=250) as pool:
-        return list(_told(pool.map(_alone, seeds), len(seeds)))
+    found: list[tuple[Case, Outcome]] = []
+    for first in range(0, len(seeds), FRESH):  # what torch.compile keeps would grow
+        part = seeds[first : first + FRESH]
+        with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
+            found += _told(pool.map(_alone, part), len(part))
+    return found
 
 
 def between(seeds: range) -> list[tuple[Case, Outcome]]:
