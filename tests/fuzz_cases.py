@@ -114,8 +114,8 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        kind: "same"; "different"; "refused" (an error of ours before the first step); "raw" (any other error, or one
-            of ours once a step has begun); "invalid" (the plain loop itself fails).
+        kind: "same"; "different"; "refused" (an error of ours before the first step); "late" (one in the first step,
+            before there is any number); "raw" (any other error); "invalid" (the plain loop itself fails).
         detail: in words.
     """
 
@@ -650,10 +650,13 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
         return Outcome("raw", f"at construction, {described(error)}")
     except SystemExit:
         return Outcome("refused", "as the first rank says")
+    found: list[str] = []
     try:
-        found = list(_differences(case, pipe, model, want))
+        for each in _differences(case, pipe, model, want):
+            found.append(each)
     except Exception as error:
-        return Outcome("raw", described(error))
+        late = pipe.num_updates == 0 and not found and type(error).__name__ == "RuntimeFailure"
+        return Outcome("late" if late else "raw", described(error))
     finally:
         pipe.close()
     return Outcome("different", "; ".join(found[:6])) if found else Outcome("same")
@@ -723,6 +726,8 @@ def buffers_here(pipe: Any) -> dict[str, Tensor]:
 def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: str, tolerance: float) -> Iterator[str]:
     for name in sorted(want.keys() ^ got.keys()):
         yield f"{what}{name} is in one only"
+    # A sum that cancels out is as exact as its terms, of which others in the model tell the size.
+    largest = max((float(_wide(t).abs().max()) for t in want.values() if t is not None and t.numel()), default=0.0)
     for name in sorted(want.keys() & got.keys()):
         a, b = want[name], got[name]
         if a is None or b is None:
@@ -737,7 +742,7 @@ def _far(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: st
             scale, apart = (float(each.abs().max()) if a.numel() else 0.0 for each in (_wide(a), _wide(a) - _wide(b)))
             if math.isnan(apart) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
                 continue
-            if not apart <= tolerance * max(scale, 1e-3):
+            if not apart <= tolerance * max(scale, 0.1 * largest, 1e-3):
                 yield f"{what}{name} differs by {apart:g} of {scale:g}"
 
 

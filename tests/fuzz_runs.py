@@ -72,6 +72,8 @@ def _read(path: Path) -> list[Outcome]:
 
 def _together(ranks: Sequence[Outcome]) -> Outcome:
     """One outcome of what every rank found."""
+    if any(o.kind == "late" for o in ranks):  # the others then wait for the one that is refused
+        return next(o for o in ranks if o.kind == "late")
     for kind in ("different", "raw"):
         words = [f"rank {rank}: {o.detail}" for rank, o in enumerate(ranks) if o.kind == kind]
         if words:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -59,7 +60,12 @@ def forkserver() -> ForkServerContext:
         context.set_forkserver_preload(["loaded"])
         with pytest.MonkeyPatch.context() as there:  # the server finds modules by the environment alone
             there.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-            ensure_running()
+            # What it starts answers Ctrl-C, though the tests may run in the background, where that is ignored.
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                ensure_running()
+            finally:
+                signal.signal(signal.SIGINT, before)
         _context.append(context)
     return _context[0]
 

@@ -84,10 +84,10 @@ def _told(found: Any, num: int) -> Any:
 
 def report(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
     kinds = Counter(outcome.kind for _, outcome in found)
-    reasons = Counter(_reason(outcome.detail) for _, outcome in found if outcome.kind == "refused")
+    reasons = Counter(_reason(outcome.detail) for _, outcome in found if outcome.kind in ("refused", "late"))
     return {
         "cases": len(found),
-        **{kind: kinds[kind] for kind in ("same", "different", "refused", "raw", "invalid")},
+        **{kind: kinds[kind] for kind in ("same", "different", "refused", "late", "raw", "invalid")},
         "reasons": dict(reasons.most_common()),
         "schedules": dict(sorted(Counter(case.schedule for case, _ in found).items())),
         "wrong": [{"case": str(case), **vars(o)} for case, o in found if o.kind in ("different", "raw")],
@@ -128,9 +128,12 @@ def main() -> None:
         part = report(found)
         result[name] = {"seeds": [seeds.start, seeds.stop], "seconds": round(time.monotonic() - begin), **part}
         valid = part["cases"] - part["invalid"]
-        refused = part["refused"] / max(valid, 1)
+        refused = (part["refused"] + part["late"]) / max(valid, 1)
         failed = failed or bool(part["wrong"]) or refused > MOST_REFUSED
-        print(f"{name}: " + ", ".join(f"{part[k]} {k}" for k in ("same", "different", "raw", "refused", "invalid")))
+        print(
+            f"{name}: "
+            + ", ".join(f"{part[k]} {k}" for k in ("same", "different", "raw", "refused", "late", "invalid"))
+        )
         for reason, count in part["reasons"].items():
             print(f"    {count} times: {reason}")
     if given.out is not None:

@@ -24,7 +24,10 @@ DELEGATE = "penstock.runtime.transports.delegate"
     "fault",
     [
         Fault("switching", "penstock.runtime.pipeline:Pipeline._switch", 1, "after", 1),
-        Fault("delegating", f"{DELEGATE}.process:DelegateProcess._begin", 2, "after", 0),
+        pytest.param(
+            Fault("delegating", f"{DELEGATE}.process:DelegateProcess._begin", 2, "after", 0),
+            marks=pytest.mark.nightly,
+        ),
         Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
         pytest.param(
             Fault("handing over", "penstock.runtime.handing_over:_exchange", 1, "before", 1),

@@ -40,7 +40,7 @@ def test_every_model_over_every_mesh_of_four(drawn: Sequence[Job]) -> None:
     as_one_process(4, [*drawn, *PINNED])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=2, phases=[Phase.generate])
 @given(st.tuples(*(st.sampled_from(MODELS).flatmap(lambda m, s=split: jobs(m, s)) for split in splits(8))))
 def test_some_model_over_every_mesh_of_eight(drawn: Sequence[Job]) -> None:

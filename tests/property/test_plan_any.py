@@ -54,7 +54,7 @@ def planned(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(planned())
 def test_any_plan_is_valid_within_limits_and_above_its_bound(given_: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Slot:
         # Until a microbatch was seen whole, it may be so.
         self.is_differentiated = False
         self._is_shared = False
-        self._num_tapes = 0
+        self._was_called = False
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -126,8 +126,8 @@ class Slot:
 
     def _choose(self, tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         # A first microbatch may well differentiate the weight's gradient and use the weight more than once.
-        turned = self._num_tapes == 0 or self._is_shared or self.is_differentiated
-        self._num_tapes += 1
+        turned = not self._was_called or self._is_shared or self.is_differentiated
+        self._was_called = True  # not a count: torch.compile compiles every value
         return tape.choose(self, self._is_deferrable(x, weight, bias, tape.defer_small), turned)
 
     def _is_deferrable(self, x: Tensor, weight: Tensor, bias: Tensor | None, small: bool) -> bool:
