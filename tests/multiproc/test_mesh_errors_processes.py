@@ -87,3 +87,19 @@ def test_a_hook_that_would_see_no_gradient_is_refused() -> None:
         assert all("0.weight has a hook that is to see its gradients, and sharding" in each for each in fsdp)
         assert all("0.weight has a hook" in each and "parallelize" in each for each in shards[:3])
         assert shards[3] == "nothing"
+
+
+def mixed(rank: int) -> str:
+    """What is said of a layer whose parameters FSDP2 could not keep as one."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
+    try:
+        ps.Pipeline([layer], ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, sharding="fsdp")
+    except RuntimeFailure as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_layer_of_several_types_is_refused_under_fsdp() -> None:
+    for outcome in run_ranks(2, mixed):
+        assert "has parameters of types torch.float32, torch.float64" in outcome.value, outcome.text

@@ -41,7 +41,8 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
         The parameters that stay whole, by id.
 
     Raises:
-        RuntimeFailure: several pipelines, stages that ranks share, or hooks on parameters that FSDP2 replaces.
+        RuntimeFailure: several pipelines, shared stages, hooks on parameters that FSDP2 replaces, or a layer
+            with parameters of several types.
     """
     if placement.num_pipelines > 1 or placement.shared:
         raise RuntimeFailure(
@@ -62,6 +63,12 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
                 raise RuntimeFailure(
                     f'{name} has a hook that is to see its gradients, and sharding="fsdp" puts a part in its place, '
                     'where the hook would see none; use "zero1", or remove the hook'
+                )
+        for layer in dict.fromkeys(stage.in_order):
+            if len(types := {str(p.dtype) for p in layer.parameters() if p not in whole}) > 1:
+                raise RuntimeFailure(
+                    f"a layer ({type(layer).__name__}) of a stage has parameters of types {', '.join(sorted(types))}, "
+                    'and sharding="fsdp" keeps those of a layer as one; use "zero1", or layers of one type each'
                 )
         for module in dict.fromkeys((*stage.in_order, stage)):
             if set(module.parameters()) - whole:
