@@ -65,9 +65,10 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
                     'where the hook would see none; use "zero1", or remove the hook'
                 )
         for layer in dict.fromkeys(stage.in_order):
-            if len(types := {str(p.dtype) for p in layer.parameters() if p not in whole}) > 1:
+            types = sorted({str(p.dtype) for p in layer.parameters() if p not in whole})
+            if len(types) > 1:
                 raise RuntimeFailure(
-                    f"a layer ({type(layer).__name__}) of a stage has parameters of types {', '.join(sorted(types))}, "
+                    f"a layer ({type(layer).__name__}) of a stage has parameters of types {', '.join(types)}, "
                     'and sharding="fsdp" keeps those of a layer as one; use "zero1", or layers of one type each'
                 )
         for module in dict.fromkeys((*stage.in_order, stage)):
