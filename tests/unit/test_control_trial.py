@@ -23,7 +23,7 @@ from penstock.control import (
 )
 from penstock.control.advice import Obstacle
 from penstock.control.configuration import peaks
-from penstock.control.trial import EARLY, LATER, STEPS, WORSE, StepTimes, Trial
+from penstock.control.trial import EARLY, LATER, STEPS, WORSE, ChangeTrial, StepTimes
 
 pytestmark = pytest.mark.unit
 
@@ -235,7 +235,7 @@ def test_no_change_stays_that_is_slower_in_250_random_streams_of_each_noise(
         times = StepTimes()
         for step in range(24):
             times.add(100 * step_of(step))
-        trial = Trial(1, times, 30.0, {})
+        trial = ChangeTrial(1, times, 30.0, {})
         with_it: list[float] = []
         kept = True
         while kept and len(with_it) <= LATER:
@@ -258,7 +258,7 @@ def test_a_change_that_turns_out_slower_is_taken_back_later() -> None:
     times = StepTimes()
     for _ in range(10):
         times.add(100.0)
-    trial = Trial(1, times, 10.0, {})
+    trial = ChangeTrial(1, times, 10.0, {})
     said = [trial.add(step, 90.0 if step < 7 else 110.0, True) for step in range(LATER + 3)]
     first, second = [verdict for verdict in said if verdict is not None]
     assert first.kept
@@ -271,7 +271,7 @@ def test_going_back_must_be_no_slower() -> None:
         times = StepTimes()
         for _ in range(10):
             times.add(100.0)
-        trial = Trial(1, times, 0.0, {})
+        trial = ChangeTrial(1, times, 0.0, {})
         (verdict,) = [said for step in range(1 + STEPS) if (said := trial.add(step, ms, True)) is not None]
         assert verdict.kept is kept
 

@@ -42,7 +42,7 @@ from penstock.control.link import LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import Book
 from penstock.control.patience import Patience
-from penstock.control.trial import ANSWERS, TELLS, StepTimes, TakenBack, Trial, Verdict
+from penstock.control.trial import ANSWERS, TELLS, ChangeTrial, StepTimes, TakenBack, Verdict
 from penstock.schedule import Schedule, check
 
 _AGES = (3, 8, 16, 32, 64)
@@ -103,7 +103,7 @@ class Controller:
         self.unanswered: list[Unanswered] = []
         self._steps = StepTimes()
         self._proven = self._fallback = job.start
-        self._trial: Trial | None = None
+        self._trial: ChangeTrial | None = None
         self._revert: Verdict | None = None
         self._causes: dict[Link, tuple[float, float]] = {}
         self._cause_seen: dict[Link, int] = {}
@@ -224,7 +224,7 @@ class Controller:
         else:
             promised = decision.ms_now - decision.ms_then if decision.action is not Action.UNDELEGATE else 0.0
             cause = {key: ms for key, (ms, _) in self._causes.items()}
-            self._trial = Trial(decision.number, self._steps, promised, cause)
+            self._trial = ChangeTrial(decision.number, self._steps, promised, cause)
             self._fallback = self._proven
             self._tried = decision.action, decision.configuration.delegated
         self._steps = StepTimes()

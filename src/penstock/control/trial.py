@@ -150,7 +150,7 @@ class Verdict:
         )
 
 
-class Trial:
+class ChangeTrial:
     """One change on trial, from the switch on.
 
     Args:

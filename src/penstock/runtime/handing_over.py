@@ -34,7 +34,7 @@ class Sending(NamedTuple):
     target: int
 
 
-class Told(NamedTuple):
+class HeldAndWanted(NamedTuple):
     """What a process tells the others.
 
     Attributes:
@@ -47,7 +47,7 @@ class Told(NamedTuple):
     kinds: dict[str, Kind]
 
 
-def sendings(told: Sequence[Told]) -> list[Sending]:
+def sendings(told: Sequence[HeldAndWanted]) -> list[Sending]:
     """Who sends what to whom; what a process holds already it keeps.
 
     Raises:
@@ -109,7 +109,7 @@ def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
     meta = next((each for _, each in parts if each is not None), None)
     wanted = peers.gather((after.wanted(known), after.expected()))
-    told = [Told(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    told = [HeldAndWanted(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
     _require_shapes(told, known)
     came = _exchange(sendings(told), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
@@ -133,7 +133,7 @@ def _num_bytes(kind: Kind) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _require_shapes(told: Sequence[Told], known: dict[str, Kind]) -> None:
+def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> None:
     """The same answer in every process."""
     for name, (shape, _) in (each for one in told for each in one.kinds.items()):
         if name.startswith(MODEL) and name in known and known[name][0] != shape:
