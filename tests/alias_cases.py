@@ -57,6 +57,25 @@ def a_tensor_and_a_view_of_it(stages: int, num: int) -> Case:
 
 
 @alias
+def a_norm_read_another_way_is_changed(stages: int, num: int) -> Case:
+    """One output, a view of another layout: where it is changed in place, its gradient comes in the norm's own."""
+
+    def norm(h: Tensor) -> Tensor:
+        return nn.functional.batch_norm(h.transpose(1, 2), None, None, training=True).transpose(1, 2)
+
+    def first(ls: Any, x: Tensor) -> Any:
+        return norm(ls[0](x))
+
+    def middle(ls: Any, v: Tensor) -> Any:
+        return norm(ls[0](ls[2](v).tanh()))
+
+    def last(ls: Any, v: Tensor) -> Tensor:
+        return ls[0](ls[2](v))
+
+    return chain(stages, num, first, middle, last, 5, W)
+
+
+@alias
 def a_view_of_a_tensor_is_changed(stages: int, num: int) -> Case:
     def first(ls: Any, x: Tensor) -> Any:
         h = ls[0](x)

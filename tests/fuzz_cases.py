@@ -178,7 +178,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
         shape=shape,
         samples=num * replicas * 2 + rng.choice([0, 0, 1]),
         listed=listed,
-        dispatch="frozen" if sharding == "fsdp" else rng.choice(["frozen", "frozen", "dynamic", "auto"]),
+        dispatch=rng.choice(["frozen", "frozen", "dynamic", "auto"]),
         autocast=autocast,
         defer=rng.random() < 0.8,
         optimizer=rng.choice(list(OPTIMIZERS)) if flat else "sgd",

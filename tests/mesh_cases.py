@@ -394,7 +394,7 @@ def jobs(draw: st.DrawFn, model: str, split: Split) -> Job:
         num_steps=draw(st.integers(1, 2)),
         dropout=draw(st.sampled_from([0.0, 0.2])) if tp == 1 and model != "clip" else 0.0,
         tied=tied,
-        dispatch="frozen" if sharding == "fsdp" else draw(st.sampled_from(["frozen", "dynamic"])),
+        dispatch=draw(st.sampled_from(["frozen", "dynamic"])),
         sharding=sharding,
         clip_norm=draw(st.sampled_from([None, 0.01])),
     )

@@ -7,15 +7,18 @@ The last numbers say which tensors have a gradient at all, so that one which has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.peers import GroupPeers
 from penstock.runtime.shards import as_shard, local, placements_of
 
 BUCKET_BYTES = 25 * 2**20
@@ -39,40 +42,44 @@ def cut_into_buckets(parameters: Iterable[Parameter], key: Callable[[Parameter],
     return buckets
 
 
-class GradientBucket:
+class SumBucket(Protocol):
     """The gradients of some parameters on their way through a sum over replicas."""
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = parameters
-        like = parameters[0]
-        parts = [self._part(p) for p in parameters]
-        there = torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
-        self.flat = torch.cat([part.reshape(-1) for part in parts] + [there])
-
-    def _part(self, parameter: Parameter) -> Tensor:
-        gradient = parameter.grad
-        if gradient is None:
-            return torch.zeros_like(local(parameter))
-        if gradient.is_sparse:
-            raise RuntimeFailure(
-                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and replicas add up dense "
-                "ones; make the op that gave it dense (sparse=False)"
-            )
-        if placements_of(gradient) != placements_of(parameter):
-            raise RuntimeFailure(
-                f"a gradient lies as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "
-                "the stage's parallelize= keep both alike"
-            )
-        return local(gradient)
+    def start(self) -> Any:
+        """Begins the sum; returns what to wait for."""
 
     def unpack(self) -> None:
-        """Gives the parameters what the flat tensor now holds."""
-        there = self.flat[-len(self._parameters) :].tolist()
+        """Gives the parameters what the sum gave, after the wait."""
+
+
+class GradientBucket:
+    """A sum that every replica gets, or the owner of the parameters alone.
+
+    Args:
+        peers: the replicas. owner: the number of the only one that gets the sum; None: all do.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], peers: GroupPeers, owner: int | None) -> None:
+        self._parameters, self._peers, self._owner = parameters, peers, owner
+        self._flat = torch.cat([gradient_of(p).reshape(-1) for p in parameters] + [_there(parameters)])
+
+    def start(self) -> Any:
+        group = self._peers.group
+        if self._owner is None:
+            return dist.all_reduce(self._flat, group=group, async_op=True)
+        return dist.reduce(self._flat, group=group, group_dst=self._owner, async_op=True)
+
+    def unpack(self) -> None:
+        if self._owner not in (None, self._peers.here[0]):
+            for parameter in self._parameters:
+                parameter.grad = None  # what a sum towards another process left here is no one's
+            return
+        there = self._flat[-len(self._parameters) :].tolist()
         start = 0
         for parameter, found in zip(self._parameters, there, strict=True):
             mine = local(parameter)
             if found:
-                part = self.flat[start : start + mine.numel()].view(mine.shape)
+                part = self._flat[start : start + mine.numel()].view(mine.shape)
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 if gradient is None:
                     parameter.grad = as_shard(part.clone(), parameter)
@@ -80,10 +87,77 @@ class GradientBucket:
                     gradient.copy_(part)
             start += mine.numel()
 
-    def drop(self) -> None:
-        """Leaves no gradients: what a sum towards another process left here is no one's."""
-        for parameter in self._parameters:
+
+class PartBucket:
+    """A sum of which every replica gets the part that its optimizer steps.
+
+        to replica 0                to replica 1
+        | rows 0, 1 | there 1 1 |   | rows 2, (3) | there 1 1 |     three rows for two replicas: the last is padding
+
+    Args:
+        parameters: whole, with gradients of this replica. parts: of each the part that is kept here, cut along
+            dimension 0, which gets that part of the sum as its gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], parts: Sequence[Parameter], peers: GroupPeers) -> None:
+        self._parts, self._peers = parts, peers
+        there = _there(parameters)
+        rows: list[list[Tensor]] = [[] for _ in range(peers.num_ranks)]
+        self._rows = []
+        for parameter in parameters:
+            gradient = gradient_of(parameter)
             parameter.grad = None
+            per_part = -(-gradient.shape[0] // peers.num_ranks)
+            self._rows.append((per_part, *gradient.shape[1:]))
+            padded = gradient.new_zeros((peers.num_ranks * per_part, *gradient.shape[1:]))
+            padded[: gradient.shape[0]] = gradient
+            for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
+                row.append(part)
+        self._whole = torch.cat([part for row in rows for part in (*row, there)])
+        self._flat = self._whole.new_empty(self._whole.numel() // peers.num_ranks)
+
+    def start(self) -> Any:
+        # The backends add up real numbers.
+        flat, whole = (torch.view_as_real(t) if t.is_complex() else t for t in (self._flat, self._whole))
+        return dist.reduce_scatter_tensor(flat, whole, group=self._peers.group, async_op=True)
+
+    def unpack(self) -> None:
+        there = self._flat[-len(self._parts) :].tolist()
+        start = 0
+        for part, shape, found in zip(self._parts, self._rows, there, strict=True):
+            mine = local(part)
+            end = start + math.prod(shape)
+            if found:
+                part.grad = as_shard(self._flat[start:end].view(shape)[: len(mine)].clone(), part)
+            start = end
+
+
+def _there(parameters: Sequence[Parameter]) -> Tensor:
+    """A number for each that says whether it has a gradient."""
+    like = parameters[0]
+    return torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
+
+
+def gradient_of(parameter: Parameter) -> Tensor:
+    """What lies in this process of a parameter's gradient; zeros where it has none.
+
+    Raises:
+        RuntimeFailure: it is sparse, or lies otherwise than the parameter.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(local(parameter))
+    if gradient.is_sparse:
+        raise RuntimeFailure(
+            f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and replicas add up dense "
+            "ones; make the op that gave it dense (sparse=False)"
+        )
+    if placements_of(gradient) != placements_of(parameter):
+        raise RuntimeFailure(
+            f"a gradient lies as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "
+            "the stage's parallelize= keep both alike"
+        )
+    return local(gradient)
 
 
 class ValueBucket:

@@ -22,19 +22,23 @@ class Entry:
     Attributes:
         tensors: the same memory as those given, for the stage to use.
         grads: their gradients, once the backward ran, in the order that `order` gave; None where none came.
+        changed: of each of these, whether this stage or a later one changed the tensor in place. Where it is a view,
+            a plain loop would then take the gradient of what it is a view of.
     """
 
     def __init__(self, given: list[Tensor]) -> None:
         self._given = given
         self._places: Sequence[int] = range(len(given))
-        self._passed: list[tuple[Tensor, Tensor, int]] = []
+        self._passed: list[tuple[Tensor, Tensor, int, int]] = []
         self.grads: list[Tensor | None] = [None] * len(given)
+        self.changed = [False] * len(given)
         self.tensors: tuple[Tensor, ...] = _Enter.apply(_ANCHOR, self) if given else ()
 
     def order(self, tensors: Sequence[Tensor]) -> None:
         """Says in which order gradients are given: of all that entered, and of views on these, which go apart."""
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self.grads = [None] * len(tensors)
+        self.changed = [False] * len(tensors)
         self._places = [places.pop(id(tensor)) for tensor in self.tensors]
         for place in places.values():
             node = tensors[place].grad_fn
@@ -61,18 +65,20 @@ class Entry:
             outputs: what the stage returned. Later stages may change in place what of the inputs is among these.
         """
         going_on = {storage_of(output) for output in outputs} if self.tensors else ()
-        for given, tensor in zip(self._given, self.tensors, strict=True):
+        for place, given, tensor in zip(self._places, self._given, self.tensors, strict=True):
             if tensor._version:
                 torch.autograd.graph.increment_version(given)
+                self.changed[place] = True
             if storage_of(tensor) in going_on:
-                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version))
+                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version, place))
         self._given, self.tensors = [], ()
 
     def settle(self) -> None:
         """Before the backward: whoever shares memory that later stages changed in place must know as well."""
-        for own, given, version in self._passed:
+        for own, given, version, place in self._passed:
             if own._version != version:
                 torch.autograd.graph.increment_version(given)
+                self.changed[place] = True
         self._passed.clear()
 
 

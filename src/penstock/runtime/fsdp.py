@@ -1,10 +1,15 @@
 """Replicas that keep parameters, gradients and optimizer state in parts, by torch's FSDP2.
 
-    before a layer's forward   its parameters are gathered from the replicas; they stay until the step ends
-    backwards 0 .. N-2         add to whole gradients here
-    backward N-1               adds the replicas' gradients up and leaves each its part
+    a step begins      every replica gathers all parameters of its stages
+    its backwards      add to whole gradients here
+    REDUCE             adds a stage's gradients up over the replicas and leaves each its part
+    the step ends      every replica keeps its part of the parameters alone
 
-Weight gradients come out of autograd alone, so a split backward runs whole (I does all, W nothing).
+FSDP2 itself would gather a layer when it is called, and add its gradients up when a backward reaches it. Replicas
+whose microbatches use different layers (a mixture whose expert gets no sample), or which run their ops in different
+orders, would then wait for each other. So both are done for all layers at once, in one order.
+
+A split backward runs whole (I does all, W nothing).
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -76,10 +80,8 @@ def shard_fully(stages: Collection[Stage], mesh: Mesh, placement: Placement, tie
                 fully_shard(module, mesh=mesh.replica_mesh, reshard_after_forward=False, ignored_params=whole)
         for part in stage.modules():
             if isinstance(part, FSDPModule):
-                # Losses are weighed within the whole batch, so gradients are summed.
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
-                part.set_reshard_after_backward(False)  # or every microbatch would gather them again
+                part.set_requires_gradient_sync(False, recurse=False)
+                part.set_reshard_after_backward(False, recurse=False)
     return kept
 
 
@@ -96,14 +98,17 @@ def require_unhooked(stages: Iterable[nn.Module]) -> None:
                 )
 
 
-def rest(stages: Iterable[nn.Module]) -> None:
-    """Gives up the other replicas' parts of parameters, which forwards gathered."""
+def unshard(stages: Iterable[nn.Module]) -> None:
+    """Gathers all parameters of the stages from the replicas, in one order on all of them."""
+    for stage in stages:
+        for module in stage.modules():
+            if is_fully_sharded(module):
+                module.unshard()  # type: ignore[operator]
+
+
+def reshard(stages: Iterable[nn.Module]) -> None:
+    """Gives up the other replicas' parts of parameters."""
     for stage in stages:
         for module in stage.modules():
             if is_fully_sharded(module):
                 module.reshard()  # type: ignore[operator]
-
-
-def sum_after_this(stage: Any, is_last: bool) -> None:
-    """Says whether the backward that follows is the last of a step, in which gradients are added up."""
-    stage.set_requires_gradient_sync(is_last)

@@ -147,8 +147,7 @@ class HeldModel:
         require_unhooked(self.copies.stages.values())
 
     def begin(self) -> None:
-        """Starts a training step. Raises RuntimeFailure where stages share what a step would change out of order."""
-        self.require_trainable()
+        """Starts a training step."""
         self._without_gradient = [
             known for known in self._elsewhere if (one := known[0]()) is not None and one.grad is None
         ]

@@ -79,7 +79,8 @@ class Junctions:
             widths = self._widths[stage, m]
             place = self._graph.sources[stage].index(other)
             start = sum(widths[:place])
-            outcome = Payload.gradients(outcome.leaves[start : start + widths[place]])
+            mine = slice(start, start + widths[place])
+            outcome = Payload.gradients(outcome.leaves[mine], outcome.needs_grad[mine])
         parts = self._parts(stage, other)
         return outcome if parts == 1 else _cut(outcome, parts, their % parts)
 

@@ -66,7 +66,11 @@ class Learner:
         return optimizer_of(given, self.replicas.owned(stepped), model.stand_ins())
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
-        """Starts a step. `rates` and `update` as in `Pipeline.step`."""
+        """Starts a step. `rates` and `update` as in `Pipeline.step`.
+
+        Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
+        """
+        self._model.require_trainable()
         if self.updating is not None:
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
         else:
@@ -95,7 +99,7 @@ class Learner:
     def end(self) -> None:
         """The step is over, however it went."""
         self._model.end()
-        self.replicas.rest()
+        self.replicas.reshard()
 
     def count_updates(self, update: bool) -> None:
         """Takes note of those that ran as ops."""

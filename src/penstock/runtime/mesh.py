@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.peers import GroupPeers, LocalPeers, MeshPeers, Peers
 from penstock.runtime.setup import peers_of
@@ -169,15 +168,6 @@ def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
     made = dist.new_group(list(processes), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)  # every process of the mesh is in it
     return made
-
-
-def require_one_order(mesh: Mesh, dispatch: Dispatch) -> None:
-    """Raises RuntimeFailure where replicas gather parts of stages from one another, and not in one order."""
-    if mesh.has_parts and dispatch is Dispatch.DYNAMIC:
-        raise RuntimeFailure(
-            'sharding="fsdp" gathers a stage from all replicas when an op needs it, and dispatched dynamically each '
-            'replica would run its ops in an order of its own; run it frozen, or use "zero1"'
-        )
 
 
 def require_meshable(mesh: Mesh, schedule: Schedule, steered: bool) -> None:

@@ -49,7 +49,8 @@ class Payload:
     Attributes:
         leaves: the tensors; None where a gradient is absent.
         skeleton: see `tree.flatten`.
-        needs_grad: for each leaf, whether its producer wants its gradient back.
+        needs_grad: for each leaf, whether its producer wants its gradient back. For each gradient, whether the stage
+            that it comes from changed the tensor in place.
     """
 
     leaves: list[Tensor | None]
@@ -57,5 +58,5 @@ class Payload:
     needs_grad: list[bool] = field(default_factory=list)
 
     @classmethod
-    def gradients(cls, leaves: list[Tensor | None]) -> Payload:
-        return cls(leaves, 0, [False] * len(leaves))
+    def gradients(cls, leaves: list[Tensor | None], changed: list[bool] | None = None) -> Payload:
+        return cls(leaves, 0, [False] * len(leaves) if changed is None else changed)

@@ -28,7 +28,7 @@ from penstock.runtime.leading import Shards
 from penstock.runtime.learner import GivenOptimizer, Learner
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.measured import gathered_timeline, idle_share
-from penstock.runtime.mesh import read_mesh, require_meshable, require_one_order
+from penstock.runtime.mesh import read_mesh, require_meshable
 from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
 from penstock.runtime.notices import Notices
 from penstock.runtime.outcome import Outcome
@@ -189,7 +189,6 @@ class Pipeline:
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known)
         require_meshable(place, schedule, steering is not None)
-        require_one_order(place, chosen)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -233,7 +232,6 @@ class Pipeline:
         configuration = replace(configuration, schedule=with_reductions(configuration.schedule, self._mesh))
         require_switchable(configuration.schedule, self.schedule)
         self._choice.require_dispatch(configuration.dispatch)
-        require_one_order(self._mesh, configuration.dispatch)
         self._choice.require_schedule(configuration.schedule, configuration.delegated)
         self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
@@ -354,7 +352,8 @@ class Pipeline:
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         batch = cut_for(self.schedule, inputs, targets, self._loss_fn, windows, None, *self._mesh.part, self._told)
-        self._learner.begin(rates, update)
+        with self._mesh.waiting():
+            self._learner.begin(rates, update)
         self._num_steps += 1
         try:
             with restored(self._model.device), self._mesh.waiting():
@@ -363,9 +362,7 @@ class Pipeline:
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
                 counts = counts_of(self.schedule)
-                settings = StepSettings(
-                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled, now.last
-                )
+                settings = StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled)
                 with self._sharing(f"step {self._num_steps}"):
                     workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
@@ -460,8 +457,9 @@ class Pipeline:
             self._sharing("an evaluation"),
             self._mesh.waiting(),
         ):
+            self._learner.replicas.unshard()
             self._run(StepSettings(batch, purpose), self._running.forward(num))
-        self._learner.replicas.rest()
+        self._learner.replicas.reshard()
         return batch
 
     def _run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:

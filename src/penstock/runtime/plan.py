@@ -68,12 +68,6 @@ def plan_step(
     return StepPlan(wiring, change, caps, expected, window)
 
 
-def last_backwards(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage the microbatch whose backward comes last, in the first pipeline."""
-    orders = (schedule.microbatches_of(BACKWARD, stage) for stage in range(schedule.num_stages))
-    return tuple(order[-1] if order else -1 for order in orders)
-
-
 def stages_taped_out_of_order(schedule: Schedule) -> frozenset[int]:
     """The stages whose backwards come in another order than the forwards that make their graphs (R, where the forward
     is run again).

@@ -6,7 +6,8 @@
 The loss of every microbatch is weighed within the whole batch, so gradients are summed, not averaged.
 
 With ZeRO-1 each parameter has an owner among the replicas: the sum goes to it alone, it alone has the optimizer's
-state, and after an update it gives the others the new value.
+state, and after an update it gives the others the new value. With FSDP2 each replica has a part of every parameter,
+and gets that part of the sum.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.passes.reduce import REDUCE, add_reductions
-from penstock.runtime.buckets import GradientBucket, ValueBucket, cut_into_buckets, wait_for
+from penstock.runtime.buckets import GradientBucket, PartBucket, SumBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import rest
+from penstock.runtime.fsdp import reshard, unshard
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
@@ -59,7 +60,7 @@ class Replicas:
         self._kept: list[tuple[Parameter, Tensor]] = []
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
-        self._under_way: list[tuple[GradientBucket, Any, int | None]] = []
+        self._under_way: list[tuple[SumBucket, Any]] = []
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -71,17 +72,17 @@ class Replicas:
         self._late = [[p] for p in self._tied.values() if p.requires_grad]
         seen = {*self._tied, *(id(p) for p, _ in self._follow)}
         for index, stage in self._model.copies.stages.items():
-            mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen and self._takes(p)]
+            mine = [p for p in stage.parameters() if p.requires_grad and id(p) not in seen]
             seen.update(map(id, mine))
-            buckets = cut_into_buckets(reversed(mine), self._owner_of)
+            buckets = cut_into_buckets(reversed(mine), self._goes_to)
             if index in self._order:
                 self._early[index] = buckets
             else:
                 self._late += buckets
 
-    def _takes(self, parameter: Parameter) -> bool:
-        """Whether this adds up a parameter's gradients."""
-        return True
+    def _goes_to(self, parameter: Parameter) -> Any:
+        """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
+        return self._owner_of(parameter)
 
     def _owner_of(self, parameter: Tensor) -> int | None:
         return self._owner.get(id(parameter))
@@ -102,7 +103,7 @@ class Replicas:
         self._cut()
         for parameter, _ in self._follow:
             parameter.grad = None
-        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None and self._takes(p)]
+        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
         for parameter, _ in self._kept:
             parameter.grad = None
         self._ready.clear()
@@ -124,12 +125,9 @@ class Replicas:
             self.start(stage)
         for parameters in self._late:
             self._reduce(parameters)
-        for bucket, work, owner in self._under_way:
+        for bucket, work in self._under_way:
             self._wait(work, "a sum of gradients over the replicas")
-            if owner in (None, self._peers.here[0]):
-                bucket.unpack()
-            else:
-                bucket.drop()
+            bucket.unpack()
         self._under_way.clear()
         for parameter, before in self._kept:
             parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
@@ -138,16 +136,17 @@ class Replicas:
             parameter.grad = None if first is None else first.grad
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
-        bucket, owner = GradientBucket(parameters), self._owner_of(parameters[0])
-        group = self._peers.group
-        if owner is None:
-            work = dist.all_reduce(bucket.flat, group=group, async_op=True)
-        else:
-            work = dist.reduce(bucket.flat, group=group, group_dst=owner, async_op=True)
-        self._under_way.append((bucket, work, owner))
+        bucket = self._bucket(parameters)
+        self._under_way.append((bucket, bucket.start()))
 
-    def rest(self) -> None:
-        """The step is over: everything is whole here."""
+    def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
+        return GradientBucket(parameters, self._peers, self._owner_of(parameters[0]))
+
+    def unshard(self) -> None:
+        """Before forwards: everything is whole here."""
+
+    def reshard(self) -> None:
+        """After them: everything stays whole here."""
 
     # Values.
 
@@ -202,7 +201,7 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
 
 def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
     """The schedule with REDUCE ops, where there are replicas to reduce over."""
-    return schedule if mesh.num_replicas == 1 or mesh.has_parts else add_reductions(schedule, asynchronous=False)
+    return schedule if mesh.num_replicas == 1 else add_reductions(schedule, asynchronous=False)
 
 
 def reductions_of(
@@ -229,23 +228,49 @@ def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float
     """What there is of other replicas. `schedule` has its REDUCE ops."""
     if not isinstance(mesh.replicas, GroupPeers):
         return Alone()
-    if mesh.has_parts:
-        return Parts(model, mesh.replicas, (), False, timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
+    if mesh.has_parts:
+        return Parts(model, mesh.replicas, order, False, timeout)
     return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
 
 
 class Parts(Replicas):
-    """Replicas that keep a part of everything each: FSDP2 adds gradients up, but for what each keeps whole."""
+    """Replicas that keep a part each of every parameter but those that stay whole.
 
-    def _takes(self, parameter: Parameter) -> bool:
-        return id(parameter) in self._model.whole
+    In a step a stage's parameters are whole ones that FSDP2 put in their place; the sum of such a one's gradients
+    goes, in parts, to the parts that the optimizer steps.
+    """
+
+    def begin(self) -> None:
+        parts = self._named()
+        self.unshard()
+        whole = self._named()
+        self._part_of = {id(p): parts[key] for key, p in whole.items() if p is not parts[key]}
+        for parameter in whole.values():
+            if id(parameter) in self._part_of:
+                parameter.grad = None  # of a step that broke off
+        self._wanting = None
+        super().begin()
+
+    def _named(self) -> dict[tuple[int, str], Parameter]:
+        return {(index, n): p for index, s in self._model.copies.stages.items() for n, p in s.named_parameters()}
+
+    def _goes_to(self, parameter: Parameter) -> Any:
+        return id(parameter) in self._part_of
+
+    def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
+        if id(parameters[0]) not in self._part_of:
+            return super()._bucket(parameters)
+        return PartBucket(parameters, [self._part_of[id(p)] for p in parameters], self._peers)
 
     def share_all(self) -> None:
         """They started alike, before each kept its part."""
 
-    def rest(self) -> None:
-        rest(self._model.every_stage())
+    def unshard(self) -> None:
+        unshard(self._model.every_stage())
+
+    def reshard(self) -> None:
+        reshard(self._model.every_stage())
 
 
 class Alone:
@@ -257,7 +282,9 @@ class Alone:
 
     def finish(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def unshard(self) -> None: ...
+
+    def reshard(self) -> None: ...
 
     def share_parameters(self) -> None: ...
 

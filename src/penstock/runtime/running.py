@@ -9,7 +9,7 @@ from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.plan import StepPlan, last_backwards, pairs_with, plan_step, stages_taped_out_of_order
+from penstock.runtime.plan import StepPlan, pairs_with, plan_step, stages_taped_out_of_order
 from penstock.runtime.steering import Steering
 from penstock.runtime.transport_choice import BASES, DelegateOptions, TransportChoice
 from penstock.runtime.transports.channel import Tags
@@ -22,7 +22,7 @@ class Running:
     """Attributes:
     configuration: see there. plan: of a training step.
     split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
-    shuffled, last: as in `StepSettings`.
+    shuffled: as in `StepSettings`.
     """
 
     configuration: Configuration
@@ -30,7 +30,6 @@ class Running:
     split: frozenset[tuple[int, int]]
     recomputed: frozenset[tuple[int, int]]
     shuffled: frozenset[int]
-    last: tuple[int, ...]
     rank: int
     tags: Tags
     _forwards: dict[int, StepPlan] = field(default_factory=dict)
@@ -96,7 +95,6 @@ def running(
         pairs_with(schedule, "I"),
         pairs_with(schedule, "R"),
         stages_taped_out_of_order(schedule),
-        last_backwards(schedule),
         rank,
         tags,
     )

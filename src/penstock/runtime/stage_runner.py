@@ -19,7 +19,6 @@ from torch import Tensor
 from penstock.runtime.aliases import Kept, graded, has_views, inner, is_shared, share, storage_of, values_of, views_of
 from penstock.runtime.entry import Entry, exits
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import is_fully_sharded, sum_after_this
 from penstock.runtime.message import Payload
 from penstock.runtime.microbatches import Microbatches, Signature
 from penstock.runtime.replay import BufferHistory, copy_of, keeping_nothing
@@ -61,7 +60,6 @@ class StepSettings:
         recomputed: those whose forward is run again (R) before their backward.
         counts: of each stage the number of microbatches; not needed for forwards alone.
         shuffled: stages whose backwards come in another order than the forwards that make their graphs.
-        last: of each stage the microbatch whose backward comes last, in the first pipeline.
     """
 
     microbatches: Microbatches
@@ -71,7 +69,6 @@ class StepSettings:
     recomputed: frozenset[tuple[int, int]] = frozenset()
     counts: Sequence[int] = ()
     shuffled: frozenset[int] = frozenset()
-    last: Sequence[int] = ()
 
     def first(self, stage: int) -> int:
         """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
@@ -128,7 +125,6 @@ class StageRunner:
         self._defers = False
         self._settings: StepSettings | None = None
         self._first = 0
-        self._fully_sharded = is_fully_sharded(stage)
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
 
@@ -368,8 +364,6 @@ class StageRunner:
                 )
             received = Payload.gradients(self._starts.pop(m))
         self._leaves.pop(m, None)
-        if self._fully_sharded:
-            sum_after_this(self.stage, m == self.settings.last[self.index])
         pairs: list[tuple[Tensor, Tensor | None]]
         if received is None:
             pairs = [(output, None) for output in held.outputs]
@@ -381,6 +375,10 @@ class StageRunner:
                 )
             arrived = zip(held.outputs, received.leaves, strict=True)
             pairs = [(output, g.to(self._device)) for output, g in arrived if g is not None]
+            if any(received.needs_grad):
+                for output, changed in zip(held.outputs, received.needs_grad, strict=True):
+                    if changed and output._is_view():
+                        torch.autograd.graph.increment_version(output)
         if self._split is not None:
             self._split.turn_to(self)
         if pairs or also:
@@ -390,7 +388,7 @@ class StageRunner:
                 held.deferred = True
             else:
                 torch.autograd.backward(outputs, gradients)
-        payload = Payload.gradients(held.entry.grads)
+        payload = Payload.gradients(held.entry.grads, held.entry.changed)
         if kind == "B":
             del self._held[m]
         else:
