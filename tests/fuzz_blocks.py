@@ -18,6 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models.block import Block
 
+
+def real(x: Tensor) -> Tensor:
+    """In the type that a case computes in: float32, or float64 where it is judged again."""
+    return x.to(torch.get_default_dtype())
+
+
+def complex_type() -> torch.dtype:
+    return torch.get_default_dtype().to_complex()
+
+
 BLOCKS: dict[str, Callable[[int], nn.Module]] = {}
 """By name, functions of the width D."""
 
@@ -101,18 +111,18 @@ BLOCKS["functional call"] = lambda d: Around(
 BLOCKS["vmap"] = lambda d: Around(nn.Linear(d, d), lambda inner, x: torch.func.vmap(inner)(x))
 BLOCKS["no grad"] = lambda d: Around(nn.Linear(d, d), lambda inner, x: inner(x).detach())
 BLOCKS["float64 inside"] = lambda d: Around(
-    nn.Linear(d, d, dtype=torch.float64), lambda inner, x: inner(x.double()).float()
+    nn.Linear(d, d, dtype=torch.float64), lambda inner, x: real(inner(x.double()))
 )
 
 
 @block("complex linear")
 def complex_linear(d: int) -> nn.Module:
-    return Around(nn.Linear(d, d, dtype=torch.complex64), lambda inner, x: inner(torch.complex(x, x * 0.3)).real)
+    return Around(nn.Linear(d, d, dtype=complex_type()), lambda inner, x: inner(torch.complex(x, x * 0.3)).real)
 
 
 @block("complex conv")
 def complex_conv(d: int) -> nn.Module:
-    inner = nn.Conv1d(d, d, 1, dtype=torch.complex64)
+    inner = nn.Conv1d(d, d, 1, dtype=complex_type())
     return Around(inner, lambda inner, x: inner(torch.complex(x, -x).transpose(1, 2)).transpose(1, 2).imag)
 
 
@@ -120,10 +130,10 @@ def complex_conv(d: int) -> nn.Module:
 class ComplexProduct(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(d, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.randn(d, dtype=complex_type()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) * self.weight).abs()
+        return (x.to(complex_type()) * self.weight).abs()
 
 
 class Cubed(torch.autograd.Function):
@@ -239,9 +249,7 @@ class DoubleBackward(nn.Module):
             with torch.enable_grad():
                 return self.forward(x).detach()
         inner = x.detach().requires_grad_()
-        slope = torch.autograd.grad(torch.tanh(self.linear(inner)).float().square().sum(), inner, create_graph=True)[
-            0
-        ]
+        slope = torch.autograd.grad(real(torch.tanh(self.linear(inner))).square().sum(), inner, create_graph=True)[0]
         return x + 0.1 * slope
 
 
@@ -252,7 +260,7 @@ class Quantised(nn.Module):
         self.table = nn.Embedding(5, d, padding_idx=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x.detach().float().abs().mean(-1) * 4).long().clamp(max=4))
+        return x + self.table((real(x.detach()).abs().mean(-1) * 4).long().clamp(max=4))
 
 
 @block("running mean")
@@ -268,7 +276,7 @@ class RunningMean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.mean.mul_(0.9).add_(x.detach().float().mean((0, 1)), alpha=0.1)
+                self.mean.mul_(0.9).add_(real(x.detach()).mean((0, 1)), alpha=0.1)
                 self.count.add_(1)
             return x * self.scale
         return x * self.scale - self.mean
@@ -421,7 +429,5 @@ class Join(nn.Module):
     def forward(self, value: Any) -> Tensor:
         x, skip = value.values() if isinstance(value, dict) else value
         if not skip.is_floating_point():
-            return x * (1 + 0.1 * skip.float())
-        return (
-            x + skip.float().mean() * 0.5 + (skip * skip).sum(dim=tuple(range(1, skip.dim())))[:, None, None] * 0.01
-        )
+            return x * (1 + 0.1 * real(skip))
+        return x + real(skip).mean() * 0.5 + (skip * skip).sum(dim=tuple(range(1, skip.dim())))[:, None, None] * 0.01

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fuzz_cases import Case, Outcome, Shape, run
+from fuzz_cases import Case, Outcome, Shape, run, run_in_double
 from processes import run_ranks
 
 SHAPES: dict[int, tuple[Shape, ...]] = {
@@ -56,6 +56,12 @@ def run_each(rank: int, folder: str, given: bytes) -> None:
         else:
             place = init_device_mesh("cpu", case.shape, mesh_dim_names=("pp", "dp", "tp"))
         outcome = run(case, place)
+        if not case.exact and not case.autocast:
+            kinds: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(kinds, outcome.kind)
+            if "different" in kinds and set(kinds) <= {"same", "different"}:
+                again = run_in_double(case, place)
+                outcome = Outcome(again.kind, f"in float64: {again.detail}; in float32: {outcome.detail}")
         faulthandler.cancel_dump_traceback_later()
         with open(f"{folder}/{rank}.outcomes", "ab") as file:
             pickle.dump(outcome, file)

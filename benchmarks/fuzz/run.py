@@ -88,6 +88,7 @@ def report(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
     return {
         "cases": len(found),
         **{kind: kinds[kind] for kind in ("same", "different", "refused", "late", "raw", "invalid")},
+        "same_in_float64": sum(outcome.kind == "same" and bool(outcome.detail) for _, outcome in found),
         "reasons": dict(reasons.most_common()),
         "schedules": dict(sorted(Counter(case.schedule for case, _ in found).items())),
         "wrong": [{"case": str(case), **vars(o)} for case, o in found if o.kind in ("different", "raw")],
