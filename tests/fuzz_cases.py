@@ -163,9 +163,8 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
     events = tuple(sorted(rng.sample(EVENTS, rng.choice([0, 0, 1, 1, 2]))))
     if sharding == "fsdp" or (shape and shape[2] > 1):  # the model then has shards, into which no plain values go
         events = tuple(event for event in events if event != "load after")
-    if sharding == "fsdp":  # which refuses what is to see gradients
-        events = tuple(event for event in events if not event.startswith("hook"))
-        blocks = tuple(name for name in blocks if name not in ("hooked parameter", "a gradient kept elsewhere"))
+    if sharding == "fsdp":  # the parameters that are there between steps are parts, to which no backward comes
+        events = tuple(event for event in events if event != "hook after")
     if schedule == TOWERS:  # each stage is its own, and what its ops compare has no place for other options
         form, autocast, listed = "list", False, False
         blocks = tuple(name for name in blocks if name in BLOCKS and name != "a gradient kept elsewhere")
@@ -867,6 +866,39 @@ PLANTED: dict[str, Case] = {
         250, ("fork a transposed view", "in place", "on first vmap", "join"), schedule="zb-h1", num_ranks=1, samples=4
     ),
     "a tower that wants no gradient": Case(12, ("linear", "nothing"), form="list", schedule="distmm", samples=9),
+    "a norm read another way, changed in place, between processes": Case(
+        271,
+        ("fork detached", "on first batch norm", "in place", "join"),
+        form="list",
+        schedule="gpipe",
+        shape=(2, 1, 1),
+    ),
+    "fully sharded replicas that use different layers": Case(
+        465,
+        ("used in some microbatches", "mixture", "linear"),
+        schedule="zb-v",
+        num_ranks=1,
+        shape=(1, 2, 1),
+        samples=16,
+        sharding="fsdp",
+    ),
+    "a fully sharded layer of several types": Case(
+        105,
+        ("float64 inside", "complex conv", "hooked parameter"),
+        num_ranks=1,
+        shape=(1, 2, 1),
+        samples=16,
+        sharding="fsdp",
+    ),
+    "a fully sharded layer that changes its input in place": Case(
+        132,
+        ("fork a dict", "in place", "join", "linear"),
+        form="list",
+        num_ranks=1,
+        shape=(1, 2, 1),
+        samples=16,
+        sharding="fsdp",
+    ),
     "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
 }
 """Mistakes that were there once, by what was wrong."""

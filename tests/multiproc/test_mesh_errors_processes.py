@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.shards import whole
 from processes import appears, run_ranks
 from tie_runs import by_columns
 
@@ -84,22 +85,37 @@ def test_a_hook_that_would_see_no_gradient_is_refused() -> None:
     for outcome in run_ranks(2, hooked):
         assert outcome.code == 0, outcome.text
         fsdp, shards = outcome.value[:4], outcome.value[4:]
-        assert all("0.weight has a hook that is to see its gradients, and sharding" in each for each in fsdp)
+        assert fsdp[:3] == ["nothing"] * 3
+        assert "0.weight has a hook that is to see its gradients, and with sharding" in fsdp[3]
         assert all("0.weight has a hook" in each and "parallelize" in each for each in shards[:3])
         assert shards[3] == "nothing"
 
 
-def mixed(rank: int) -> str:
-    """What is said of a layer whose parameters FSDP2 could not keep as one."""
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(x) + self.wide(x.double()).float()
+
+
+def mixed(rank: int) -> dict[str, torch.Tensor]:
+    """By how replicas keep it, what becomes of a layer with parameters of several types."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
-    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
-    try:
-        ps.Pipeline([layer], ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, sharding="fsdp")
-    except RuntimeFailure as error:
-        return str(error)
-    return "nothing"
+    found = {}
+    for sharding in ("none", "fsdp"):
+        torch.manual_seed(1)
+        made = {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD, "mesh": mesh, "sharding": sharding}
+        with torch.no_grad():
+            x = torch.randn(8, 4)
+        pipe = ps.Pipeline([Mixed()], ps.build("zb-h1", 1, 2), **made)
+        pipe.step(x, x.roll(1, 0))
+        found[sharding] = torch.cat([whole(p.detach()).double().flatten() for _, p in pipe.named_parameters()])
+    return found
 
 
-def test_a_layer_of_several_types_is_refused_under_fsdp() -> None:
+def test_a_layer_of_several_types_trains_under_fsdp() -> None:
     for outcome in run_ranks(2, mixed):
-        assert "has parameters of types torch.float32, torch.float64" in outcome.value, outcome.text
+        assert outcome.code == 0, outcome.text
+        assert torch.equal(outcome.value["none"], outcome.value["fsdp"])

@@ -33,8 +33,8 @@ def cut_into_buckets(parameters: Iterable[Parameter], key: Callable[[Parameter],
     for parameter in parameters:
         kind = parameter.dtype, parameter.device, key(parameter)
         size = local(parameter).numel() * parameter.element_size()
-        bucket, held = open_ones.get(kind, ([], BUCKET_BYTES))
-        if held + size > BUCKET_BYTES:
+        bucket, held = open_ones.get(kind, ([], 0))
+        if not bucket or held + size > BUCKET_BYTES:
             bucket, held = [], 0
             buckets.append(bucket)
         bucket.append(parameter)
@@ -95,17 +95,19 @@ class PartBucket:
         | rows 0, 1 | there 1 1 |   | rows 2, (3) | there 1 1 |     three rows for two replicas: the last is padding
 
     Args:
-        parameters: whole, with gradients of this replica. parts: of each the part that is kept here, cut along
-            dimension 0, which gets that part of the sum as its gradient.
+        parameters: whole, with gradients of this replica. parts: of each the part that is kept here, which gets that
+            part of the sum as its gradient. dims: the dimension along which each is cut.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], parts: Sequence[Parameter], peers: GroupPeers) -> None:
-        self._parts, self._peers = parts, peers
+    def __init__(
+        self, parameters: Sequence[Parameter], parts: Sequence[Parameter], dims: Sequence[int], peers: GroupPeers
+    ) -> None:
+        self._parts, self._dims, self._peers = parts, dims, peers
         there = _there(parameters)
         rows: list[list[Tensor]] = [[] for _ in range(peers.num_ranks)]
         self._rows = []
-        for parameter in parameters:
-            gradient = gradient_of(parameter)
+        for parameter, dim in zip(parameters, dims, strict=True):
+            gradient = gradient_of(parameter).movedim(dim, 0)
             parameter.grad = None
             per_part = -(-gradient.shape[0] // peers.num_ranks)
             self._rows.append((per_part, *gradient.shape[1:]))
@@ -117,19 +119,23 @@ class PartBucket:
         self._flat = self._whole.new_empty(self._whole.numel() // peers.num_ranks)
 
     def start(self) -> Any:
-        # The backends add up real numbers.
-        flat, whole = (torch.view_as_real(t) if t.is_complex() else t for t in (self._flat, self._whole))
-        return dist.reduce_scatter_tensor(flat, whole, group=self._peers.group, async_op=True)
+        rows = list(as_real(self._whole).chunk(self._peers.num_ranks))
+        return dist.reduce_scatter(as_real(self._flat), rows, group=self._peers.group, async_op=True)
 
     def unpack(self) -> None:
         there = self._flat[-len(self._parts) :].tolist()
         start = 0
-        for part, shape, found in zip(self._parts, self._rows, there, strict=True):
-            mine = local(part)
+        for part, dim, shape, found in zip(self._parts, self._dims, self._rows, there, strict=True):
             end = start + math.prod(shape)
             if found:
-                part.grad = as_shard(self._flat[start:end].view(shape)[: len(mine)].clone(), part)
+                mine = self._flat[start:end].view(shape)[: local(part).shape[dim]].movedim(0, dim)
+                part.grad = as_shard(mine.clone(memory_format=torch.contiguous_format), part)
             start = end
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same numbers for backends that know real ones alone."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _there(parameters: Sequence[Parameter]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.copies import Copies, build_copies
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import require_unhooked, shard_fully
+from penstock.runtime.fsdp import ShardedParameters
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.parameters import all_dtypes, owned_parameters, sees_gradients, ties_of
 from penstock.runtime.setup import device_of
@@ -52,7 +52,7 @@ class HeldModel:
     copies: of stages, in this process. stages: the owners among them, by stage.
     device: where they lie.
     ties: parameters that several stages share. tied: what takes and passes on their gradients.
-    whole: parameters, by id, that each replica keeps whole where replicas keep parts of all others.
+    sharded: the parameters of which replicas keep parts; None where they do not.
     parameters: of all copies, each once.
     named: name -> parameter, for those here; a tied one is its lowest stage's.
     own: those of them that this process answers for, among the ranks of its pipeline.
@@ -97,7 +97,7 @@ class HeldModel:
         for stage in stages.values():
             stage.to(self.device)
         names = {name for tie in self.ties for name in tie.names.values()}
-        self.whole = shard_fully(stages.values(), mesh, placement, names) if mesh.has_parts else set()
+        self.sharded = ShardedParameters(stages, mesh, placement, names) if mesh.has_parts else None
         copies.know(self.ties)
         self.tied = TiedGradients(self.ties, stages)
         require_cut_alike(self.ties, stages, peers)
@@ -144,7 +144,8 @@ class HeldModel:
     def require_trainable(self) -> None:
         """Raises RuntimeFailure where stages share what a step would change out of order, or a hook sees nothing."""
         self._shared.require_unchanging()
-        require_unhooked(self.copies.stages.values())
+        if self.sharded is not None:
+            self.sharded.require_unhooked()
 
     def begin(self) -> None:
         """Starts a training step."""

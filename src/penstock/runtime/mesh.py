@@ -37,7 +37,7 @@ class Mesh:
     Attributes:
         pipeline, replicas, everyone: see above; peers of one where there are no others.
         shards: a one-dimensional device mesh; None where every stage is whole.
-        replica_mesh: that of the replicas; None where there is one.
+        holders: the device mesh of all processes with this stage; None where there is one replica.
         sharding: what replicas keep in parts, one of SHARDINGS.
         timeout: seconds that any wait may last.
     """
@@ -46,7 +46,7 @@ class Mesh:
     replicas: Peers
     everyone: Peers
     shards: Any = None
-    replica_mesh: Any = None
+    holders: Any = None
     sharding: str = SHARDINGS[0]
     timeout: float = 60.0
 
@@ -132,18 +132,19 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
     else:
         pipeline = LocalPeers(num_ranks)  # one process runs the whole pipeline
     replicas: Peers = LocalPeers(1)
-    replica_mesh = mesh[REPLICAS] if sizes.get(REPLICAS, 1) > 1 else None
-    if replica_mesh is not None:
-        replicas = GroupPeers(replica_mesh.get_group(), timeout)
     shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
-    for one in (shards, replica_mesh if sharding == "fsdp" else None):  # whose waits are torch's own, inside ops
-        if one is not None:
-            one.get_group().set_timeout(timedelta(seconds=timeout))
+    holders = None
+    if sizes.get(REPLICAS, 1) > 1:
+        replicas = GroupPeers(mesh.get_group(REPLICAS), timeout)
+        holders = mesh[REPLICAS] if shards is None else mesh[REPLICAS, SHARDS]
+    for name, waits in ((SHARDS, shards is not None), (REPLICAS, sharding == "fsdp" and holders is not None)):
+        if waits:  # in torch's own ops
+            mesh.get_group(name).set_timeout(timedelta(seconds=timeout))
     if shards is None and isinstance(replicas, LocalPeers):
         return Mesh(pipeline, replicas, pipeline)
     along = [pipeline, replicas, *([] if shards is None else [GroupPeers(shards.get_group(), timeout)])]
     everyone = MeshPeers(_everyone(mesh.mesh.flatten().tolist()), along, timeout)
-    return Mesh(pipeline, replicas, everyone, shards, replica_mesh, sharding, timeout)
+    return Mesh(pipeline, replicas, everyone, shards, holders, sharding, timeout)
 
 
 def _require_order(mesh: Any, names: Sequence[str]) -> None:

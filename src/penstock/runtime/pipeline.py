@@ -90,7 +90,7 @@ class Pipeline:
             device mesh with dimensions named pp (the pipeline), dp (its replicas, each with a part of the batch) and
             tp (shards of its stages).
         sharding: what replicas keep in parts: "none", "zero1" (the optimizer's state) or "fsdp" (that, parameters and
-            gradients, by torch's FSDP2).
+            gradients, gathered from all replicas while a step runs).
         parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
             share a stage; `penstock.models.parallelize` for the models here.
         dispatch: "frozen", "dynamic" or "auto" (dynamic where it is no slower by simulation without delays).

@@ -6,8 +6,8 @@
 The loss of every microbatch is weighed within the whole batch, so gradients are summed, not averaged.
 
 With ZeRO-1 each parameter has an owner among the replicas: the sum goes to it alone, it alone has the optimizer's
-state, and after an update it gives the others the new value. With FSDP2 each replica has a part of every parameter,
-and gets that part of the sum.
+state, and after an update it gives the others the new value. Fully sharded, each replica has a part of every
+parameter, and gets that part of the sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.buckets import GradientBucket, PartBucket, SumBucket, ValueBucket, cut_into_buckets, wait_for
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.fsdp import reshard, unshard
+from penstock.runtime.fsdp import ShardedParameters
 from penstock.runtime.held_model import HeldModel
 from penstock.runtime.mesh import Mesh
 from penstock.runtime.peers import GroupPeers
@@ -229,48 +229,42 @@ def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float
     if not isinstance(mesh.replicas, GroupPeers):
         return Alone()
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
-    if mesh.has_parts:
-        return Parts(model, mesh.replicas, order, False, timeout)
+    if model.sharded is not None:
+        return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout)
     return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
 
 
-class Parts(Replicas):
-    """Replicas that keep a part each of every parameter but those that stay whole.
+class ShardedReplicas(Replicas):
+    """Replicas that keep a part each of every parameter but those that stay whole."""
 
-    In a step a stage's parameters are whole ones that FSDP2 put in their place; the sum of such a one's gradients
-    goes, in parts, to the parts that the optimizer steps.
-    """
+    def __init__(
+        self, model: HeldModel, sharded: ShardedParameters, peers: GroupPeers, order: Sequence[int], timeout: float
+    ) -> None:
+        super().__init__(model, peers, order, False, timeout)
+        self._sharded = sharded
 
     def begin(self) -> None:
-        parts = self._named()
         self.unshard()
-        whole = self._named()
-        self._part_of = {id(p): parts[key] for key, p in whole.items() if p is not parts[key]}
-        for parameter in whole.values():
-            if id(parameter) in self._part_of:
-                parameter.grad = None  # of a step that broke off
-        self._wanting = None
         super().begin()
 
-    def _named(self) -> dict[tuple[int, str], Parameter]:
-        return {(index, n): p for index, s in self._model.copies.stages.items() for n, p in s.named_parameters()}
-
     def _goes_to(self, parameter: Parameter) -> Any:
-        return id(parameter) in self._part_of
+        return id(parameter) in self._sharded.of_whole
 
     def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
-        if id(parameters[0]) not in self._part_of:
+        known = [self._sharded.of_whole.get(id(p)) for p in parameters]
+        ones = [one for one in known if one is not None]
+        if not ones:
             return super()._bucket(parameters)
-        return PartBucket(parameters, [self._part_of[id(p)] for p in parameters], self._peers)
+        return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], self._peers)
 
     def share_all(self) -> None:
         """They started alike, before each kept its part."""
 
     def unshard(self) -> None:
-        unshard(self._model.every_stage())
+        self._sharded.unshard()
 
     def reshard(self) -> None:
-        reshard(self._model.every_stage())
+        self._sharded.reshard()
 
 
 class Alone:

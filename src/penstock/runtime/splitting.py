@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.runtime.copies import Copy
-from penstock.runtime.fsdp import is_fully_sharded
 from penstock.runtime.running import Running
 from penstock.runtime.split import DeferredShare, prepare, unprepare
 from penstock.runtime.stage_runner import StageRunner
@@ -23,13 +22,9 @@ def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[
             unprepare(runner.stage)
             runner.may_split(None)
             continue
-        if is_fully_sharded(runner.stage):
-            reason = "FSDP2 takes gradients from whole backwards alone"
-            runner.may_split(None, reason)
-        else:
-            report = prepare(runner.stage)
-            reason = report.reason
-            runner.may_split(report.shared if report.can_split else None, reason)
+        report = prepare(runner.stage)
+        reason = report.reason
+        runner.may_split(report.shared if report.can_split else None, reason)
         if reason and pipeline == OWNER:
             notices.append(f"stage {index}: {reason}")
     return notices

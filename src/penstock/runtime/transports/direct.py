@@ -153,13 +153,9 @@ class DirectTransport(GroupTransport):
         self._depth = depth
         self._ahead = max(self._ahead, depth)
         members = dist.get_process_group_ranks(group)
-        # A group that its members alone make is named after them: once it is gone the next one of that name finds the
-        # addresses of the first in the store. Where all ranks make it, it has a number.
+        self._may_end = len(members) == dist.get_world_size()
         made = dist.new_group(
-            members,
-            timeout=self._limit,
-            backend="gloo",
-            use_local_synchronization=len(members) < dist.get_world_size(),
+            members, timeout=self._limit, backend="gloo", use_local_synchronization=not self._may_end
         )
         assert isinstance(made, dist.ProcessGroup)  # every rank of the group is in it
         self._acknowledgements = WeakGroup(made)
@@ -195,8 +191,12 @@ class DirectTransport(GroupTransport):
             self._wait(self._acknowledged.popleft()[0], None, "the last acknowledgements to be taken")
 
     def close(self) -> None:
-        """Ends the acknowledgements' group, once."""
-        if not self._is_closed and self._acknowledgements.is_alive:
+        """Ends the acknowledgements' group, once.
+
+        One that its members alone made stays until torch.distributed ends. Such a group is named after its members
+        and after how many groups they know, so the next one of that name would find these addresses in the store.
+        """
+        if not self._is_closed and self._may_end and self._acknowledgements.is_alive:
             dist.destroy_process_group(self._acknowledgements())
         self._is_closed = True
         super().close()
