@@ -24,7 +24,6 @@ from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Mesh, Ring
 from penstock.cost.mesh import Group
 from penstock.cost.over_time import Constant
-from penstock.dispatch import Dispatch
 from penstock.simulate.mesh import simulate_mesh
 
 NETWORK = 50e9
@@ -91,7 +90,7 @@ def mesh_row(backend: Backend, case: MeshCase) -> Row:
         ring=case.ring,
         dispatch=runs.dispatch,
         transport=transport_of(DEPTH, runs.delegated),
-        max_held=runs.caps if runs.dispatch is Dispatch.DYNAMIC else None,
+        max_held=runs.caps if runs.dispatch.is_dynamic else None,
     )
     row: Row = {
         **case.keys,

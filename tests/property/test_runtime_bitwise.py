@@ -38,7 +38,7 @@ def schedules(draw: st.DrawFn) -> ps.Schedule:
 @settings(max_examples=60, deadline=None)
 @given(
     schedule=schedules(),
-    dispatch=st.sampled_from(["frozen", "dynamic"]),
+    dispatch=st.sampled_from(["frozen", "hinted", "dynamic"]),
     defer=st.booleans(),
     width=st.sampled_from([1, 3, 8]),
     tokens=st.sampled_from([0, 1, 5]),

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.property
 simulator = import_module("penstock.simulate.simulate")  # ps.simulate is the function
 
 QUICK = settings(deadline=None, max_examples=120)
-DISPATCH = st.sampled_from(["frozen", "dynamic"])
+DISPATCH = st.sampled_from(list(Dispatch))
+ANY_READY = st.sampled_from([each for each in Dispatch if each.is_dynamic])
 TRANSPORT = st.just("decoupled") | st.integers(1, 3).map(ps.Blocking)
 ROUNDING = 1e-6
 
@@ -69,6 +70,7 @@ def test_every_op_runs_once_alone_and_after_what_it_needs(problem: Problem, disp
 def test_within_a_stage_each_kind_keeps_its_order(problem: Problem, dispatch: str) -> None:
     schedule, costs, links = problem
     timeline = ps.simulate(schedule, costs, links=links, dispatch=dispatch)
+    assert len(timeline.ops) == schedule.num_ops
     for row, planned in zip(timeline.executed().order, schedule.order, strict=True):
         if dispatch == "frozen":
             assert row == planned
@@ -118,15 +120,15 @@ def test_a_frozen_run_is_the_longest_path(problem: Problem) -> None:
 
 @pytest.mark.slow
 @QUICK
-@given(problems(), st.floats(0, 8))
-def test_memory_stays_under_the_cap(problem: Problem, room: float) -> None:
+@given(problems(), st.floats(0, 8), ANY_READY)
+def test_memory_stays_under_the_cap(problem: Problem, room: float, dispatch: Dispatch) -> None:
     schedule, costs, links = problem
     own = ps.simulate(schedule, costs)
-    capped = ps.simulate(schedule, costs, links=links, dispatch="dynamic")
+    capped = ps.simulate(schedule, costs, links=links, dispatch=dispatch)
     for peak, cap in zip(capped.peak_activations, own.peak_activations, strict=True):
         assert peak <= cap * (1 + 1e-8)
     caps = [peak + room for peak in own.peak_activations]
-    wider = ps.simulate(schedule, costs, links=links, dispatch="dynamic", max_held=caps)
+    wider = ps.simulate(schedule, costs, links=links, dispatch=dispatch, max_held=caps)
     for peak, cap in zip(wider.peak_activations, caps, strict=True):
         assert peak <= cap * (1 + 1e-8)
     for timeline in (own, capped, wider):
@@ -145,16 +147,18 @@ def _peaks(timeline: ps.Timeline, costs: ps.Costs) -> list[float]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(library_schedules(), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(0, 2**32), st.integers(0, 2))
-def test_dynamic_never_deadlocks_whatever_comes_when(
-    schedule: ps.Schedule, share: float, seed: int, room: int
+@given(
+    library_schedules(), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(0, 2**32), st.integers(0, 2), ANY_READY
+)
+def test_no_choice_ends_in_a_deadlock_whatever_comes_when(
+    schedule: ps.Schedule, share: float, seed: int, room: int, dispatch: Dispatch
 ) -> None:
     """Ops end and messages arrive in a random order, as if every duration and delay were random."""
     rng = random.Random(seed)
     graph = lower(schedule)
     changes = memory_changes(graph, ps.Costs.uniform(schedule.num_stages, freed_by_input=share))
     caps = [cap + room for cap in frozen_caps(graph, changes)]
-    deciders = [Dispatcher(graph, r, Dispatch.DYNAMIC, changes, caps[r]) for r in range(graph.num_ranks)]
+    deciders = [Dispatcher(graph, r, dispatch, changes, caps[r]) for r in range(graph.num_ranks)]
     running: dict[int, int] = {}
     travelling: list[int] = []
     while True:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -54,6 +56,23 @@ def test_dynamic_runs_what_is_ready_under_its_cap() -> None:
 def test_dynamic_prefers_backward_then_forward_then_weights() -> None:
     decider = dispatcher(ps.build("zb-h1", 2, 3), 1, Dispatch.DYNAMIC, cap=3)
     assert tell(decider, ">1F0 >1F1 ? -1F0 ? -1I0 ? -1F1 ? -1I1 ?") == ["1F0", "1I0", "1F1", "1I1", "1W0"]
+
+
+@pytest.mark.parametrize(("dispatch", "third"), [(Dispatch.HINTED, "1W0"), (Dispatch.DYNAMIC, "1F1")])
+def test_hinted_takes_the_earliest_ready_op_of_its_order(dispatch: Dispatch, third: str) -> None:
+    """Where F1 and W0 are both ready, class first takes the forward, and hinted what the order has first."""
+    schedule = ps.build("zb-h1", 2, 2)
+    row = [ps.Op(kind, 1, int(m)) for kind, m in ("F0", "I0", "W0", "F1", "I1", "W1")]
+    schedule = replace(schedule, order=(schedule.order[0], tuple(row)))
+    decider = dispatcher(schedule, 1, dispatch, cap=3)
+    assert tell(decider, "? >1F0 ? -1F0 ? >1F1 -1I0 ?") == ["wait", "1F0", "1I0", third]
+
+
+def test_hinted_runs_what_is_ready_where_the_next_op_waits_and_under_its_cap() -> None:
+    wide = dispatcher(ps.build("1f1b", 2, 3), 0, Dispatch.HINTED, cap=3)
+    assert tell(wide, "? -0F0 ? -0F1 ? -0F2 ? >0B0 ?") == ["0F0", "0F1", "0F2", "wait", "0B0"]
+    narrow = dispatcher(ps.build("1f1b", 2, 3), 0, Dispatch.HINTED, cap=2)
+    assert tell(narrow, "? -0F0 ? -0F1 ? >0B0 ? -0B0 ?") == ["0F0", "0F1", "wait", "0B0", "0F2"]
 
 
 def test_dynamic_keeps_microbatch_order_within_a_kind() -> None:
@@ -149,12 +168,33 @@ def test_extra_edges_are_needs_too() -> None:
 def test_compiled_core_decides_alike() -> None:
     twin: ModuleType = compiled(core)
     assert twin is compiled(core)
-    first, missing = np.array([0, 2]), np.array([0, 1])
-    for at in (0, 1, 2):
-        following = np.array([at])
-        assert twin.choose_frozen(0, first, following, missing) == core.choose_frozen(0, first, following, missing)
+    graph = lower(ps.build("zb-v", 2, 4))
+    change = np.array(memory_changes(graph, ps.Costs.uniform(graph.num_ranks * 2)))
+    names = ("first", "queue_rank_first", "queue_first", "queue_ops", "priority", "gang")
+    of = {name: np.array(getattr(graph, name)) for name in names}
+    rng = np.random.default_rng(0)
+    decided = set()
+    for policy in (core.FROZEN, core.HINTED, core.CLASS_FIRST):
+        for _ in range(40):
+            done = np.zeros(graph.num_ops, np.int64)
+            missing = rng.integers(0, 2, graph.num_ops)
+            head = of["queue_first"][:-1] + rng.integers(0, 1 + np.diff(of["queue_first"]))
+            for q, at in enumerate(head):
+                done[of["queue_ops"][of["queue_first"][q] : at]] = 1
+            left = [[o for o in range(a, b) if not done[o]] for a, b in itertools.pairwise(of["first"])]
+            following = np.array([row[0] if row else end for row, end in zip(left, of["first"][1:], strict=True)])
+            given = (
+                of["first"], of["queue_rank_first"], of["queue_first"], of["queue_ops"], head, of["priority"],
+                missing, done, following, change, rng.uniform(0, 4, 2), np.array([4.0, 4.0]),
+                rng.integers(0, 2, 2), of["gang"],
+            )  # fmt: skip
+            for rank in (0, 1):
+                found = core.decide(policy, rank, *given)
+                assert twin.decide(policy, rank, *given) == found
+                decided.add((policy, found == core.NOTHING))
+    assert len(decided) == 6
 
 
 def test_the_compiled_twin_leaves_the_module_as_it_is() -> None:
     compiled(core)
-    assert type(core.choose_frozen).__name__ == "function"
+    assert type(core.decide).__name__ == "function"

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unit
 RUNS = [
     ("1f1b", 1, "frozen", False),
     ("1f1b", 4, "dynamic", False),
+    ("zb", 3, "hinted", False),
     ("zb-h1", 3, "frozen", True),
     ("zb-v", 2, "frozen", True),
     ("zb-v", 2, "dynamic", False),

@@ -7,6 +7,7 @@ import math
 import pytest
 
 import penstock as ps
+from penstock.dispatch import Dispatch
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
@@ -101,6 +102,19 @@ def test_memory_is_freed_partly_by_i_and_the_rest_by_w() -> None:
     assert ps.simulate(schedule, bytes_).peak_activations == (1500.0,)
 
 
+def test_hinted_dispatch_absorbs_the_slow_link_too() -> None:
+    links = ps.Links({(0, 1): 20.0})
+    hinted = ps.simulate(zb_4x12(), TENS, links=links, dispatch="hinted")
+    assert (hinted.makespan, hinted.dispatch) == (410, "hinted")
+    ps.check(hinted.executed())
+
+
+def test_without_delays_hinted_dispatch_keeps_an_order_that_class_first_leaves() -> None:
+    schedule = ps.build("interleaved-1f1b", 4, 8)
+    frozen, hinted, dynamic = (ps.simulate(schedule, dispatch=each) for each in Dispatch)
+    assert hinted.makespan <= frozen.makespan < dynamic.makespan
+
+
 def test_a_wider_cap_helps_a_dynamic_run() -> None:
     schedule, links = ps.build("1f1b", 4, 12), ps.Links({(0, 1): 3})
     own = ps.simulate(schedule, links=links, dispatch="dynamic")
@@ -162,7 +176,7 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
     [
         ({"costs": ps.Costs.uniform(3)}, "the costs are for 3 stages, the schedule has 4"),
         ({"links": ps.Links({(0, 4): 1.0})}, "link 0:4: ranks go from 0 to 3"),
-        ({"dispatch": "warm"}, "dispatch 'warm': give 'frozen' or 'dynamic'"),
+        ({"dispatch": "warm"}, "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'"),
         ({"transport": "slow"}, "transport 'slow': give 'decoupled', 'blocking' or ps.Blocking"),
         ({"dispatch": "dynamic", "max_held": 1}, "rank 0: the cap is 1 activations, but the schedule's own order"),
         ({"dispatch": "dynamic", "max_held": math.nan}, "rank 0: the cap is nan"),

@@ -56,7 +56,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "options not an object": ("--optimizer-options 3", ["--optimizer-options", "object"]),
     "precision": ("--precision float16", ["no precision 'float16'", "float32 or bfloat16"]),
     "device": ("--device gpu", ["no device 'gpu'", "cpu or cuda"]),
-    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, dynamic or auto"]),
+    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, hinted, dynamic or auto"]),
     "learning rate": ("--lr 0", ["lr is 0", "above 0"]),
     "learning rate not a number": ("--lr nan", ["lr is nan", "finite"]),
     "timeout": ("--timeout -1", ["timeout is -1", "above 0"]),

@@ -212,7 +212,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "adapting what is delegated": ("--adapt --transport delegate", ["--adapt delegates single links"]),
     "what trains only": ("--lr 0.1", ["--lr is for training", "learn nothing"]),
     "what goes on": ("--resume elsewhere", ["--resume is for training"]),
-    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, dynamic or auto"]),
+    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, hinted, dynamic or auto"]),
     "a file in the way": ("--out quick.json", ["quick.json", "--out"]),
 }
 

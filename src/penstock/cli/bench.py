@@ -61,7 +61,7 @@ def runtime(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps a block.")] = None,
     blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the alternation.")] = 12,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in own launches.")] = True,
     out: Raw = None,
     json: Json = False,

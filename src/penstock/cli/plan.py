@@ -54,7 +54,9 @@ def plan(
         typer.Option("--vary", metavar="A:B=LOW..HIGH", help="Plan for the mean over delays drawn between the two."),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="How many draws (--vary).")] = 16,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="How it will be run: frozen or dynamic.")] = "frozen",
+    dispatch: Annotated[
+        str, typer.Option("--dispatch", help="How it will be run: frozen, hinted or dynamic.")
+    ] = "frozen",
     split: Annotated[bool, typer.Option("--split/--no-split", help="Backward as I and W, or one B.")] = True,
     time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Time to spend at most.")] = 10.0,
     stop_at_gap: Annotated[float, typer.Option("--stop-at-gap", help="Gap that is good enough, 0.01 is 1%.")] = 1e-4,

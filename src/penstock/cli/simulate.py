@@ -53,13 +53,15 @@ def simulate(
     costs: costs_options.CostsSource = None,
     link: costs_options.Link = None,
     default_delay: costs_options.DefaultDelay = 0.0,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen or dynamic.")] = "frozen",
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
     transport: Annotated[
         str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
     ] = "decoupled",
     max_held: Annotated[
         str | None,
-        typer.Option("--max-held", metavar="UNITS", help="Dynamic: most activations held, or one a rank: 7,5."),
+        typer.Option(
+            "--max-held", metavar="UNITS", help="Not where frozen: most activations held, or one a rank: 7,5."
+        ),
     ] = None,
     emulate: Annotated[
         str | None,
@@ -126,8 +128,8 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
 def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
     if text is None:
         return None
-    if dispatch != "dynamic":
-        raise Misuse("--max-held caps a dynamic run; add --dispatch dynamic, or leave it out")
+    if dispatch == "frozen":
+        raise Misuse("--max-held caps a run that is not frozen; add --dispatch hinted or dynamic, or leave it out")
     caps = numbers("--max-held", text)
     return caps[0] if len(caps) == 1 else caps
 

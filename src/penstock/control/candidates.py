@@ -2,8 +2,8 @@
 
     links to delegate       schedules                      dispatch
     as now                  as now, the start's        x   frozen
-    every late one     x    Algorithm 2 for the links      dynamic
-    none that is healthy    Algorithm 1
+    every late one     x    Algorithm 2 for the links      hinted
+    none that is healthy    Algorithm 1                    dynamic
                             the order a dynamic run took
                             those offered
 

@@ -34,7 +34,7 @@ class Configuration:
 
     Attributes:
         schedule: checked.
-        dispatch: frozen or dynamic.
+        dispatch: how ranks pick ops.
         delegated: links whose messages go through delegates, each as its two ranks, the lower first; sorted.
         caps: most activations each rank may hold, in the units of the costs.
     """
@@ -97,7 +97,7 @@ class Prices:
     """What a switch costs, in milliseconds of the job's time, once each way.
 
     Attributes:
-        dispatch: from frozen to dynamic or back: nothing to be built.
+        dispatch: from one kind of dispatch to another: nothing to be built.
         replan: a schedule proved and handed to all ranks. Iterations do not stop for it.
         delegate: a link's messages taken through delegates: a new group and its first message took 21 ms.
     """
@@ -140,7 +140,7 @@ class Job:
     delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
-    dispatches: tuple[Dispatch, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
+    dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
     may_replan: bool = True
     may_delegate: bool = True
     least_delay: float | None = None

@@ -19,7 +19,6 @@ from penstock.control.events import undirected
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
-from penstock.dispatch import Dispatch
 from penstock.simulate.runner import Ran
 
 _SAME = 1e-9
@@ -70,10 +69,10 @@ def choose(
 
     A candidate that is slower in one of several scenarios is none: that it is faster in others may be chance. What is
     saved must be at least `least_gain`, after its standard error over the scenarios is taken off if `wary`. Among
-    equals: the cheapest, then the one with the fewest delegated links, then a dynamic one, which takes a late message
-    best, then the first. What runs now stays unless the best saves enough; a candidate that delegates fewer links is
-    taken as soon as it is no slower, even with links at their worst, if `returning`. Where what runs now is not among
-    the candidates, a dead link forbids it: all can be paid for, and nothing is lost.
+    equals: the cheapest, then the one with the fewest delegated links, then one that is not frozen (it takes a late
+    message best), then the first. What runs now stays unless the best saves enough; a candidate that delegates fewer
+    links is taken as soon as it is no slower, even with links at their worst, if `returning`. Where what
+    runs now is not among the candidates, a dead link forbids it: all can be paid for, and nothing is lost.
 
     Args:
         scored: what runs now first, if it can go on.
@@ -115,7 +114,7 @@ def _never_slower(scored: Scored, now: Scored) -> bool:
 
 def _rank(scored: Scored) -> tuple[float, int, bool]:
     configuration = scored.candidate.configuration
-    return scored.candidate.price, len(configuration.delegated), configuration.dispatch is not Dispatch.DYNAMIC
+    return scored.candidate.price, len(configuration.delegated), not configuration.dispatch.is_dynamic
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,6 @@ from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
 from penstock.cost import Costs, LinkConditions, Links
-from penstock.dispatch import Dispatch
 from penstock.simulate import Timeline, simulate
 
 
@@ -64,7 +63,7 @@ def run_once(job: Job, configuration: Configuration, links: Links | LinkConditio
         links_at=at,
         dispatch=configuration.dispatch,
         transport=job.transport(configuration.delegated),
-        max_held=configuration.caps if configuration.dispatch is Dispatch.DYNAMIC else None,
+        max_held=configuration.caps if configuration.dispatch.is_dynamic else None,
     )
 
 

@@ -3,10 +3,18 @@
 It knows no clock, thread, socket or tensor. The simulator and the runtime drive these same functions, as
 they stand here or compiled (see `compiled`), so what is simulated is what will run.
 
-A rank is frozen (it follows its order exactly) or dynamic (it runs any ready op by priority, B or I, then
-F, then W, each queue in its own order, ties by the frozen order). A dynamic rank never runs an F that could
-leave it unable to finish in the frozen order within its memory cap; since the frozen order as a whole
-completes, some rank can always go on, and no choice made here ends in a deadlock.
+A rank decides by a policy:
+
+    FROZEN        only the next op of its order, once all it needs is there
+    HINTED        of the ready ops that fit, the earliest in its order: the plan is the priority, readiness the
+                  permission
+    CLASS_FIRST   of the ready ops that fit, B or I before F before W, ties by its order
+
+Why no choice ends in a deadlock, whatever the policy and whatever comes late: take the first op of the frozen run
+that has not started. All that it needs has run or is under way, it is at the head of its queue, and it is the next
+in its rank's order. It fits, since no op is ever started that would leave its rank unable to finish in its order
+within the cap (see `fits`). So some rank can always go on. A policy only says which of the ops that are ready and fit
+is taken.
 """
 
 from __future__ import annotations
@@ -16,21 +24,18 @@ from typing import Any
 Array = Any
 """A list or an array of numbers, indexed by op, queue or rank."""
 
+FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
+"""The policies of `decide`."""
+
 NOTHING = -1
 EPSILON = 1e-9
 """Slack on memory caps, as a share of the cap, for sums of floats."""
 
 
-def choose_frozen(rank: int, first: Array, next_frozen: Array, missing: Array) -> int:
-    """The next op of the frozen order if all it needs is there, else NOTHING."""
-    op = next_frozen[rank]
-    if op < first[rank + 1] and missing[op] == 0:
-        return op
-    return NOTHING
-
-
-def choose_dynamic(
+def decide(
+    policy: int,
     rank: int,
+    first: Array,
     queue_rank_first: Array,
     queue_first: Array,
     queue_ops: Array,
@@ -45,14 +50,17 @@ def choose_dynamic(
     warmup_left: Array,
     gang: Array,
 ) -> int:
-    """The ready op of highest priority that is safe for memory, else NOTHING.
+    """The op that `rank` starts now, NOTHING where it waits.
 
     An op that several ranks run together is taken only when its turn in the frozen order has come, so that all
     of them take these in the same order.
 
     `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations; `warmup_left[rank]` is how
-    many forwards must still run before anything else may.
+    many forwards must still run before anything else may. Ops of a rank are numbered in its order.
     """
+    if policy == FROZEN:
+        op = next_frozen[rank]
+        return op if op < first[rank + 1] and missing[op] == 0 else NOTHING
     best = NOTHING
     for q in range(queue_rank_first[rank], queue_rank_first[rank + 1]):
         if head[q] == queue_first[q + 1]:
@@ -62,12 +70,19 @@ def choose_dynamic(
             continue
         if warmup_left[rank] > 0 and priority[op] != 1:
             continue
-        if best != NOTHING and (priority[op], op) > (priority[best], best):
+        if best != NOTHING and not is_preferred(policy, op, best, priority):
             continue
         if memory_change[op] > 0 and not fits(rank, op, done, next_frozen, memory_change, held, cap):
             continue
         best = op
     return best
+
+
+def is_preferred(policy: int, op: int, other: int, priority: Array) -> bool:
+    """Whether a ready op is taken before another ready op of the same rank."""
+    if policy == CLASS_FIRST and priority[op] != priority[other]:
+        return priority[op] < priority[other]
+    return op < other
 
 
 def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:

@@ -13,7 +13,28 @@ class Dispatch(StrEnum):
     """How a rank picks its next op."""
 
     FROZEN = "frozen"
+    """Only the next of its order."""
+    HINTED = "hinted"
+    """Of the ready ops that fit, the earliest in its order."""
     DYNAMIC = "dynamic"
+    """Of the ready ops that fit, B or I before F before W: class first."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a rank may run any ready op, so that its cap on activations counts."""
+        return self is not Dispatch.FROZEN
+
+    @property
+    def policy(self) -> int:
+        """The core's number for it."""
+        return _POLICIES[self]
+
+
+_POLICIES = {
+    Dispatch.FROZEN: core.FROZEN,
+    Dispatch.HINTED: core.HINTED,
+    Dispatch.DYNAMIC: core.CLASS_FIRST,
+}
 
 
 class Dispatcher:
@@ -21,7 +42,7 @@ class Dispatcher:
 
     Args:
         memory_change: per op, what it adds to the activations held (F) or takes away.
-        cap: most activations the rank may hold when dynamic.
+        cap: most activations the rank may hold where dispatch is not frozen.
 
     The log lists events and decisions in order, as (what, op number), so a run can be replayed.
     """
@@ -30,6 +51,7 @@ class Dispatcher:
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> None:
         self.graph, self.rank, self.dispatch = graph, rank, dispatch
+        self._policy = dispatch.policy
         self.log: list[tuple[str, int]] = []
         self._missing = list(graph.num_needed)
         self._done = [0] * graph.num_ops
@@ -66,14 +88,11 @@ class Dispatcher:
 
     def _next(self, rank: int) -> int | None:
         graph = self.graph
-        if self.dispatch is Dispatch.FROZEN:
-            op = core.choose_frozen(rank, graph.first, self._next_frozen, self._missing)
-        else:
-            op = core.choose_dynamic(
-                rank, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head, graph.priority,
-                self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
-                self._warmup_left, graph.gang,
-            )  # fmt: skip
+        op = core.decide(
+            self._policy, rank, graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head,
+            graph.priority, self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
+            self._warmup_left, graph.gang,
+        )  # fmt: skip
         return None if op == core.NOTHING else self._take(rank, op)
 
     def _take(self, rank: int, op: int) -> int:

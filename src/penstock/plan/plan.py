@@ -86,7 +86,7 @@ def plan(
         time_limit: seconds. Compiling on first use does not count; proving the result comes after.
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
             `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
-        dispatch: how the schedule will be run. "dynamic" measures what the search finds in that way.
+        dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
         placement: which rank hosts which stage; stage i on rank i where not given. Microbatches go to several
             pipelines in turn.
         split: whether the backward is I and W, or one B.
@@ -115,7 +115,7 @@ def plan(
     if any(factor != 1 for factor in costs.uneven):
         raise CostError("ps.plan takes microbatches that cost alike; leave `uneven` out of the costs")
     if placement.shared:
-        if goal != "makespan" or mode is Dispatch.DYNAMIC:
+        if goal != "makespan" or mode.is_dynamic:
             raise ScheduleError(
                 f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
                 "planned for the makespan of a frozen order",
@@ -148,8 +148,8 @@ def plan(
     search = steps.begin(problem, goal, seed, stop_at_gap, progress, began)
     steps.run(search, float(time_limit), goal)
     name = "plan"
-    if mode is Dispatch.DYNAMIC:
-        row, value = _best_dynamic(search, costs, links, goal, limits)
+    if mode.is_dynamic:
+        row, value = _best_dynamic(search, costs, links, goal, mode, limits)
         schedule = problem.schedule(row, name, limits.in_flight)
     else:
         schedule = problem.schedule(search.row, name, limits.in_flight)
@@ -162,8 +162,8 @@ def plan(
 
 
 def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:
-    """Simulates; a dynamic run under the plan's own limits, in their unit."""
-    if mode is Dispatch.FROZEN:
+    """Simulates; where not frozen under the plan's own limits, in their unit."""
+    if not mode.is_dynamic:
         return simulate(schedule, costs, links=links)
     held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
     return simulate(
@@ -186,13 +186,13 @@ def _value(
 
 
 def _best_dynamic(
-    search: Search, costs: Costs, links: Links, goal: str | Expected, limits: Limits
+    search: Search, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
 ) -> tuple[Any, float]:
-    """Of the orders the search found good, the one that runs best when ranks may run any ready op."""
+    """Of the orders the search found good, the one that runs best where ranks may run any ready op."""
     best: tuple[float, Any] | None = None
     for row in search.good_rows():
         schedule = search.problem.schedule(row, "plan", limits.in_flight)
-        value = _value(schedule, costs, links, goal, Dispatch.DYNAMIC, limits)
+        value = _value(schedule, costs, links, goal, mode, limits)
         if best is None or value < best[0]:
             best = value, row
     assert best is not None

@@ -19,7 +19,6 @@ from typing import Any
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links, Mesh, Ring
-from penstock.dispatch import Dispatch
 from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulated_plan import EmulatedPlan, plan_of
 from penstock.runtime.emulated_ranks import Emulated, Step, Threads
@@ -230,7 +229,7 @@ class EmulatedMesh:
             ring=self._ring,
             dispatch=now.dispatch,
             transport=transport_of(self._depth or 0, now.delegated),
-            max_held=now.caps if now.dispatch is Dispatch.DYNAMIC else None,
+            max_held=now.caps if now.dispatch.is_dynamic else None,
         )
 
     def close(self) -> None:

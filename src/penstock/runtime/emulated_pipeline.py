@@ -58,7 +58,7 @@ class EmulatedPipeline:
 
     Args:
         links: conditions injected into the transport, on top of what that takes itself.
-        dispatch: "frozen", "dynamic" or "auto" (dynamic where it is no slower by simulation without delays).
+        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation without delays).
         max_held: as in `ps.simulate`.
         stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
         timeout: seconds that any wait may last.
@@ -199,7 +199,7 @@ class EmulatedPipeline:
                 links=lines,
                 dispatch=step.configuration.dispatch,
                 transport=self._choice.simulated(step.configuration.delegated),
-                max_held=step.configuration.caps if step.configuration.dispatch is Dispatch.DYNAMIC else None,
+                max_held=step.configuration.caps if step.configuration.dispatch.is_dynamic else None,
                 links_at=step.start,
             )
             for step in steps

@@ -13,7 +13,6 @@ import torch
 
 from penstock.control import Event
 from penstock.cost import Costs, LinkConditions
-from penstock.dispatch import Dispatch
 from penstock.runtime.agreement import require_same, schedule_digest
 from penstock.runtime.devices.emulated import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulated_meeting import Meeting, ProcessesMeeting, ThreadsMeeting
@@ -236,7 +235,7 @@ class Processes:
         edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
         expected = expected_by_channel(edges, self._tags)
         signatures = ["emulated"] * self._indices
-        threaded = plan.dispatch is Dispatch.DYNAMIC or bool(plan.schedule.asynchronous)
+        threaded = plan.dispatch.is_dynamic or bool(plan.schedule.asynchronous)
         self._run.choice.route(transport, plan.configuration.delegated)
         transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
         start = self._moment() + LEAD

@@ -93,7 +93,7 @@ class Pipeline:
             gradients, gathered from all replicas while a step runs).
         parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
             share a stage; `penstock.models.parallelize` for the models here.
-        dispatch: "frozen", "dynamic" or "auto" (dynamic where it is no slower by simulation without delays).
+        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation without delays).
         device: where stages run; by default where the model's parameters lie.
         autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
         clip_norm: most the norm of the whole model's gradient may be at an update.

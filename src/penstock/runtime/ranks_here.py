@@ -97,7 +97,7 @@ class RanksHere:
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
         meeting = Meeting(graph) if transport is None and graph.gang_ops else None
-        together = self._shards if dispatch is Dispatch.DYNAMIC else None
+        together = self._shards if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
         workers: list[Worker] = []
         starts: list[Start] = []
@@ -115,7 +115,7 @@ class RanksHere:
                 run_local(workers, pause)
             else:
                 signatures = self._signatures(settings)
-                threaded = dispatch is Dispatch.DYNAMIC or graph.has_streams
+                threaded = dispatch.is_dynamic or graph.has_streams
                 digest = zlib.crc32(" ".join(signatures).encode())
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)

@@ -47,7 +47,7 @@ def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
 
 
 def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) -> Dispatch:
-    """Reads "frozen", "dynamic" or "auto": dynamic where, by simulation without delays, it is no slower.
+    """Reads a dispatch, or "auto": the fastest by simulation without delays; of equals one that absorbs them.
 
     Args:
         costs: of the schedule's stages; all ops take as long as each other where they are not known.
@@ -57,7 +57,7 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
     """
     if given != "auto":
         dispatch = as_dispatch(given)
-        if schedule.updates is not None and dispatch is not Dispatch.FROZEN:
+        if schedule.updates is not None and dispatch.is_dynamic:
             raise RuntimeFailure(
                 f"{schedule.name} has its updates in the order, which says what each op meets; run it frozen"
             )
@@ -65,8 +65,9 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
     if schedule.updates is not None:
         return Dispatch.FROZEN
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
-    frozen, dynamic = (simulate(schedule, costs, dispatch=each).makespan for each in Dispatch)
-    return Dispatch.DYNAMIC if dynamic <= frozen * (1 + 1e-9) else Dispatch.FROZEN
+    takes = {each: simulate(schedule, costs, dispatch=each).makespan for each in Dispatch}
+    least = min(takes.values()) * (1 + 1e-9)
+    return next(each for each in (Dispatch.HINTED, Dispatch.DYNAMIC, Dispatch.FROZEN) if takes[each] <= least)
 
 
 def check_once(schedule: Schedule, peers: Peers) -> None:

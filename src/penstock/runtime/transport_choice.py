@@ -92,7 +92,7 @@ class TransportChoice:
 
     def require_dispatch(self, dispatch: Dispatch) -> None:
         """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
-        if self.name == "nccl" and dispatch is not Dispatch.FROZEN:
+        if self.name == "nccl" and dispatch.is_dynamic:
             raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
 
     def route(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
@@ -147,8 +147,8 @@ class TransportChoice:
         """One rank's end, with link conditions where they are given. Every rank must call it.
 
         Raises:
-            RuntimeFailure: "nccl" without a GPU or with dynamic dispatch; a schedule that needs more than `depth`;
-                an interface that is not there; a half-duplex link.
+            RuntimeFailure: "nccl" without a GPU or with dispatch that is not frozen; a schedule that needs more
+                than `depth`; an interface that is not there; a half-duplex link.
         """
         if conditions is not None:
             conditions.require_own_queues()

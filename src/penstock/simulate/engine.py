@@ -10,7 +10,7 @@ import heapq
 from typing import Any
 
 from penstock.dispatch import core
-from penstock.dispatch.core import Array, choose_dynamic, choose_frozen, finish, start
+from penstock.dispatch.core import Array, decide, finish, start
 
 COMPILED_WITH = (core,)
 
@@ -18,7 +18,7 @@ IDLE, BUSY, BLOCKED, GATHERING = 0, 1, 2, 3
 
 
 def run(
-    dynamic: bool,
+    policy: int,
     duration: Array,
     memory_change: Array,
     delay: Array,
@@ -65,10 +65,11 @@ def run(
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
-    In: `duration` and `memory_change` per op (ms, activations), `delay[a * num_ranks + b]` (ms), and alike `depth`,
-    how many messages a link may hold under way before its sender blocks (0: no bound; `bounded` says whether any
-    has one). Where `lines` is true links have conditions instead of `delay`: see `cross`. Where `arrival` is there
-    (never when compiled), it says by edge and time of sending when a message arrives.
+    In: `policy`, one of the core's; `duration` and `memory_change` per op (ms, activations);
+    `delay[a * num_ranks + b]` (ms), and alike `depth`, how many messages a link may hold under way before its sender
+    blocks (0: no bound; `bounded` says whether any has one). Where `lines` is true links have conditions instead of
+    `delay`: see `cross`. Where `arrival` is there (never when compiled), it says by edge and time of sending when a
+    message arrives.
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
@@ -86,13 +87,10 @@ def run(
         for rank in range(num_ranks):
             if state[rank] != IDLE:
                 continue
-            if dynamic:
-                op = choose_dynamic(
-                    rank, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
-                    next_frozen, memory_change, held, cap, warmup_left, gang,
-                )  # fmt: skip
-            else:
-                op = choose_frozen(rank, first, next_frozen, missing)
+            op = decide(
+                policy, rank, first, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
+                next_frozen, memory_change, held, cap, warmup_left, gang,
+            )  # fmt: skip
             if op == core.NOTHING:
                 continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)

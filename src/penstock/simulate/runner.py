@@ -107,7 +107,7 @@ class Runner:
         warmup: Sequence[int] | None = None,
         links_at: float = 0.0,
     ) -> Ran:
-        """Runs an order to its end. Caps count where dispatch is dynamic, and are not checked here.
+        """Runs an order to its end. Caps count where dispatch is not frozen, and are not checked here.
 
         Raises:
             ScheduleError: the order deadlocks, or a rank can't run the forwards of its warm-up first.
@@ -145,7 +145,7 @@ class Runner:
         else:
             arrays = {name: array.tolist() for name, array in arrays.items()}
         ended = loop.run(
-            Dispatch(dispatch) is Dispatch.DYNAMIC,
+            Dispatch(dispatch).policy,
             bounded=bounded,
             lines=through.lines,
             base=through.base,

@@ -44,12 +44,13 @@ def simulate(
         links: delays in ms (pure latency), or conditions: latency, occupancy, bandwidth and loss that may change
             over time; by default none. `Lines` go on from what a run before left on them. These, losses
             and what is drawn by lots run uncompiled: a million ops take some ten seconds.
-        dispatch: "frozen", or "dynamic": a rank runs any ready op by priority B or I, then F, then W.
+        dispatch: "frozen"; "hinted": a rank runs, of the ready ops that fit, the earliest in its order; or "dynamic":
+            any ready op by priority B or I, then F, then W.
         transport: "decoupled", or `Blocking(depth)`.
         max_held: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank of a
-            dynamic run is capped at its own peak in the frozen run without delays. A cap below that is refused, as a
-            rank must be able to finish in its frozen order; so in a frozen run it changes nothing else.
-        warmup: dynamic only: forwards each rank runs before anything else.
+            run that is not frozen is capped at its own peak in the frozen run without delays. A cap below that is
+            refused, as a rank must be able to finish in its frozen order; so in a frozen run it changes nothing else.
+        warmup: not where frozen: forwards each rank runs before anything else.
         links_at: the moment (ms) of the conditions' own time at which the run starts.
 
     Raises:
@@ -74,7 +75,7 @@ def simulate(
     caps = None
     if warmup is not None:
         _check_warmup(warmup, order.num_ranks, mode)
-    if mode is Dispatch.DYNAMIC or max_held is not None:  # what a frozen run holds is known: under the cap, or not
+    if mode.is_dynamic or max_held is not None:  # what a frozen run holds is known: under the cap, or not
         caps = frozen_caps(order.graph, order.change.tolist(), max_held)
     ran = runner.run(
         order,
@@ -97,7 +98,7 @@ def _check_warmup(warmup: Sequence[int], num_ranks: int, mode: Dispatch) -> None
             raise ScheduleError(
                 f"warmup of rank {rank} is {count!r}: give a whole number of at least 0", rule="options"
             )
-    if mode is Dispatch.FROZEN:
+    if not mode.is_dynamic:
         raise ScheduleError(
             f"warmup {list(warmup)} steers a dynamic run, and a frozen one follows its order, warm-up and all; give "
             "dispatch='dynamic', or build the schedule with these counts (zb takes warmup)",
@@ -106,11 +107,11 @@ def _check_warmup(warmup: Sequence[int], num_ranks: int, mode: Dispatch) -> None
 
 
 def as_dispatch(value: Dispatch | str) -> Dispatch:
-    """Reads "frozen" or "dynamic"; raises ScheduleError for anything else."""
+    """Reads "frozen", "hinted" or "dynamic"; raises ScheduleError for anything else."""
     try:
         return Dispatch(value)
     except ValueError:
-        raise ScheduleError(f"dispatch {value!r}: give 'frozen' or 'dynamic'", rule="dispatch") from None
+        raise ScheduleError(f"dispatch {value!r}: give 'frozen', 'hinted' or 'dynamic'", rule="dispatch") from None
 
 
 def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str, Any]) -> Timeline:

@@ -53,7 +53,7 @@ class Timeline:
         messages: what travelled between ranks.
         peak_activations: most activations each rank held, in the units of the costs (activation units or bytes).
         source: "simulated" or "measured".
-        dispatch: "frozen" or "dynamic".
+        dispatch: "frozen", "hinted" or "dynamic".
     """
 
     schedule: Schedule

@@ -40,7 +40,7 @@ def train(
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
     cut: Annotated[str | None, _option("Layers of each stage; else about equal cost.", metavar="N0,N1,...")] = None,
-    dispatch: Annotated[str | None, _option("frozen, dynamic or auto. [frozen; emulated: auto]")] = None,
+    dispatch: Annotated[str | None, _option("frozen, hinted, dynamic or auto. [frozen; emulated: auto]")] = None,
     model: Annotated[
         str | None,
         _option("gpt, bert, clip, or a Hugging Face folder or config.json.", "model", metavar="NAME|PATH"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs
+from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
@@ -47,7 +48,8 @@ class Settings(RunSettings):
         precision: "float32", or "bfloat16": autocast with float32 master weights.
         recompute: activation checkpointing of every block.
         evaluate_every, save_every: in steps; 0 for at the end only. keep: checkpoints kept.
-        dispatch: "frozen", "dynamic", or "auto": dynamic where it is never slower. device: "cpu" or "cuda".
+        dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
+        device: "cpu" or "cuda".
         timeout: seconds any wait may last.
         threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits
             of a sum can depend on them.
@@ -125,7 +127,7 @@ class Settings(RunSettings):
             {
                 "lr_decay": ("cosine", "constant"),
                 "precision": ("float32", "bfloat16"),
-                "dispatch": ("frozen", "dynamic", "auto"),
+                "dispatch": (*map(str, Dispatch), "auto"),
                 "device": ("cpu", "cuda"),
                 "transport": ("host", "direct", "delegate", "nccl"),
                 "zero": ("on", "off"),

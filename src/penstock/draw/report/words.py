@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.dispatch import Dispatch
 from penstock.draw.report.story import Decided, RunStory, Spell
 from penstock.draw.scale import percent, short
 
@@ -151,7 +152,8 @@ def _answer(story: RunStory) -> str:
     after = reaction(story, first)
     one = len({spell.link for spell in _main(story.spells)}) == 1
     done = DONE.get(first.action, first.action).format(
-        it="it was" if one else "links were", dispatch="dynamic" if "dynamic" in first.what else "frozen"
+        it="it was" if one else "links were",
+        dispatch=next((each for each in Dispatch if f", {each}" in first.what), Dispatch.FROZEN),
     )
     return done + (f" after {after}" if after is not None else f" in iteration {first.first}")
 

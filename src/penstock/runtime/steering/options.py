@@ -44,7 +44,7 @@ class Steering:
     costs: Costs | None = None
     max_held: float | Sequence[float] | None = None
     host_memory: float = 0.0
-    dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
+    dispatches: tuple[Dispatch | str, ...] = tuple(Dispatch)
     may_replan: bool = True
     may_delegate: bool = True
     delegate_ms: float = 0.0

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from penstock.cost import CostError, Costs
+from penstock.dispatch import Dispatch
 from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
 from penstock.schedule.op import UPDATE
@@ -72,7 +73,7 @@ class EmulatedSettings(RunSettings):
         check_choices(
             self,
             {
-                "dispatch": ("frozen", "dynamic", "auto"),
+                "dispatch": (*map(str, Dispatch), "auto"),
                 "transport": ("host", "direct", "delegate"),
                 "zero": ("on", "off"),
             },
