@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, core, lower
-from penstock.dispatch.compiled import compiled
+from penstock.engine.compiled import compiled
 from penstock.simulate.simulate import frozen_caps, memory_changes
 
 pytestmark = pytest.mark.unit

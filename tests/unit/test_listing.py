@@ -77,7 +77,7 @@ def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
 def test_the_compiler_takes_the_option_that_makes_it_fast() -> None:
     """`_nrt` is numba's own and not documented: should a version drop it, this says so before times do."""
     from penstock.dispatch import listing
-    from penstock.dispatch.compiled import compiled
+    from penstock.engine.compiled import compiled
     from penstock.simulate import listing as loops
 
     graph = graph_of(v_shape(2), 2, 4, ps.Costs.uniform(4), ps.Links())

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.dispatch.compiled import compiled
+from penstock.engine.compiled import compiled
 from penstock.plan import paths
 from penstock.plan.problem import NONE, Array, Problem, Queues
 

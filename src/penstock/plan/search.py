@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.dispatch.compiled import compiled
+from penstock.engine.compiled import compiled
 from penstock.plan import justify, listing
 from penstock.plan.problem import BACKWARD_CLASS, Array, Problem
 from penstock.plan.progress import Progress

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.dispatch.compiled import compiled
+from penstock.engine.compiled import compiled
 from penstock.plan import anneal
 from penstock.plan.problem import Array, Problem
 from penstock.plan.search import Search, time_of

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.dispatch.compiled import compiled
 from penstock.dispatch.queues import QueueGraph
 from penstock.dispatch.tables import Tables
+from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule
 from penstock.schedule.streams import rows_of as rows_of_ops
 from penstock.simulate import listing

@@ -23,7 +23,7 @@ import numpy as np
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, lower
-from penstock.dispatch.compiled import compiled
+from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.streams import rows_of, with_launches
 from penstock.schedule.updates import OWNER

@@ -1,0 +1,1 @@
+"""What plans, proves, simulates and runs schedules, over arrays alone: it knows no op, stage, tensor or clock."""
