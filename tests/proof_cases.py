@@ -1,0 +1,164 @@
+"""Small planning problems drawn from a seed, and what the planner says of each beside the exact solver's answer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import penstock as ps
+from exact_solver import Instance, Solved, solve
+from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, span_bound, work_bound
+from penstock.plan.limits import limits_of
+from penstock.plan.problem import pose
+
+ROUNDING = 1e-7
+CLAIMED = 1e-4
+"""Relative: nearer than the first, two numbers are the same; a gap below the second is a proof to `ps.plan`.
+
+Instances are in whole numbers and their values below 1,000, so that two that differ do so by more.
+"""
+
+PLACEMENTS = {
+    "one-to-one": [((0, 1),), ((0, 1, 2),)],
+    "v": [((0, 1, 1, 0),), ((0, 1, 2, 2, 1, 0),)],
+    "circular": [((0, 1, 0, 1),), ((0, 1, 2, 0, 1, 2),), ((0, 1, 0),)],
+    "bidirectional": [((0, 1), (1, 0)), ((0, 1, 2), (2, 1, 0)), ((0, 1, 1, 0), (1, 0, 0, 1))],
+    "table": [((0, 0, 1),), ((0, 1, 0, 0),), ((0, 1), (0, 1)), ((1, 0), (1, 1)), ((0, 1, 2, 0), (2, 1, 0, 2))],
+}
+_MOST_OPS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, as the solver takes it, with what `ps.plan` is given besides."""
+
+    seed: int
+    family: str
+    limit: str
+    instance: Instance
+    share: float
+
+    @property
+    def split(self) -> bool:
+        return "W" in self.instance.time
+
+    def arguments(self) -> dict[str, Any]:
+        """What `ps.plan` is given."""
+        one = self.instance
+        rows = {
+            name: one.time.get(kind, (1,) * len(one.memory)) for name, kind in (("f", "F"), ("i", "I"), ("w", "W"))
+        }
+        whole = {} if self.split else {"b": one.time["B"]}
+        costs = ps.Costs(**rows, **whole, activation=one.memory, freed_by_input=self.share)
+        capped = {} if self.limit == "none" else {self.limit: [float(cap or 0) for cap in one.cap]}
+        return {
+            "costs": costs,
+            "num_ranks": len(one.cap),
+            "num_microbatches": one.num_microbatches,
+            "links": ps.Links({pair: float(ms) for pair, ms in one.delay.items()}),
+            "placement": ps.Placement(one.pipelines),
+            "objective": one.objective,
+            "split": self.split,
+            "seed": self.seed,
+            **capped,
+        }
+
+
+def draw(seed: int, family: str | None = None, objective: str | None = None) -> Case:
+    """The problem of a seed: a placement, times, delays, caps, whole or split backward, makespan or span."""
+    source = random.Random(seed)
+    family = family or source.choice(list(PLACEMENTS))
+    pipelines = source.choice(PLACEMENTS[family])
+    split = source.random() < 0.7
+    num_stages, num_ranks = len(pipelines[0]), 1 + max(map(max, pipelines))
+    most = max(2, _MOST_OPS // (num_stages * (3 if split else 2)))
+    num_microbatches = source.randint(2, min(4, most))
+    alike = source.random() < 0.2
+    longest = source.choice([4, 12])
+
+    def times() -> tuple[int, ...]:
+        one = source.randint(1, longest)
+        return tuple(one if alike else source.randint(1, longest) for _ in range(num_stages))
+
+    time = {kind: times() for kind in ("FIW" if split else "FB")}
+    late = source.random() < 0.6
+    delay = {
+        (a, b): source.randint(0, 2 * longest) if late and source.random() < 0.5 else 0
+        for a in range(num_ranks)
+        for b in range(num_ranks)
+        if a != b
+    }
+    limit = source.choice(["none", "max_in_flight", "max_in_flight", "memory_limit", "memory_limit"])
+    memory, freed, share = (1,) * num_stages, (0,) * num_stages, 0.0
+    if limit == "memory_limit":
+        parts, of = source.choice([(0, 1), (1, 2), (1, 3), (2, 3), (1, 4), (1, 1)])
+        memory = tuple(of * source.randint(1, 3) for _ in range(num_stages))
+        freed, share = tuple(m * parts // of if split else 0 for m in memory), parts / of
+    cap: list[int | None] = [None] * num_ranks
+    for r in range(num_ranks if limit != "none" else 0):
+        held = [sum(m for m, host in zip(memory, hosts, strict=True) if host == r) for hosts in pipelines]
+        each = sum(held[m % len(pipelines)] for m in range(num_microbatches))
+        cap[r] = max(1, source.randint(max(held), max(max(held), each)))
+    goal = objective or source.choice(["makespan", "makespan", "span"])
+    instance = Instance(pipelines, num_microbatches, time, delay, memory, freed, tuple(cap), goal)
+    return Case(seed, family, limit, instance, share)
+
+
+@dataclass
+class Verdict:
+    """What was found for one case.
+
+    Attributes:
+        solved: by the exact solver.
+        value, lower_bound: the plan's; None where it ended in an error.
+        proved: whether the planner claims the optimum.
+        wrong: what does not hold, in words; empty where all does.
+    """
+
+    case: Case
+    solved: Solved
+    value: float | None = None
+    lower_bound: float | None = None
+    proved: bool = False
+    wrong: list[str] = field(default_factory=list)
+
+
+def judge(case: Case, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict:
+    """Plans a case, solves it, and compares: no bound above an achieved value, no value below a proved bound."""
+    solved = solve(case.instance, seconds)
+    verdict = Verdict(case, solved)
+    if solved.value is not None:
+        for name, bound in bounds(case).items():
+            if bound > solved.value * (1 + ROUNDING):
+                verdict.wrong.append(f"{name} bound {bound:g} is above the achieved {solved.value}")
+    try:
+        plan = ps.plan(**case.arguments(), time_limit=time_limit)
+    except ps.ScheduleError as error:
+        verdict.wrong.append(f"ps.plan: {error}")
+        return verdict
+    verdict.value, verdict.lower_bound = plan.value, plan.lower_bound
+    verdict.proved = plan.gap <= CLAIMED
+    if plan.lower_bound > plan.value * (1 + ROUNDING):
+        verdict.wrong.append(f"the plan's bound {plan.lower_bound:g} is above its value {plan.value:g}")
+    if solved.value is not None and plan.lower_bound > solved.value * (1 + ROUNDING):
+        verdict.wrong.append(f"the plan's bound {plan.lower_bound:g} is above the achieved {solved.value}")
+    if verdict.proved and solved.proved and solved.value is not None and plan.value > solved.value * (1 + CLAIMED):
+        verdict.wrong.append(f"the plan's {plan.value:g} is called proved, but {solved.value} is achieved")
+    if plan.value < solved.bound * (1 - ROUNDING):
+        verdict.wrong.append(f"the plan's value {plan.value:g} is below the solver's bound {solved.bound}")
+    return verdict
+
+
+def bounds(case: Case) -> dict[str, float]:
+    """Each bound of the planner by itself; of the makespan or of the span."""
+    given = case.arguments()
+    costs, placement, ranks = given["costs"], given["placement"], given["num_ranks"]
+    limits = limits_of(costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), case.split)
+    problem = pose(
+        costs, placement, ranks, given["num_microbatches"], given["links"], limits.held, limits.cap, case.split
+    )
+    if case.instance.objective == "span":
+        return {"span": span_bound(problem)}
+    made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound)
+    return {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}

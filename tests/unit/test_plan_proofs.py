@@ -1,0 +1,68 @@
+"""What the planner proves, beside schedules that exist and an exact solver that shares no code with it."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.plan import repetend_plan, spans, steps
+from penstock.plan.repetend_bound import FlowBound
+from penstock.schedule import Op
+
+
+def schedule_of(rows: tuple[str, ...], placement: ps.Placement, microbatches: tuple[int, ...]) -> ps.Schedule:
+    """A schedule from rows like "F0.1 B0.1": kind, stage, microbatch."""
+    order = tuple(tuple(Op(op[0], *map(int, op[1:].split("."))) for op in row.split()) for row in rows)
+    return ps.Schedule("by-hand", placement, order, microbatches)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the span's bound takes first starts for fixed")
+def test_the_bound_of_the_span_is_not_above_a_schedule_whose_ranks_begin_with_another_pipeline() -> None:
+    """Makespans with tails from the earliest first starts were refuted, and the span was called at least 39 for it.
+
+    Rank 2 begins with a forward of the pipeline that comes down to it, at 13 and not at 0, and runs for 34 ms.
+    """
+    placement = ps.Placement(((0, 1, 2), (2, 1, 0)))
+    costs = ps.Costs([4, 2, 1], [0] * 3, [0] * 3, b=[3, 2, 1])
+    links = ps.Links({(1, 2): 7.0, (2, 1): 0.0})
+    rows = (
+        "F0.0 F0.2 B0.0 B0.2 F2.1 B2.1",
+        "F1.0 B1.0 F1.2 B1.2 F1.1 B1.1",
+        "F2.0 B2.0 F0.1 F2.2 B2.2 B0.1",
+    )
+    shorter = schedule_of(rows, placement, (0, 1, 0))
+    ps.check(shorter)
+    assert ps.simulate(shorter, costs, links=links).span == 35
+    for time_limit in (0.05, 0.3):
+        plan = ps.plan(
+            costs, 3, 3, links, placement=placement, split=False, max_in_flight=[3, 1, 3], objective="span",
+            time_limit=time_limit,
+        )  # fmt: skip
+        assert plan.lower_bound <= 35 * (1 + 1e-9)
+        assert ps.simulate(plan.schedule, costs, links=links).span == pytest.approx(plan.value)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="the bound is cut to the value, and the gap is 0"
+)
+def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
+    steps.compile_all()
+    for goal, module in (("makespan", steps), ("span", spans)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "jackson_bound", lambda problem: 1000.0)
+            with pytest.raises(
+                ps.ScheduleError, match=r"lower bound is [0-9.]+ ms, but a schedule takes [0-9.]+ ms"
+            ) as told:
+                ps.plan(ps.Costs([5, 7], [3, 9], [2, 1]), 2, 4, max_in_flight=1, objective=goal, time_limit=0.05)
+            assert told.value.rule == "bound"
+            assert "2 ranks, 4 microbatches" in str(told.value)
+            assert "report" in str(told.value)
+
+
+@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="nobody compares the two")
+def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))
+    monkeypatch.setattr(repetend_plan, "flow_bound", lambda *_: FlowBound(1000.0, "not true", 1.0))
+    with pytest.raises(ps.ScheduleError, match=r"lower bound is 1000\.0 ms, but a schedule takes"):
+        ps.plan(ps.Costs([1, 1, 1, 1], [0] * 4, [0] * 4, b=[1, 3, 3, 1]), 2, 3, placement=placement, split=False)
