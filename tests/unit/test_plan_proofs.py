@@ -16,7 +16,6 @@ def schedule_of(rows: tuple[str, ...], placement: ps.Placement, microbatches: tu
     return ps.Schedule("by-hand", placement, order, microbatches)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the span's bound takes first starts for fixed")
 def test_the_bound_of_the_span_is_not_above_a_schedule_whose_ranks_begin_with_another_pipeline() -> None:
     """Makespans with tails from the earliest first starts were refuted, and the span was called at least 39 for it.
 
@@ -42,9 +41,6 @@ def test_the_bound_of_the_span_is_not_above_a_schedule_whose_ranks_begin_with_an
         assert ps.simulate(plan.schedule, costs, links=links).span == pytest.approx(plan.value)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="the bound is cut to the value, and the gap is 0"
-)
 def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
     steps.compile_all()
@@ -60,7 +56,6 @@ def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytes
             assert "report" in str(told.value)
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="nobody compares the two")
 def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))
     monkeypatch.setattr(repetend_plan, "flow_bound", lambda *_: FlowBound(1000.0, "not true", 1.0))

@@ -162,8 +162,12 @@ def busy_bound(problem: Problem) -> float:
     return bound
 
 
+def ways(queues: Queues) -> list[float]:
+    """The longest path of one microbatch to each queue (ms)."""
+    return _way(queues, _topological(queues).tolist())
+
+
 def _way(queues: Queues, order: Sequence[int]) -> list[float]:
-    """The longest path of one microbatch to each queue."""
     way = [0.0] * len(queues.rank)
     for q in order:
         message, local = int(queues.message_from[q]), int(queues.local_from[q])
@@ -180,7 +184,7 @@ def round_trip_bound(problem: Problem) -> float:
     The first round trip, plus all its work, less those forwards.
     """
     queues = problem.queues
-    to = _way(queues, _topological(queues).tolist())
+    to = ways(queues)
     bound = 0.0
     for r in range(queues.num_ranks):
         mine = list(range(queues.rank_first[r], queues.rank_first[r + 1]))

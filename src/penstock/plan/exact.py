@@ -23,14 +23,15 @@ import numpy as np
 from penstock.plan.bounds import heads_and_tails, work_is_cheap
 from penstock.plan.named import fits
 from penstock.plan.problem import Array, Problem
+from penstock.plan.progress import ROUNDING
 from penstock.plan.search import Search, time_of
+from penstock.plan.spans import Span
 
 MOST_OPS = 1000
 """Above this CP-SAT finds and proves nothing in the time that local search needs."""
 
 _STEPS = 10_000_000
 _MEMORY_STEPS = 1_000_000
-_ROUNDING = 1e-9
 _FIRST_SHARE = 0.005
 """How far below the best the first horizon lies: refuted, it proves that gap."""
 
@@ -67,16 +68,17 @@ def solve(search: Search, until: float) -> None:
     seconds, unanswered = _FIRST_SECONDS, float("inf")
     share, seed = _FIRST_SHARE, search.seed
     while not search.closed and search.seconds < until:
-        horizon = max(search.value / (1 + share), search.lower_bound * (1 + _ROUNDING))
+        horizon = max(search.value / (1 + share), search.lower_bound * (1 + ROUNDING))
         if unanswered <= horizon:
             horizon = (search.lower_bound + unanswered) / 2
-        answer = within(search.problem, horizon, min(until - search.seconds, seconds), seed)
+        answer = within(search.bounded, horizon, min(until - search.seconds, seconds), seed, span=search.span)
         seed += 1
         if answer.row is not None:
+            before = search.value
             search.take(time_of(search.problem, answer.row), answer.row, "exact")
-            unanswered = float("inf")
+            unanswered = float("inf") if search.value < before else horizon
         elif answer.refuted:
-            search.lower_bound = max(search.lower_bound, min(horizon, search.value))
+            search.improve_bound(horizon)
             if unanswered > search.value:
                 share = max(search.stop_at_gap, share / 4) * (1 - 1e-6)
         else:
@@ -87,8 +89,18 @@ def solve(search: Search, until: float) -> None:
         search.report("exact")
 
 
-def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_workers: int = 2) -> Answer:
-    """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`."""
+def within(
+    problem: Problem,
+    horizon: float,
+    seconds: float,
+    seed: int = 0,
+    num_workers: int = 2,
+    span: Span | None = None,
+) -> Answer:
+    """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`.
+
+    With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
+    """
     from ortools.sat.python import cp_model
 
     began = time.perf_counter()
@@ -102,8 +114,8 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
         first, size = int(queues.op_first[q]), int(queues.size[q])
         mine = []
         for j in range(size):
-            earliest = math.floor(head[first + j] / unit * (1 - _ROUNDING))
-            latest = _STEPS - duration[q] - math.floor(tail[first + size - 1 - j] / unit * (1 - _ROUNDING))
+            earliest = math.floor(head[first + j] / unit * (1 - ROUNDING))
+            latest = _STEPS - duration[q] - math.floor(tail[first + size - 1 - j] / unit * (1 - ROUNDING))
             if latest < earliest:
                 return Answer(None, refuted=True)
             mine.append(model.new_int_var(earliest, latest, ""))
@@ -124,6 +136,8 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
             [model.new_fixed_size_interval_var(begin, duration[q], "") for q in mine_queues for begin in starts[q]]
         )
         exact = _memory(model, problem, r, starts, duration) and exact
+    if span is not None and not span.fixed:
+        _first_starts(model, problem, span, starts, duration, unit)
     solver: Any = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = num_workers
@@ -142,6 +156,32 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, num_
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
     runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
     return Answer(row if runs else None, refuted=False)
+
+
+def _first_starts(
+    model: Any, problem: Problem, span: Span, starts: list[list[Any]], duration: list[int], unit: float
+) -> None:
+    """A rank must end in time after its own first start, which is one of those it may begin with.
+
+    Where nothing can hold that one up it starts at once. Each number is rounded down, and what that takes from a
+    sum is given back, so that a schedule that ends by the horizon is never ruled out.
+    """
+    queues = problem.queues
+    for r, firsts in enumerate(span.firsts):
+        if not firsts:
+            continue
+        begun = model.new_int_var(0, _STEPS, "")
+        chosen = [model.new_bool_var("") for _ in firsts]
+        model.add_bool_or(chosen)
+        for first, this in zip(firsts, chosen, strict=True):
+            start = starts[first.queue][0]
+            model.add(begun <= start)
+            model.add(begun == start).only_enforce_if(this)
+            if first.fixed:
+                model.add(start <= math.ceil(first.start / unit * (1 + ROUNDING))).only_enforce_if(this)
+        for q in range(queues.rank_first[r], queues.rank_first[r + 1]):
+            if queues.size[q] > 0:
+                model.add(starts[q][-1] + duration[q] + math.floor(span.shift / unit) - begun <= _STEPS + 1)
 
 
 def _answer(solver: Any, model: Any, seconds: float) -> Any:

@@ -14,7 +14,7 @@ from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
 from penstock.plan.limits import Limits, limits_of
 from penstock.plan.objective import Expected, read_objective
-from penstock.plan.progress import Progress, gap
+from penstock.plan.progress import ROUNDING, Progress, certain, gap
 from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
@@ -22,9 +22,6 @@ from penstock.simulate.simulate import as_dispatch
 
 if TYPE_CHECKING:
     from penstock.plan.search import Search
-
-_AGREES = 1e-9
-"""Relative difference up to which the search's own time of a schedule and its simulation are the same."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def plan(
     check(schedule)
     timeline = _timed(schedule, costs, links, mode, limits)
     value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
-    bound = min(search.lower_bound - search.shift, value)
+    bound = certain(search.lower_bound - search.shift, value, problem.described)
     return Plan(schedule, timeline.makespan, value, bound, time.perf_counter() - began, search.how, timeline)
 
 
@@ -208,14 +205,13 @@ def _confirm(
     value: float,
     timeline: Timeline,
 ) -> float:
-    """The simulator's value of the objective, which must be the search's (of a span, no more: see `spans`)."""
+    """The simulator's value of the objective, which must be the search's."""
     found = (
         _value(schedule, costs, Links(), goal, mode, limits)
         if isinstance(goal, Expected)
         else _measured(timeline, goal)
     )
-    shorter = goal == "span" and found < value
-    if not shorter and not math.isclose(found, value, rel_tol=_AGREES, abs_tol=_AGREES):
+    if not math.isclose(found, value, rel_tol=ROUNDING, abs_tol=ROUNDING):
         raise ScheduleError(
             f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
             rule="confirmed",

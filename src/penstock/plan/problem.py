@@ -114,6 +114,25 @@ class Problem:
         classes = {"F": FORWARD_CLASS, "I": BACKWARD_CLASS, "B": BACKWARD_CLASS, "W": WEIGHT_CLASS}
         return np.array([classes[kind] for kind in self.kind], np.int64)
 
+    def described(self) -> str:
+        """The problem in words, all its numbers given, for a report."""
+        queues = self.queues
+        ms = "; ".join(
+            f"{kind} {[float(d) for d, k in zip(queues.duration, self.kind, strict=True) if k == kind]}"
+            for kind in dict.fromkeys(self.kind)
+        )
+        held = [float(m) for m, kind in zip(queues.memory, self.kind, strict=True) if kind == "F"]
+        late = {
+            (int(queues.rank[before]), int(queues.rank[q])): float(queues.delay[q])
+            for q, before in enumerate(queues.message_from.tolist())
+            if before != NONE and queues.delay[q] > 0
+        }
+        return (
+            f"{queues.num_ranks} ranks, {len(self.microbatch_pipeline)} microbatches, placement "
+            f"{self.placement.pipelines}, ms of each queue: {ms}; delays {late}, a forward's memory {held}, "
+            f"caps {queues.cap.tolist()}, tails {queues.tail.tolist()}"
+        )
+
     def schedule(self, row: Array, name: str, memory_limit: float | None = None) -> Schedule:
         """The schedule whose orders are `row` (queue ids, rank after rank)."""
         queues = self.queues

@@ -20,7 +20,7 @@ from penstock.cost import Costs, Links
 from penstock.plan.limits import limits_of
 from penstock.plan.modulo import cp_sat, find_repetends, units_of
 from penstock.plan.plan import Plan
-from penstock.plan.progress import Progress
+from penstock.plan.progress import ROUNDING, Progress, certain
 from penstock.plan.repetend import Flow, Instance, Repetend, fits, makespan, peaks, retimed
 from penstock.plan.repetend_bound import flow_bound
 from penstock.plan.repetend_ends import shortened
@@ -103,10 +103,15 @@ def plan_shared(
     schedule = placed.schedule(search.timed, num_ranks, limits.in_flight)
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
-    if not math.isclose(timeline.makespan, search.makespan, rel_tol=1e-9, abs_tol=1e-9):
-        raise AssertionError(f"the plan takes {search.makespan} ms, its simulation {timeline.makespan}")
+    if not math.isclose(timeline.makespan, search.makespan, rel_tol=ROUNDING, abs_tol=ROUNDING):
+        raise ScheduleError(
+            f"the plan says {search.makespan!r} ms, its simulation {timeline.makespan!r} ms (rule: confirmed); "
+            "this is a bug in penstock",
+            rule="confirmed",
+        )
     took = timeline.makespan
-    return Plan(schedule, took, took, bound.makespan, time.perf_counter() - began, search.how, timeline)
+    proved = certain(bound.makespan, took, search.described)
+    return Plan(schedule, took, took, proved, time.perf_counter() - began, search.how, timeline)
 
 
 @dataclass
@@ -143,9 +148,14 @@ class _Search:
         """Keeps what is better than the best so far."""
         value = makespan(self.flow, timed)
         if value < self.makespan:
+            self.lower_bound = certain(self.lower_bound, value, self.described)
             self.timed, self.makespan, self.how = timed, value, how
             if self.progress is not None:
                 self.progress(Progress(how, time.perf_counter() - self.began, value, self.lower_bound))
+
+    def described(self) -> str:
+        """The problem in words, for a report."""
+        return f"{self.flow!r} run {list(self.counts)} times, caps {self.caps}"
 
     def consider_repetend(self, repetend: Repetend) -> bool:
         """The same for a steady state; says whether better ones are wanted."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.engine.compiled import compiled
 from penstock.plan import justify, listing
 from penstock.plan.problem import BACKWARD_CLASS, Array, Problem
-from penstock.plan.progress import Progress
+from penstock.plan.progress import Progress, certain
+
+if TYPE_CHECKING:
+    from penstock.plan.spans import Span
 
 _MOST_SEEN = 8
 _SLICE = 0.1
@@ -45,10 +48,10 @@ class Search:
 
     Attributes:
         problem: what to plan.
-        lower_bound: ms.
+        lower_bound: ms; `improve_bound` raises it.
         seed: of the random numbers.
         stop_at_gap: the gap that is good enough.
-        shift: ms that makespan and bound here are above those of the objective (see `spans`).
+        span: where the span is to be short; then value and bound here are its shift above those of the span.
         value, row, how: the best so far.
         seen: orders that were the best for a while, the newest last.
     """
@@ -57,7 +60,7 @@ class Search:
     lower_bound: float
     seed: int = 0
     stop_at_gap: float = 0.0
-    shift: float = 0.0
+    span: Span | None = None
     on_progress: Callable[[Progress], None] | None = None
     began: float = field(default_factory=time.perf_counter)
     value: float = float("inf")
@@ -68,6 +71,16 @@ class Search:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.began
+
+    @property
+    def shift(self) -> float:
+        """ms that value and bound are above those of the objective (see `spans`)."""
+        return 0.0 if self.span is None else self.span.shift
+
+    @property
+    def bounded(self) -> Problem:
+        """The problem whose makespan no order's value is below."""
+        return self.problem if self.span is None else self.span.bounded
 
     @property
     def closed(self) -> bool:
@@ -84,10 +97,27 @@ class Search:
             self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
 
     def take(self, value: float, row: Array, how: str) -> None:
-        """Keeps an order if it is the best so far."""
+        """Keeps an order if it is the best so far; `value` is its makespan.
+
+        Raises:
+            ScheduleError: its value is below the bound, so that one of the two is wrong.
+        """
+        if self.span is not None and not self.span.fixed:
+            start = np.empty(self.problem.queues.num_ops)
+            time_of(self.problem, row, start)
+            value = self.span.of(start) + self.shift
         if value < self.value * (1 - 1e-12) or self.row is None:
+            self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
             self.value, self.row, self.how = float(value), row.copy(), how
             self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
+
+    def improve_bound(self, bound: float) -> None:
+        """Takes a bound if it is the best so far.
+
+        Raises:
+            ScheduleError: it is above the value of an order.
+        """
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)
 
     def good_rows(self) -> list[Array]:
         """Orders worth a second look, the best first."""
@@ -173,11 +203,12 @@ def justified(search: Search, space: Space, until: float) -> None:
     scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
     module.seed(search.seed)
     row = search.row.copy()
+    best = time_of(search.problem, row)
     num_trials = 1
     while not search.closed and search.seconds < until:
         before = time.perf_counter()
         best = module.trials(
-            queues, back, classes, scale, num_trials, 10, search.target, search.value, row, space.start, space.row,
+            queues, back, classes, scale, num_trials, 10, search.target, best, row, space.start, space.row,
             space.wait, space.values, space.state, space.times,
         )  # fmt: skip
         if time.perf_counter() - before < _SLICE / 2:

@@ -15,7 +15,7 @@ from penstock.plan.objective import Expected
 from penstock.plan.problem import Problem, pose
 from penstock.plan.progress import Progress
 from penstock.plan.search import Search, Space, greedy, justified
-from penstock.plan.spans import bound_of_span, with_tails
+from penstock.plan.spans import Span, span_of
 from penstock.plan.walk import walked
 from penstock.schedule import one_to_one
 
@@ -48,16 +48,15 @@ def begin(
     began: float,
 ) -> Search:
     """A search for the objective, with its bound."""
-    shift = 0.0
+    span: Span | None = None
     if goal == "span":
-        tailed, shift = with_tails(problem)
-        bound = bound_of_span(problem, tailed, shift) + shift
-        problem = tailed
+        span = span_of(problem)
+        problem, bound = span.searched, span.lower_bound() + span.shift
     elif isinstance(goal, Expected):
         bound = _samples(problem, goal).lower_bound()
     else:
         bound = jackson_bound(problem)
-    return Search(problem, bound, seed, stop_at_gap, shift, on_progress, began)
+    return Search(problem, bound, seed, stop_at_gap, span, on_progress, began)
 
 
 def run(search: Search, time_limit: float, goal: str | Expected = "makespan") -> None:
@@ -72,7 +71,7 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
     greedy(search, space)
     with suppress(KeyboardInterrupt):
         if not search.closed and work_is_cheap(search.problem):
-            search.lower_bound = max(search.lower_bound, work_bound(search.problem))
+            search.improve_bound(work_bound(search.bounded))
         if not search.closed and search.problem.placement.num_stages != search.problem.queues.num_ranks:
             named(search)
         if not search.closed:
