@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.columns import KINDS as COLUMN_KINDS
+from penstock.schedule.columns import NOTHING as MISSING
+from penstock.schedule.columns import Array, R, accumulation_edges, edges_of, numbered, starts_of
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.streams import launches, rows_of
@@ -31,13 +36,25 @@ ALONE = -1
 """The gang of an op that one rank runs alone."""
 
 
-@dataclass(frozen=True)
+class _AsList:
+    """An array of the graph as a list of ints, made when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, graph: Graph, owner: type | None = None) -> list[int]:
+        found: list[int] = graph.arrays[self._name].tolist()
+        graph.__dict__[self._name] = found
+        return found
+
+
 class Graph:
-    """The arrays. All are plain lists of ints, made once for a schedule and never changed.
+    """A schedule as arrays of ints, made once and never changed. Each is in `arrays`, and a list by its name.
 
     Attributes:
         ops: op number -> Op. An op that several ranks run together has a number on each of them.
         number: Op -> its number; on the first of the ranks that run it together where it has several.
+        arrays: name -> numpy array, of each of these:
         rank: op -> its row: its rank, or `num_ranks` + its rank where it is on that rank's stream.
         first: row -> its first op; one entry more than rows.
         num_needed: op -> how many edges lead to it.
@@ -51,30 +68,36 @@ class Graph:
         num_ranks: how many rows are ranks.
     """
 
-    ops: list[Op]
-    number: dict[Op, int]
-    rank: list[int]
-    first: list[int]
-    num_needed: list[int]
-    edge_first: list[int]
-    edge_to: list[int]
-    queue_rank_first: list[int]
-    queue_first: list[int]
-    queue_ops: list[int]
-    queue_of: list[int]
-    priority: list[int]
-    gang: list[int]
-    gang_first: list[int]
-    gang_ops: list[int]
-    num_ranks: int
+    rank, first, num_needed, edge_first, edge_to = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
+    queue_rank_first, queue_first, queue_ops, queue_of = _AsList(), _AsList(), _AsList(), _AsList()
+    priority, gang, gang_first, gang_ops = _AsList(), _AsList(), _AsList(), _AsList()
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Op]],
+        num_ranks: int,
+        arrays: Mapping[str, Array],
+        number: dict[Op, int] | None = None,
+    ) -> None:
+        self._rows, self.num_ranks, self.arrays = rows, num_ranks, arrays
+        if number is not None:
+            self.__dict__["number"] = number
+
+    @cached_property
+    def ops(self) -> list[Op]:
+        return list(itertools.chain.from_iterable(self._rows))
+
+    @cached_property
+    def number(self) -> dict[Op, int]:
+        return {op: index for index, op in enumerate(self.ops)}
 
     @property
     def num_ops(self) -> int:
-        return len(self.ops)
+        return len(self.arrays["rank"])
 
     @property
     def num_rows(self) -> int:
-        return len(self.first) - 1
+        return len(self.arrays["first"]) - 1
 
     @property
     def has_streams(self) -> bool:
@@ -95,6 +118,8 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     Raises:
         ScheduleError: an op is there twice, is of a kind or stage that is not there, or needs one that is missing.
     """
+    if not extra and (made := _lower_columns(schedule)) is not None:
+        return made
     rows = rows_of(schedule)
     ops = [op for row in rows for op in row]
     rank = [r for r, row in enumerate(rows) for _ in row]
@@ -131,35 +156,62 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     for edges_from in successors:
         edge_first.append(edge_first[-1] + len(edges_from))
 
-    queue_rank_first, queue_first, queue_ops = [0], [0], []
-    queue_of = [0] * len(ops)
-    for r in range(len(rows)):
-        members: dict[tuple[int, int, str], list[int]] = {}
-        for o in range(first[r], first[r + 1]):
-            kind = ops[o].kind
-            members.setdefault((PRIORITY.get(kind, 0), ops[o].stage, "" if kind in KINDS else kind), []).append(o)
-        for key in sorted(members):
-            for o in members[key]:
-                queue_of[o] = len(queue_first) - 1
-            queue_ops.extend(members[key])
-            queue_first.append(len(queue_ops))
-        queue_rank_first.append(len(queue_first) - 1)
-    return Graph(
-        ops=ops,
-        number=number,
-        rank=rank,
-        first=first,
-        num_needed=num_needed,
-        edge_first=edge_first,
-        edge_to=[t for edges_from in successors for t in edges_from],
-        queue_rank_first=queue_rank_first,
-        queue_first=queue_first,
-        queue_ops=queue_ops,
-        queue_of=queue_of,
-        priority=[PRIORITY.get(op.kind, 0) for op in ops],
-        **_gangs(len(ops), list(numbers.values())),
-        num_ranks=schedule.num_ranks,
-    )
+    priority = np.array([PRIORITY.get(op.kind, 0) for op in ops], np.int64)
+    kinds = {kind: n for n, kind in enumerate(sorted({op.kind for op in ops} - {*KINDS}), start=1)}
+    own_kind = np.array([kinds.get(op.kind, 0) for op in ops], np.int64)
+    stage = np.array([op.stage for op in ops], np.int64)
+    arrays = {
+        "rank": np.array(rank, np.int64),
+        "first": np.array(first, np.int64),
+        "num_needed": np.array(num_needed, np.int64),
+        "edge_first": np.array(edge_first, np.int64),
+        "edge_to": np.array([t for edges_from in successors for t in edges_from], np.int64),
+        "priority": priority,
+    }
+    arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind) | _gangs(len(ops), list(numbers.values()))
+    return Graph(rows, schedule.num_ranks, arrays, number)
+
+
+def _lower_columns(schedule: Schedule) -> Graph | None:
+    """The graph of a schedule that has columns; None for others, and where an op is not as it should be."""
+    found = numbered(schedule)
+    if found is None:
+        return None
+    producer, consumer = edges_of(found, schedule.graph.targets)
+    if np.any(producer == MISSING):
+        return None
+    columns, num_ops = found.columns, found.columns.num_ops
+    more = accumulation_edges(columns)
+    producer, consumer = np.concatenate([producer, more[0]]), np.concatenate([consumer, more[1]])
+    priority = np.array([PRIORITY[kind] for kind in COLUMN_KINDS], np.int64)[columns.kind]
+    arrays = {
+        "rank": columns.rank,
+        "first": columns.first,
+        "num_needed": np.bincount(consumer, minlength=num_ops),
+        "edge_first": starts_of(producer, num_ops),
+        "edge_to": consumer[np.argsort(producer, kind="stable")],
+        "priority": priority,
+    }
+    own_kind = (columns.kind == R).astype(np.int64)
+    arrays |= _queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind) | _gangs(num_ops, [])
+    return Graph(schedule.order, schedule.num_ranks, arrays)
+
+
+def _queues(rank: Array, num_rows: int, priority: Array, stage: Array, own_kind: Array) -> dict[str, Array]:
+    """The queues of each row by priority, stage and, of kinds other than F, B, I and W, kind."""
+    num_ops = len(rank)
+    place = (rank * 3 + priority) * (int(stage.max(initial=0)) + 1) + stage
+    place = place * (int(own_kind.max(initial=0)) + 1) + own_kind
+    ops = np.argsort(place, kind="stable")
+    begins = np.flatnonzero(np.diff(place[ops], prepend=-1))
+    queue_of = np.zeros(num_ops, np.int64)
+    queue_of[ops] = np.cumsum(np.isin(np.arange(num_ops), begins, assume_unique=True)) - 1
+    return {
+        "queue_ops": ops,
+        "queue_first": np.append(begins, num_ops),
+        "queue_of": queue_of,
+        "queue_rank_first": starts_of(rank[ops[begins]], num_rows),
+    }
 
 
 def _between_gangs(
@@ -204,14 +256,13 @@ def _needed(schedule: Schedule, number: dict[Op, int], rank: list[int]) -> list[
     return edges
 
 
-def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, list[int]]:
-    gang, gang_first, gang_ops = [ALONE] * num_ops, [0], []
+def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, Array]:
+    gang = np.full(num_ops, ALONE, np.int64)
     for index, members in enumerate(gangs):
-        for o in members:
-            gang[o] = index
-        gang_ops += members
-        gang_first.append(len(gang_ops))
-    return {"gang": gang, "gang_first": gang_first, "gang_ops": gang_ops}
+        gang[members] = index
+    first = np.zeros(len(gangs) + 1, np.int64)
+    np.cumsum([len(members) for members in gangs], out=first[1:])
+    return {"gang": gang, "gang_first": first, "gang_ops": np.array(list(itertools.chain(*gangs)), np.int64)}
 
 
 def _check_known(

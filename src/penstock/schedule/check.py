@@ -12,16 +12,27 @@
     versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
     memory        no rank holds more activations than the limit
 
-The deadlock rule is decided by running the order without time or tensors (`untimed`). By default a channel
-holds what its schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never
-block and a deadlock is a circle of ops that wait for one another. Warm-up counts with much slack between
-two ranks need this: the upper rank is far ahead of the lower one's use of its messages.
+Each rule is asked of all ops at once where the schedule has columns (`check_arrays`). Where it has none, or a rule is
+broken, the ops are gone through one by one, which says where.
+
+The deadlock rule is decided by running the order without time or tensors. By default a channel holds what its
+schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never block and a deadlock is a
+circle of ops that wait for one another. Warm-up counts with much slack between two ranks need this: the upper rank is
+far ahead of the lower one's use of its messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.schedule.check_arrays import (
+    are_covered,
+    are_in_local_order,
+    are_in_microbatch_order,
+    are_within,
+    one_of_each,
+    run_to_their_ends,
+)
 from penstock.schedule.check_order import check_microbatch_order
 from penstock.schedule.check_updates import (
     check_every_update,
@@ -30,6 +41,7 @@ from penstock.schedule.check_updates import (
     check_windows,
     num_updates_of,
 )
+from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.messages import find_mismatch, has_communication
@@ -73,19 +85,26 @@ def check(
     """
     require_schedule(schedule)
     _check_ranges(schedule)
-    _check_coverage(schedule)
-    _check_messages(schedule)
-    _check_local_order(schedule)
-    check_microbatch_order(schedule)
-    run = run_untimed(schedule, channel_depth)
-    if run.blocked:
-        raise _deadlock_error(schedule, run, channel_depth)
+    columns, found = schedule.columns, numbered(schedule)
+    if found is None or not are_covered(found):
+        _check_coverage(schedule)
+    if columns is None:
+        _check_messages(schedule)
+    edges = None if found is None else edges_of(found, schedule.graph.targets)
+    if columns is None or edges is None or not are_in_local_order(columns, edges):
+        _check_local_order(schedule)
+    if columns is None or not are_in_microbatch_order(schedule, columns):
+        check_microbatch_order(schedule)
+    if columns is None or edges is None or channel_depth is not None or not run_to_their_ends(columns, edges):
+        run = run_untimed(schedule, channel_depth)
+        if run.blocked:
+            raise _deadlock_error(schedule, run, channel_depth)
     most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
     if most is not None:
         check_mismatch(schedule, most)
     check_two_buffers(schedule)
     limit = schedule.memory_limit if memory_limit is None else memory_limit
-    if limit is not None:
+    if limit is not None and (columns is None or not are_within(columns, limit)):
         _check_memory(schedule, limit)
 
 
@@ -105,34 +124,42 @@ def _check_ranges(schedule: Schedule) -> None:
             f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines} (rule: placement)",
             rule="placement",
         )
-    graph = schedule.graph
     _check_counts(schedule)
     check_windows(schedule)
-    for rank, row in enumerate(schedule.order):
-        for step, op in enumerate(row):
-            registered = graph.registered_of.get((op.kind, op.stage))
-            if op.kind not in BUILT_IN and registered is None:
-                known = ", ".join(KINDS)
-                message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
-                raise error_at(schedule, "kind", rank, step, op, message)
-            if not 0 <= op.stage < schedule.num_stages:
-                rule = f"stages go from 0 to {schedule.num_stages - 1}"
-                raise error_at(schedule, "range", rank, step, op, rule)
-            if op.kind == UPDATE:
-                num_ops = num_updates_of(schedule, rank, step, op)
-            elif registered:
-                num_ops = registered.num_ops
-            else:
-                num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
-            if not 0 <= op.microbatch < num_ops:
-                numbered = registered or op.kind == UPDATE
-                rule = f"{'its number goes' if numbered else 'microbatches go'} from 0 to {num_ops - 1}"
-                raise error_at(schedule, "range", rank, step, op, rule)
-            hosts = schedule.hosts(op)
-            if rank not in hosts:
-                where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
-                rule = f"stage {op.stage} is placed on {where}, so the op belongs there"
-                raise error_at(schedule, "placement", rank, step, op, rule, peer=where)
+    alike = None if schedule.columns is None else one_of_each(schedule, schedule.columns)
+    if alike is None or any(_misplaced(schedule, *spot) for spot in alike):
+        for rank, row in enumerate(schedule.order):
+            for step in range(len(row)):
+                if error := _misplaced(schedule, rank, step):
+                    raise error
+
+
+def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None:
+    """What is wrong with the kind, the numbers or the place of an op; None where all is well."""
+    graph, op = schedule.graph, schedule.order[rank][step]
+    registered = graph.registered_of.get((op.kind, op.stage))
+    if op.kind not in BUILT_IN and registered is None:
+        known = ", ".join(KINDS)
+        message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
+        return error_at(schedule, "kind", rank, step, op, message)
+    if not 0 <= op.stage < schedule.num_stages:
+        return error_at(schedule, "range", rank, step, op, f"stages go from 0 to {schedule.num_stages - 1}")
+    if op.kind == UPDATE:
+        num_ops = num_updates_of(schedule, rank, step, op)
+    elif registered:
+        num_ops = registered.num_ops
+    else:
+        num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
+    if not 0 <= op.microbatch < num_ops:
+        numbers = registered or op.kind == UPDATE
+        rule = f"{'its number goes' if numbers else 'microbatches go'} from 0 to {num_ops - 1}"
+        return error_at(schedule, "range", rank, step, op, rule)
+    hosts = schedule.hosts(op)
+    if rank not in hosts:
+        where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
+        rule = f"stage {op.stage} is placed on {where}, so the op belongs there"
+        return error_at(schedule, "placement", rank, step, op, rule, peer=where)
+    return None
 
 
 def _check_counts(schedule: Schedule) -> None:

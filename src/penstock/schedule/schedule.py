@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.schedule.columns import Columns, columns_of
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
 from penstock.schedule.op import FORWARD, UPDATE, Op
@@ -124,6 +125,11 @@ class Schedule:
         """The (kind, stage) of ops that a rank starts and goes on; see `streams`."""
         registered = self.stage_graph.registered if self.stage_graph is not None else ()
         return frozenset((r.kind, r.stage) for r in registered if r.asynchronous)
+
+    @cached_property
+    def columns(self) -> Columns | None:
+        """The ops as arrays; None where some are not plain. See `columns`."""
+        return columns_of(self)
 
     def pipeline_of(self, op: Op) -> int:
         """The pipeline whose copy of the stage runs `op`; 0 for registered ops."""

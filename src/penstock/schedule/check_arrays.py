@@ -1,0 +1,115 @@
+"""The rules of `check`, asked of all ops of a schedule at once, over its columns.
+
+Each function says whether a rule holds. Where one does not, `check` goes through the ops one by one and says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.engine import sweep
+from penstock.engine.compiled import compiled
+from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W, starts_of
+from penstock.schedule.microbatch_order import places_of
+from penstock.schedule.schedule import Schedule
+
+COMPILE_ABOVE = 50_000
+"""Ops above which loading compiled code (about half a second, once a process) pays."""
+
+CHAINS = ((F,), (B, I), (B, W), (R,))
+"""Kinds whose ops come in one order of microbatches; see `check_order`."""
+
+
+def one_of_each(schedule: Schedule, columns: Columns) -> list[tuple[int, int]] | None:
+    """(rank, step) of one op of each kind, stage and pipeline on each rank, all of whose ops are placed alike; None
+    where an op is out of range.
+    """
+    if columns.num_ops == 0:
+        return []
+    stage, microbatch = columns.stage, columns.microbatch
+    if not (stage.min() >= 0 and stage.max() < schedule.num_stages):
+        return None
+    if not (microbatch.min() >= 0 and microbatch.max() < schedule.num_microbatches):
+        return None
+    pipelines = schedule.placement.num_pipelines
+    alike = columns.rank * schedule.num_stages + stage
+    if pipelines > 1:
+        alike = alike * pipelines + np.array(schedule.microbatch_pipeline)[microbatch]
+    ops = np.unique(alike, return_index=True)[1]
+    ranks = columns.rank[ops]
+    return list(zip(ranks.tolist(), (ops - columns.first[ranks]).tolist(), strict=True))
+
+
+def are_covered(found: Numbered) -> bool:
+    """Whether each stage has for each microbatch one F, and one B, or one I with one W."""
+    there = found.op != NOTHING
+    return bool(there[F].all() and (there[B] ^ there[I]).all() and (there[I] == there[W]).all())
+
+
+def are_in_local_order(columns: Columns, edges: tuple[Any, Any]) -> bool:
+    """Whether no op comes before what it needs on its own rank."""
+    producer, consumer = edges
+    return not np.any((producer > consumer) & (columns.rank[producer] == columns.rank[consumer]))
+
+
+def are_in_microbatch_order(schedule: Schedule, columns: Columns) -> bool:
+    """Whether every queue runs its microbatches in the order declared, or ascending."""
+    place = columns.microbatch
+    if schedule.microbatch_orders:
+        tables = np.tile(np.arange(schedule.num_microbatches), (2, schedule.num_stages, 1))
+        for (kind, stage, _), places in places_of(schedule.microbatch_orders).items():
+            table = tables[0 if kind == "F" else 1, stage]
+            table[list(places)] = list(places.values())
+        place = tables[np.where(columns.kind == F, 0, 1), columns.stage, columns.microbatch]
+    queue = columns.rank * schedule.num_stages + columns.stage
+    if schedule.placement.num_pipelines > 1:
+        queue = queue * schedule.placement.num_pipelines + np.array(schedule.microbatch_pipeline)[columns.microbatch]
+    for chain in CHAINS:
+        ops = np.flatnonzero(np.isin(columns.kind, chain))
+        ops = ops[np.argsort(queue[ops], kind="stable")]
+        if np.any((queue[ops[1:]] == queue[ops[:-1]]) & (place[ops[1:]] <= place[ops[:-1]])):
+            return False
+    return True
+
+
+def run_to_their_ends(columns: Columns, edges: tuple[Any, Any]) -> bool:
+    """Whether the ranks, each in its own order, all reach their last op."""
+    producer, consumer = edges
+    num_ops, num_rows = columns.num_ops, len(columns.first) - 1
+    order = np.argsort(producer, kind="stable")
+    arrays = {
+        "first": columns.first,
+        "row_of": columns.rank,
+        "missing": np.bincount(consumer, minlength=num_ops),
+        "edge_first": starts_of(producer, num_ops),
+        "edge_to": consumer[order],
+        "duration": np.zeros(num_ops),
+        "late": np.zeros(len(consumer)),
+        "start": np.zeros(num_ops),
+        "place": columns.first[:-1].copy(),
+        "free": np.zeros(num_rows),
+        "waiting": np.zeros(num_rows, np.int64),
+        "is_waiting": np.zeros(num_rows, np.int64),
+    }
+    earliest: Callable[..., int] = sweep.earliest
+    if num_ops > COMPILE_ABOVE:
+        earliest = compiled(sweep).earliest
+    else:
+        arrays = {name: array.tolist() for name, array in arrays.items()}
+    return int(earliest(**arrays)) == num_ops
+
+
+def are_within(columns: Columns, limit: float) -> bool:
+    """Whether no rank holds more stage activations than the limit, each from its F (or R) to its B or W."""
+    added = np.array([1, -1, 0, -1, 1])[columns.kind]
+    if np.any(columns.kind == R):
+        num = int(columns.microbatch.max()) + 1
+        cell = columns.stage * num + columns.microbatch
+        added[(columns.kind == F) & np.isin(cell, cell[columns.kind == R])] = 0
+    return all(
+        np.cumsum(added[begin:end]).max(initial=0) <= limit
+        for begin, end in zip(columns.first[:-1], columns.first[1:], strict=True)
+    )
