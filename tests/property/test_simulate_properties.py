@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.dispatch import Dispatch, Dispatcher, lower
+from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
 from penstock.simulate.simulate import frozen_caps, memory_changes
 from strategies import library_schedules, problems
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.property
 simulator = import_module("penstock.simulate.simulate")  # ps.simulate is the function
 
 QUICK = settings(deadline=None, max_examples=120)
-DISPATCH = st.sampled_from(list(Dispatch))
+DISPATCH = st.sampled_from([*map(str, Dispatch), "hinted:0.5", "hinted:1", "auto"])
 ANY_READY = st.sampled_from([each for each in Dispatch if each.is_dynamic])
 TRANSPORT = st.just("decoupled") | st.integers(1, 3).map(ps.Blocking)
 ROUNDING = 1e-6
@@ -178,6 +178,29 @@ def test_no_choice_ends_in_a_deadlock_whatever_comes_when(
             deciders[rank].finish(op)
             travelling += [s for s in deciders[rank].successors(op) if graph.rank[s] != rank]
     assert all(decider.finished for decider in deciders), f"stuck, seed {seed}\n{schedule}"
+
+
+@pytest.mark.slow
+@QUICK
+@given(problems(), st.sampled_from([1.0, 1.5, 4.0]))
+def test_no_op_starts_later_than_in_the_frozen_run_where_ranks_wait_for_what_they_would_run_into(
+    problem: Problem, wait: float
+) -> None:
+    schedule, costs, links = problem
+    frozen = {(t.rank, t.op): t.start for t in ps.simulate(schedule, costs, links=links).ops}
+    for timed in ps.simulate(schedule, costs, links=links, dispatch=Policy(Dispatch.HINTED, wait)).ops:
+        assert timed.start <= frozen[timed.rank, timed.op] + ROUNDING
+
+
+@pytest.mark.slow
+@QUICK
+@given(problems(), TRANSPORT)
+def test_auto_is_never_slower_than_frozen(problem: Problem, transport: object) -> None:
+    schedule, costs, links = problem
+    frozen, auto = (
+        ps.simulate(schedule, costs, links=links, dispatch=each, transport=transport) for each in ("frozen", "auto")
+    )
+    assert auto.makespan <= frozen.makespan * (1 + 1e-9)
 
 
 @pytest.mark.slow

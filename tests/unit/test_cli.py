@@ -42,6 +42,14 @@ def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return call
 
 
+def test_the_command_line_says_what_auto_chose(penstock: Any) -> None:
+    command = "simulate zb-h1 --ranks 8 --microbatches 16 --f 10 --i 10 --w 10 --default-delay 0.5 --dispatch"
+    found = json.loads(penstock(f"{command} auto --json").out)
+    assert found["makespan"] == found["considered"][found["dispatch"]] == min(found["considered"].values())
+    assert "dispatch      hinted" in penstock(f"{command} auto").out
+    assert json.loads(penstock(f"{command} hinted:1 --json").out)["dispatch"] == "hinted:1"
+
+
 @pytest.mark.parametrize(
     ("options", "makespan"),
     [

@@ -53,7 +53,9 @@ def simulate(
     costs: costs_options.CostsSource = None,
     link: costs_options.Link = None,
     default_delay: costs_options.DefaultDelay = 0.0,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
+    dispatch: Annotated[
+        str, typer.Option("--dispatch", help="frozen, hinted, hinted:WAIT, dynamic or auto.")
+    ] = "frozen",
     transport: Annotated[
         str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
     ] = "decoupled",
@@ -129,7 +131,9 @@ def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
     if text is None:
         return None
     if dispatch == "frozen":
-        raise Misuse("--max-held caps a run that is not frozen; add --dispatch hinted or dynamic, or leave it out")
+        raise Misuse(
+            "--max-held caps a run that is not frozen; add --dispatch hinted, dynamic or auto, or leave it out"
+        )
     caps = numbers("--max-held", text)
     return caps[0] if len(caps) == 1 else caps
 
@@ -149,6 +153,7 @@ def _as_json(
         "num_microbatches": plan.num_microbatches,
         "num_ops": plan.num_ops,
         "dispatch": timeline.dispatch,
+        "considered": dict(timeline.considered),
         "transport": transport,
         "makespan": timeline.makespan,
         "span": timeline.span,
@@ -230,6 +235,11 @@ def _print(
     if assumed is not None:
         print(f"assumed       {assumed}")
     print(f"transport     {transport}")
+    if timeline.considered:
+        print(
+            f"dispatch      {timeline.dispatch}, of "
+            + ", ".join(f"{p} {ms:.10g} ms" for p, ms in timeline.considered)
+        )
     for text in ps.LinkConditions.of(links).texts():
         print(f"link          {text}")
     print(f"makespan      {timeline.makespan:.10g} ms")

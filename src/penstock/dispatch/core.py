@@ -14,7 +14,7 @@ Why no choice ends in a deadlock, whatever the policy and whatever comes late: t
 that has not started. All that it needs has run or is under way, it is at the head of its queue, and it is the next
 in its rank's order. It fits, since no op is ever started that would leave its rank unable to finish in its order
 within the cap (see `fits`). So some rank can always go on. A policy only says which of the ops that are ready and fit
-is taken.
+is taken. A hinted rank may also wait for an op that is nearly due, up to a moment that is known (see `wait_until`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
 """The policies of `decide`."""
 
 NOTHING = -1
+MOMENT = 1e-9
+"""Milliseconds that two sums of the same times may differ by."""
 EPSILON = 1e-9
 """Slack on memory caps, as a share of the cap, for sums of floats."""
 
@@ -83,6 +85,26 @@ def is_preferred(policy: int, op: int, other: int, priority: Array) -> bool:
     if policy == CLASS_FIRST and priority[op] != priority[other]:
         return priority[op] < priority[other]
     return op < other
+
+
+def wait_until(
+    rank: int, op: int, now: float, wait: float, due: Array, duration: Array, done: Array, next_frozen: Array
+) -> float:
+    """The moment until which `rank` leaves a ready `op` for an earlier op of its order that is nearly due.
+
+    It is `now` where there is none.
+
+    Nearly due is an op whose planned start `due` comes no earlier than now, and before the share `wait` of `op`'s own
+    duration is over: with a share of 1, `op` would run into it. Then, where `due` is when ops start in the frozen run
+    over the same costs and delays, no op starts later than there: by induction, what an op needs is there when it is
+    due, and nothing that came between is still running. An op that is overdue is not waited for, so every wait ends
+    at a planned time, and then some op is taken: waiting adds no deadlock.
+    """
+    latest = now + wait * duration[op] - MOMENT
+    for earlier in range(next_frozen[rank], op):
+        if done[earlier] == 0 and now < due[earlier] + MOMENT and due[earlier] < latest:
+            return due[earlier] + MOMENT
+    return now
 
 
 def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:

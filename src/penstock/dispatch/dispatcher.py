@@ -3,38 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 from penstock.dispatch import core
 from penstock.dispatch.graph import Graph
-
-
-class Dispatch(StrEnum):
-    """How a rank picks its next op."""
-
-    FROZEN = "frozen"
-    """Only the next of its order."""
-    HINTED = "hinted"
-    """Of the ready ops that fit, the earliest in its order."""
-    DYNAMIC = "dynamic"
-    """Of the ready ops that fit, B or I before F before W: class first."""
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether a rank may run any ready op, so that its cap on activations counts."""
-        return self is not Dispatch.FROZEN
-
-    @property
-    def policy(self) -> int:
-        """The core's number for it."""
-        return _POLICIES[self]
-
-
-_POLICIES = {
-    Dispatch.FROZEN: core.FROZEN,
-    Dispatch.HINTED: core.HINTED,
-    Dispatch.DYNAMIC: core.CLASS_FIRST,
-}
+from penstock.dispatch.policy import Dispatch
 
 
 class Dispatcher:
@@ -51,7 +23,7 @@ class Dispatcher:
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> None:
         self.graph, self.rank, self.dispatch = graph, rank, dispatch
-        self._policy = dispatch.policy
+        self._policy = dispatch.code
         self.log: list[tuple[str, int]] = []
         self._missing = list(graph.num_needed)
         self._done = [0] * graph.num_ops

@@ -58,7 +58,7 @@ class EmulatedPipeline:
 
     Args:
         links: conditions injected into the transport, on top of what that takes itself.
-        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation without delays).
+        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation over `links`).
         max_held: as in `ps.simulate`.
         stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
         timeout: seconds that any wait may last.
@@ -110,7 +110,8 @@ class EmulatedPipeline:
         graph = lower(schedule)
         held = steering.max_held if steering is not None and max_held is None else max_held
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
-        self.configuration = Configuration(schedule, dispatch_of(dispatch, schedule, costs), (), caps)
+        chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
+        self.configuration = Configuration(schedule, chosen, (), caps)
         self._plan = plan_of(self.configuration, costs)
         run = Emulated(costs, conditions, stretch, timeout, self._choice)
         peers = peers_of(mesh, schedule.num_ranks, timeout)

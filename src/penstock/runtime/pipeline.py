@@ -187,7 +187,7 @@ class Pipeline:
         require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
         check_once(schedule, place.everyone)
         self._costs = known = steering.costs if steering is not None else None
-        chosen = dispatch_of(dispatch, schedule, known)
+        chosen = dispatch_of(dispatch, schedule, known, self._choice)
         require_meshable(place, schedule, steering is not None)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)

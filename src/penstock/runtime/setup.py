@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.cost import Costs
-from penstock.dispatch import Dispatch
+from penstock.cost import Costs, LinkConditions
+from penstock.dispatch import Dispatch, Policy
 from penstock.runtime.arguments import made_by
 from penstock.runtime.copies import require_one_copy_a_rank
 from penstock.runtime.errors import RuntimeFailure
@@ -22,8 +22,9 @@ from penstock.runtime.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.stage import Stage
 from penstock.runtime.steering import Steering
 from penstock.runtime.tied import Tie
+from penstock.runtime.transport_choice import TransportChoice
 from penstock.schedule import Schedule, ScheduleError, check
-from penstock.simulate import simulate
+from penstock.simulate.auto import choose_policy
 from penstock.simulate.simulate import as_dispatch
 
 if TYPE_CHECKING:
@@ -46,14 +47,23 @@ def peers_of(mesh: Any, num_ranks: int, timeout: float) -> Peers:
     return GroupPeers(group, timeout)
 
 
-def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) -> Dispatch:
-    """Reads a dispatch, or "auto": the fastest by simulation without delays; of equals one that absorbs them.
+def dispatch_of(
+    given: Dispatch | str,
+    schedule: Schedule,
+    costs: Costs | None,
+    choice: TransportChoice,
+    links: LinkConditions | None = None,
+    max_held: float | Sequence[float] | None = None,
+) -> Dispatch:
+    """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.
 
     Args:
         costs: of the schedule's stages; all ops take as long as each other where they are not known.
+        choice: how messages travel; "nccl" runs frozen.
+        links: what is known of them; no delays where not given. max_held: as in `simulate`.
 
     Raises:
-        ScheduleError: another word.
+        ScheduleError: another word, or a policy that waits.
     """
     if given != "auto":
         dispatch = as_dispatch(given)
@@ -62,12 +72,18 @@ def dispatch_of(given: Dispatch | str, schedule: Schedule, costs: Costs | None) 
                 f"{schedule.name} has its updates in the order, which says what each op meets; run it frozen"
             )
         return dispatch
-    if schedule.updates is not None:
+    if schedule.updates is not None or choice.name == "nccl":
         return Dispatch.FROZEN
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
-    takes = {each: simulate(schedule, costs, dispatch=each).makespan for each in Dispatch}
-    least = min(takes.values()) * (1 + 1e-9)
-    return next(each for each in (Dispatch.HINTED, Dispatch.DYNAMIC, Dispatch.FROZEN) if takes[each] <= least)
+    found = choose_policy(
+        schedule,
+        costs,
+        links=links,
+        transport=choice.simulated(()),
+        max_held=max_held,
+        policies=[Policy(each) for each in (Dispatch.HINTED, Dispatch.DYNAMIC)],
+    )
+    return found.policy.dispatch
 
 
 def check_once(schedule: Schedule, peers: Peers) -> None:

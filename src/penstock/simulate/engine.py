@@ -10,7 +10,7 @@ import heapq
 from typing import Any
 
 from penstock.dispatch import core
-from penstock.dispatch.core import Array, decide, finish, start
+from penstock.dispatch.core import Array, decide, finish, start, wait_until
 
 COMPILED_WITH = (core,)
 
@@ -19,6 +19,9 @@ IDLE, BUSY, BLOCKED, GATHERING = 0, 1, 2, 3
 
 def run(
     policy: int,
+    wait: float,
+    due: Array,
+    wake: Array,
     duration: Array,
     memory_change: Array,
     delay: Array,
@@ -65,22 +68,23 @@ def run(
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
-    In: `policy`, one of the core's; `duration` and `memory_change` per op (ms, activations);
-    `delay[a * num_ranks + b]` (ms), and alike `depth`, how many messages a link may hold under way before its sender
-    blocks (0: no bound; `bounded` says whether any has one). Where `lines` is true links have conditions instead of
-    `delay`: see `cross`. Where `arrival` is there (never when compiled), it says by edge and time of sending when a
-    message arrives.
+    In: `policy`, one of the core's; `wait`, `due` per op (0: no waiting, see `core.wait_until`); `duration` and
+    `memory_change` per op (ms, activations); `delay[a * num_ranks + b]` (ms), and alike `depth`, how many messages a
+    link may hold under way before its sender blocks (0: no bound; `bounded` says whether any has one). Where `lines`
+    is true links have conditions instead of `delay`: see `cross`. Where `arrival` is there (never when compiled), it
+    says by edge and time of sending when a message arrives.
     Out: `start_time`, `end_time` per op; `arrival_time` per edge; `free_time` per op, when its rank could
     go on (later than its end where a full link blocked it); `peak` activations per rank; `turn` per op,
     how many ops started before it (ops that take no time start together, but one after the other).
-    Working space: `unsent[rank]` is the next edge of a blocked rank; `gathered[g]` how many ranks stand ready
-    for gang g, which starts with the last of them; `missing` and the rest are the core's state.
+    Working space: `wake[rank]` is when its wait ends, `unsent[rank]` the next edge of a blocked rank; `gathered[g]`
+    how many ranks stand ready for gang g, which starts with the last of them; `missing` and the rest are the core's
+    state.
     """
-    num_ops, num_ranks = len(duration), len(first) - 1
+    num_ops, num_ranks, num_edges = len(duration), len(first) - 1, len(edge_to)
     started = ended = 0
     time = 0.0
     last_on = [-1] * num_ranks
-    # A heap of (time, code): a code below num_ops is that op's end, any other an edge's arrival.
+    # A heap of (time, code): an op's end, then an edge's arrival, then the end of a rank's wait.
     events = [(0.0, 0)]
     events.pop()
     while True:
@@ -93,6 +97,13 @@ def run(
             )  # fmt: skip
             if op == core.NOTHING:
                 continue
+            if wait > 0:
+                until = wait_until(rank, op, time, wait, due, duration, done, next_frozen)
+                if until > time:
+                    if wake[rank] != until:
+                        wake[rank] = until
+                        heapq.heappush(events, (until, num_ops + num_edges + rank))
+                    continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
             peak[rank] = max(peak[rank], held[rank])
             turn[op] = started
@@ -125,7 +136,7 @@ def run(
                 ended += 1
                 unsent[rank] = edge_first[code]
                 state[rank] = BLOCKED
-            else:
+            elif code < num_ops + num_edges:
                 edge = code - num_ops
                 target = edge_to[edge]
                 missing[target] -= 1

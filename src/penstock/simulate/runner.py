@@ -14,6 +14,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -22,14 +23,14 @@ import numpy as np
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
-from penstock.dispatch import Dispatch, lower
+from penstock.dispatch import Dispatch, Policy, lower
 from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.streams import rows_of, with_launches
 from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
 from penstock.simulate.memory import memory_changes
-from penstock.simulate.order import Order
+from penstock.simulate.order import Array, Order
 from penstock.simulate.passed import depths, passed
 from penstock.simulate.transport import Blocking, Transport
 
@@ -101,18 +102,28 @@ class Runner:
         order: Order,
         links: Links | LinkConditions | Lines,
         *,
-        dispatch: Dispatch | str = Dispatch.FROZEN,
+        dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
         transport: Transport,
         caps: Sequence[float] | None = None,
         warmup: Sequence[int] | None = None,
         links_at: float = 0.0,
+        due: Array | None = None,
     ) -> Ran:
         """Runs an order to its end. Caps count where dispatch is not frozen, and are not checked here.
+
+        Args:
+            due: when each op is planned to start (ms), for a policy that waits; by default when it does in the
+                frozen run over the same costs and links.
 
         Raises:
             ScheduleError: the order deadlocks, or a rank can't run the forwards of its warm-up first.
         """
+        policy = Policy.of(dispatch)
         num_rows, num_ops = order.num_rows, order.num_ops
+        if not policy.wait:
+            due = np.zeros(1)
+        elif due is None:
+            due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
         streams = num_rows - order.num_ranks
         bounded = isinstance(transport, Blocking)
         through = passed(order, links, self.costs, links_at)
@@ -137,7 +148,8 @@ class Runner:
             **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
             **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
-            **{name: np.zeros(num_rows) for name in ("held", "peak")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
+            "due": np.asarray(due),
         }
         loop: ModuleType = engine
         if use:
@@ -145,7 +157,8 @@ class Runner:
         else:
             arrays = {name: array.tolist() for name, array in arrays.items()}
         ended = loop.run(
-            Dispatch(dispatch).policy,
+            policy.dispatch.code,
+            policy.wait,
             bounded=bounded,
             lines=through.lines,
             base=through.base,

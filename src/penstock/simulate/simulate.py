@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.cost.costs import require_costs
-from penstock.dispatch import Dispatch, Graph
+from penstock.dispatch import Dispatch, Graph, Policy
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
 from penstock.simulate.memory import frozen_caps, frozen_peaks, memory_changes
@@ -19,6 +20,7 @@ from penstock.simulate.transport import Blocking, Decoupled, Transport, as_trans
 __all__ = [
     "Blocking", "Decoupled", "Transport", "as_dispatch", "frozen_caps", "frozen_peaks", "memory_changes", "simulate",
 ]  # fmt: skip
+AUTO = "auto"
 COMPILE_ABOVE = 50_000
 """Ops above which loading the compiled loop pays for a single run (it takes about 0.6 s to load, once)."""
 
@@ -28,7 +30,7 @@ def simulate(
     costs: Costs | None = None,
     *,
     links: Links | LinkConditions | Lines | None = None,
-    dispatch: Dispatch | str = Dispatch.FROZEN,
+    dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
     warmup: Sequence[int] | None = None,
@@ -45,7 +47,9 @@ def simulate(
             over time; by default none. `Lines` go on from what a run before left on them. These, losses
             and what is drawn by lots run uncompiled: a million ops take some ten seconds.
         dispatch: "frozen"; "hinted": a rank runs, of the ready ops that fit, the earliest in its order; or "dynamic":
-            any ready op by priority B or I, then F, then W.
+            any ready op by priority B or I, then F, then W. "hinted:0.5" waits for an op that is nearly due, see
+            `Policy`; its planned times are those of the frozen run over the same costs and links. "auto" tries these
+            (`auto.POLICIES`) and takes the fastest, which the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
         max_held: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank of a
             run that is not frozen is capped at its own peak in the frozen run without delays. A cap below that is
@@ -69,27 +73,36 @@ def simulate(
     if costs.num_stages != schedule.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
     (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
-    mode = as_dispatch(dispatch)
+    policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=sum(map(len, schedule.order)) > COMPILE_ABOVE)
     order = runner.order(schedule)
     caps = None
     if warmup is not None:
-        _check_warmup(warmup, order.num_ranks, mode)
-    if mode.is_dynamic or max_held is not None:  # what a frozen run holds is known: under the cap, or not
+        _check_warmup(warmup, order.num_ranks, policy)
+    if (
+        policy is None or policy.dispatch.is_dynamic or max_held is not None
+    ):  # what a frozen run holds is known: under the cap, or not
         caps = frozen_caps(order.graph, order.change.tolist(), max_held)
+    through = as_transport(transport)
+    considered: tuple[tuple[str, float], ...] = ()
+    if policy is None:
+        from penstock.simulate.auto import choose
+
+        choice = choose(runner, order, links, through, caps or (), links_at=links_at)
+        policy, considered = choice.policy, tuple(choice.means.items())
     ran = runner.run(
         order,
         links,
-        dispatch=mode,
-        transport=as_transport(transport),
+        dispatch=policy,
+        transport=through,
         caps=caps,
         warmup=warmup,
         links_at=links_at,
     )
-    return _timeline(schedule, order.graph, mode, ran.arrays)
+    return replace(_timeline(schedule, order.graph, str(policy), ran.arrays), considered=considered)
 
 
-def _check_warmup(warmup: Sequence[int], num_ranks: int, mode: Dispatch) -> None:
+def _check_warmup(warmup: Sequence[int], num_ranks: int, policy: Policy | None) -> None:
     """Raises ScheduleError for counts that are none, not one per rank, or for a run that has its order already."""
     if len(warmup) != num_ranks:
         raise ScheduleError(f"warmup has {len(warmup)} counts, one a rank is needed: {num_ranks}", rule="options")
@@ -98,23 +111,27 @@ def _check_warmup(warmup: Sequence[int], num_ranks: int, mode: Dispatch) -> None
             raise ScheduleError(
                 f"warmup of rank {rank} is {count!r}: give a whole number of at least 0", rule="options"
             )
-    if not mode.is_dynamic:
+    if policy is None or not policy.dispatch.is_dynamic:
         raise ScheduleError(
-            f"warmup {list(warmup)} steers a dynamic run, and a frozen one follows its order, warm-up and all; give "
-            "dispatch='dynamic', or build the schedule with these counts (zb takes warmup)",
+            f"warmup {list(warmup)} steers a dynamic run, and a frozen one follows its order, warm-up and all, which "
+            "'auto' may choose; give dispatch='dynamic', or build the schedule with these counts (zb takes warmup)",
             rule="options",
         )
 
 
 def as_dispatch(value: Dispatch | str) -> Dispatch:
-    """Reads "frozen", "hinted" or "dynamic"; raises ScheduleError for anything else."""
+    """Reads "frozen", "hinted" or "dynamic", for what takes no policy that waits; else raises ScheduleError."""
     try:
         return Dispatch(value)
     except ValueError:
-        raise ScheduleError(f"dispatch {value!r}: give 'frozen', 'hinted' or 'dynamic'", rule="dispatch") from None
+        raise ScheduleError(
+            f"dispatch {value!r}: give 'frozen', 'hinted' or 'dynamic'; policies that wait are for ps.simulate, "
+            "which knows when each op is due",
+            rule="dispatch",
+        ) from None
 
 
-def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str, Any]) -> Timeline:
+def _timeline(schedule: Schedule, graph: Graph, dispatch: str, arrays: dict[str, Any]) -> Timeline:
     starts, ends = list(map(float, arrays["start_time"])), list(map(float, arrays["end_time"]))
     free, arrivals = list(map(float, arrays["free_time"])), list(map(float, arrays["arrival_time"]))
     turns = list(map(int, arrays["turn"]))
@@ -150,4 +167,4 @@ def _timeline(schedule: Schedule, graph: Graph, mode: Dispatch, arrays: dict[str
             apart = range(graph.first[stream], graph.first[stream + 1])
             ops += [TimedOp(rank, graph.ops[o], starts[o], ends[o]) for o in sorted(apart, key=starts.__getitem__)]
     peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
-    return Timeline(schedule, tuple(ops), tuple(messages), peaks, "simulated", mode.value)
+    return Timeline(schedule, tuple(ops), tuple(messages), peaks, "simulated", dispatch)

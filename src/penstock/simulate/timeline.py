@@ -53,7 +53,8 @@ class Timeline:
         messages: what travelled between ranks.
         peak_activations: most activations each rank held, in the units of the costs (activation units or bytes).
         source: "simulated" or "measured".
-        dispatch: "frozen", "hinted" or "dynamic".
+        dispatch: "frozen", "hinted" or "dynamic", or "hinted:0.5" where ranks waited; of "auto" what was chosen.
+        considered: where dispatch was "auto", each policy that was tried, and its makespan (ms).
     """
 
     schedule: Schedule
@@ -62,6 +63,7 @@ class Timeline:
     peak_activations: tuple[float, ...]
     source: str = "simulated"
     dispatch: str = "frozen"
+    considered: tuple[tuple[str, float], ...] = ()
 
     def __repr__(self) -> str:
         s = self.schedule
