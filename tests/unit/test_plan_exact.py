@@ -89,7 +89,7 @@ def test_a_horizon_is_refuted_below_the_best_and_met_at_it() -> None:
     problem = problem_of(3, 2, 3, 0.0)
     best = best_of_all(problem)
     below = exact.within(problem, best - 0.5, seconds=60.0)
-    assert (below.row, below.refuted) == (None, True)
+    assert (below.row, below.bound) == (None, best)
     at = exact.within(problem, best + 0.1, seconds=60.0)
     assert at.row is not None
     assert time_of(problem, at.row) <= best + 0.1

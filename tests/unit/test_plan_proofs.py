@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import penstock as ps
@@ -63,26 +65,31 @@ def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeyp
         ps.plan(ps.Costs([1, 1, 1, 1], [0] * 4, [0] * 4, b=[1, 3, 3, 1]), 2, 3, placement=placement, split=False)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="amounts are rounded up to a millionth of the cap")
 @pytest.mark.parametrize(
     ("cap", "held", "freed"),
-    [(3, (1, 1, 1, 1), 0.5), (6, (2, 2, 2, 2), 0.5), (7, (3, 2, 3, 2), 0.5), (9, (3, 3, 3, 3), 1 / 3)],
+    [
+        (3, (1, 1, 1, 1), 0.5),
+        (6, (2, 2, 2, 2), 0.5),
+        (7, (3, 2, 3, 2), 0.5),
+        (9, (3, 3, 3, 3), 1 / 3),
+        (7.77, (math.pi, 2.0, math.e, math.sqrt(2)), 0.5),
+    ],
 )
 def test_caps_that_do_not_divide_a_million_act_as_themselves_and_are_proved(
-    cap: int, held: tuple[int, ...], freed: float
+    cap: float, held: tuple[float, ...], freed: float
 ) -> None:
     """A third of the cap was rounded up to 333,334 millionths: three of them did not fit, and nothing was proved."""
     pytest.importorskip("ortools")
     from exact_solver import Instance, solve
 
     hosts, time = (0, 1, 1, 0), {"F": (7, 7, 1, 5), "I": (9, 8, 7, 5), "W": (8, 6, 10, 4)}
-    kept = [round(6 * amount * freed) for amount in held]
-    instance = Instance((hosts,), 3, time, {(0, 1): 5, (1, 0): 5}, [6 * m for m in held], kept, (6 * cap, 6 * cap))
+    amounts, kept = ([round(6e6 * amount * share) for amount in held] for share in (1, freed))
+    instance = Instance((hosts,), 3, time, {(0, 1): 5, (1, 0): 5}, amounts, kept, [round(6e6 * cap)] * 2)
     best = solve(instance)
     assert best.proved
     plan = ps.plan(
         ps.Costs(time["F"], time["I"], time["W"], activation=held, freed_by_input=freed), 2, 3,
-        ps.Links({(0, 1): 5.0}), placement=ps.Placement((hosts,)), memory_limit=cap, time_limit=3.0,
+        ps.Links({(0, 1): 5.0}), placement=ps.Placement((hosts,)), memory_limit=cap, time_limit=2.0,
     )  # fmt: skip
     assert plan.value == pytest.approx(best.value)
     assert plan.gap <= 1e-4
