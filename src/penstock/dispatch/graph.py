@@ -20,7 +20,7 @@ import numpy as np
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
-from penstock.schedule.columns import Array, R, accumulation_edges, edges_of, numbered, starts_of
+from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered, starts_of
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.streams import launches, rows_of
@@ -66,6 +66,7 @@ class Graph:
         gang: op -> which ops several ranks run together it belongs to, ALONE for the others.
         gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
         num_ranks: how many rows are ranks.
+        columns: the ops as numbers; None where some are not plain.
     """
 
     rank, first, num_needed, edge_first, edge_to = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
@@ -78,8 +79,9 @@ class Graph:
         num_ranks: int,
         arrays: Mapping[str, Array],
         number: dict[Op, int] | None = None,
+        columns: Columns | None = None,
     ) -> None:
-        self._rows, self.num_ranks, self.arrays = rows, num_ranks, arrays
+        self._rows, self.num_ranks, self.arrays, self.columns = rows, num_ranks, arrays, columns
         if number is not None:
             self.__dict__["number"] = number
 
@@ -194,7 +196,7 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
     }
     own_kind = (columns.kind == R).astype(np.int64)
     arrays |= _queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind) | _gangs(num_ops, [])
-    return Graph(schedule.order, schedule.num_ranks, arrays)
+    return Graph(schedule.order, schedule.num_ranks, arrays, columns=columns)
 
 
 def _queues(rank: Array, num_rows: int, priority: Array, stage: Array, own_kind: Array) -> dict[str, Array]:

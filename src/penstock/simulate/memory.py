@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph
 from penstock.schedule import ScheduleError
+from penstock.schedule.columns import KINDS, Array, Columns, F, R
 
 
 def memory_changes(graph: Graph, costs: Costs) -> list[float]:
     """Per op number, what it adds to or takes from the activations its rank holds."""
-    again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
+    columns = graph.columns
+    if columns is not None:
+        changes = by_kind_and_stage(columns, costs.memory_change)
+        if np.any(columns.kind == R):
+            cell = columns.stage * (int(columns.microbatch.max()) + 1) + columns.microbatch
+            again = (columns.kind == F) & np.isin(cell, cell[columns.kind == R])
+            for stage in np.unique(columns.stage[again]).tolist():
+                changes[again & (columns.stage == stage)] -= costs.memory_change("R", stage)
+        found: list[float] = changes.tolist()
+        return found
+    recomputed = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
     table = {key: costs.memory_change(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
     changes = [table[op.kind, op.stage] for op in graph.ops]
-    if again:
+    if recomputed:
         for number, op in enumerate(graph.ops):
-            if op.kind == "F" and (op.stage, op.microbatch) in again:
+            if op.kind == "F" and (op.stage, op.microbatch) in recomputed:
                 changes[number] -= costs.memory_change("R", op.stage)
     return changes
+
+
+def by_kind_and_stage(columns: Columns, value: Callable[[str, int], float]) -> Array:
+    """Of each op what `value` says of its kind and stage; it is asked once of each pair that is there."""
+    num_stages = int(columns.stage.max(initial=0)) + 1
+    pair = columns.kind * num_stages + columns.stage
+    table = np.zeros(len(KINDS) * num_stages)
+    for each in np.flatnonzero(np.bincount(pair, minlength=len(table))).tolist():
+        table[each] = value(KINDS[each // num_stages], each % num_stages)
+    return table[pair]
 
 
 def frozen_peaks(graph: Graph, change: Sequence[float]) -> list[float]:

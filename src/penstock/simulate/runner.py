@@ -23,14 +23,15 @@ import numpy as np
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
-from penstock.dispatch import Dispatch, Policy, lower
+from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.columns import Array, B, W
 from penstock.schedule.streams import rows_of, with_launches
 from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
-from penstock.simulate.memory import memory_changes
-from penstock.simulate.order import Array, Order
+from penstock.simulate.memory import by_kind_and_stage, memory_changes
+from penstock.simulate.order import Order
 from penstock.simulate.passed import depths, passed
 from penstock.simulate.transport import Blocking, Transport
 
@@ -65,6 +66,21 @@ class Ran:
         return replace(schedule, order=with_launches(schedule, rows))
 
 
+def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
+    """Of each op of a lowered schedule, ms."""
+    columns = graph.columns
+    if columns is not None:
+        factor = np.ones(max(schedule.num_microbatches, len(costs.uneven)))
+        factor[: len(costs.uneven)] = costs.uneven
+        return by_kind_and_stage(columns, costs.duration) * factor[columns.microbatch]
+    known = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+    found = [known[op[:2]] * costs.factor(op.kind, op.microbatch) for op in graph.ops]
+    for number, op in enumerate(graph.ops if schedule.updates is not None else ()):
+        if op.kind == "U":
+            found[number] = costs.duration("U", op.stage, schedule.pipeline_of(op) == OWNER)
+    return np.array(found, np.float64)
+
+
 class Runner:
     """Runs schedules under one set of costs.
 
@@ -89,7 +105,7 @@ class Runner:
         """
         found = self._orders.get(schedule)
         if found is None:
-            found = self._from_template(schedule) or self._lowered(schedule)
+            found = self._from_template(schedule) or self.lowered(schedule)
             self._orders[schedule] = found
             if len(self._orders) > self.KEPT:
                 self._orders.popitem(last=False)
@@ -180,42 +196,37 @@ class Runner:
             )
         return Ran(order, arrays)
 
-    def _lowered(self, schedule: Schedule) -> Order:
+    def lowered(self, schedule: Schedule) -> Order:
+        """The schedule as arrays, for one run: it is not looked up among those known."""
         if self.costs.num_stages != schedule.num_stages:
             raise CostError(
                 f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}"
             )
         graph = lower(schedule)
-        duration = {key: self.costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
-        durations = [duration[op[:2]] * self.costs.factor(op.kind, op.microbatch) for op in graph.ops]
-        if schedule.updates is not None:
-            for number, op in enumerate(graph.ops):
-                if op.kind == "U":
-                    durations[number] = self.costs.duration("U", op.stage, schedule.pipeline_of(op) == OWNER)
         made = Order(
             schedule,
             graph,
             np.arange(graph.num_ops),
             {
-                name: np.array(getattr(graph, attribute), np.int64)
+                name: graph.arrays[attribute]
                 for name, attribute in (("rank_of", "rank"), *((each, each) for each in _AS_THEY_ARE))
             },
-            np.array(graph.num_needed, np.int64),
-            np.array(durations, np.float64),
+            graph.arrays["num_needed"],
+            durations(schedule, graph, self.costs),
             np.array(memory_changes(graph, self.costs), np.float64),
         )
-        mixed = {stage for kind, stage in duration if kind == "B"} & {s for kind, s in duration if kind == "W"}
-        if not graph.gang_ops and not graph.has_streams and not mixed and schedule.updates is None:
+        columns = graph.columns
+        # Where a stage adds to its gradients by B and by W, edges depend on the order.
+        if columns is not None and not np.intersect1d(*(columns.stage[columns.kind == kind] for kind in (B, W))).size:
             self._templates = [made, *self._templates][: self.TEMPLATES]
         return made
 
     def _from_template(self, schedule: Schedule) -> Order | None:
         """The arrays by renumbering those of another order of the same ops; None where none is known."""
-        ops = [op for row in schedule.order for op in row]
         for template in self._templates:
             graph, known = template.graph, template.schedule
             if (
-                len(ops) != template.num_ops
+                schedule.num_ops != template.num_ops
                 or [len(row) for row in schedule.order] != [len(row) for row in known.order]
                 or schedule.graph != known.graph
                 or schedule.microbatch_pipeline != known.microbatch_pipeline
@@ -223,7 +234,7 @@ class Runner:
             ):
                 continue
             try:
-                base = np.array([graph.number[op] for op in ops], np.int64)
+                base = np.array([graph.number[op] for row in schedule.order for op in row], np.int64)
             except KeyError:
                 continue
             ints = template.ints

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from numbers import Integral
-from typing import Any
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.cost.costs import require_costs
-from penstock.dispatch import Dispatch, Graph, Policy
-from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.dispatch import Dispatch, Policy
+from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
 from penstock.simulate.memory import frozen_caps, frozen_peaks, memory_changes
-from penstock.simulate.timeline import Message, TimedOp, Timeline
+from penstock.simulate.timeline import Timeline, timeline_of
 from penstock.simulate.transport import Blocking, Decoupled, Transport, as_transport
 
 __all__ = [
@@ -75,7 +73,7 @@ def simulate(
     (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=sum(map(len, schedule.order)) > COMPILE_ABOVE)
-    order = runner.order(schedule)
+    order = runner.lowered(schedule)
     caps = None
     if warmup is not None:
         _check_warmup(warmup, order.num_ranks, policy)
@@ -99,7 +97,7 @@ def simulate(
         warmup=warmup,
         links_at=links_at,
     )
-    return replace(_timeline(schedule, order.graph, str(policy), ran.arrays), considered=considered)
+    return timeline_of(schedule, order.graph, str(policy), ran.arrays, considered)
 
 
 def _check_warmup(warmup: Sequence[int], num_ranks: int, policy: Policy | None) -> None:
@@ -129,42 +127,3 @@ def as_dispatch(value: Dispatch | str) -> Dispatch:
             "which knows when each op is due",
             rule="dispatch",
         ) from None
-
-
-def _timeline(schedule: Schedule, graph: Graph, dispatch: str, arrays: dict[str, Any]) -> Timeline:
-    starts, ends = list(map(float, arrays["start_time"])), list(map(float, arrays["end_time"]))
-    free, arrivals = list(map(float, arrays["free_time"])), list(map(float, arrays["arrival_time"]))
-    turns = list(map(int, arrays["turn"]))
-    latest: list[tuple[float, int]] = [(-1.0, -1)] * graph.num_ops
-    messages = []
-    for source in range(graph.num_ops):
-        for edge in range(graph.edge_first[source], graph.edge_first[source + 1]):
-            target = graph.edge_to[edge]
-            latest[target] = max(latest[target], (arrivals[edge], source))
-            if graph.host(source) != graph.host(target):
-                messages.append(
-                    Message(
-                        graph.ops[source],
-                        graph.ops[target],
-                        graph.host(source),
-                        graph.host(target),
-                        ends[source],
-                        arrivals[edge],
-                    )
-                )
-    ops: list[TimedOp] = []
-    for rank in range(graph.num_ranks):
-        previous = 0.0
-        for o in sorted(range(graph.first[rank], graph.first[rank + 1]), key=turns.__getitem__):
-            waited = starts[o] - previous
-            cause: Op | None = None
-            if waited > 0 and latest[o][1] >= 0 and latest[o][0] > previous:
-                cause = graph.ops[latest[o][1]]
-            ops.append(TimedOp(rank, graph.ops[o], starts[o], ends[o], cause, max(waited, 0.0), free[o] - ends[o]))
-            previous = free[o]
-        if graph.has_streams:
-            stream = graph.num_ranks + rank
-            apart = range(graph.first[stream], graph.first[stream + 1])
-            ops += [TimedOp(rank, graph.ops[o], starts[o], ends[o]) for o in sorted(apart, key=starts.__getitem__)]
-    peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
-    return Timeline(schedule, tuple(ops), tuple(messages), peaks, "simulated", dispatch)

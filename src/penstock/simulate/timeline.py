@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+
+from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule
 from penstock.schedule.streams import with_launches
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,42 @@ class Message:
     target_rank: int
     sent: float
     arrived: float
+
+
+class MadeWhenAsked(Sequence[T], Generic[T]):
+    """A tuple whose items are made when one of them is first asked for; its length is known before."""
+
+    def __init__(self, length: int, make: Callable[[], tuple[T, ...]]) -> None:
+        self._length, self._make = length, make
+
+    @cached_property
+    def _items(self) -> tuple[T, ...]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, place: int | slice) -> T | tuple[T, ...]:
+        return self._items[place]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sequence) and self._items == tuple(other))
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._items,)
 
 
 @dataclass(frozen=True)
@@ -127,3 +169,82 @@ class Timeline:
         """The schedule with each rank's ops in the order they ran; asynchronous ones where it came to them."""
         rows = tuple(tuple(t.op for t in row) for row in self.rows)
         return replace(self.schedule, order=with_launches(self.schedule, rows))
+
+
+def timeline_of(
+    schedule: Schedule,
+    graph: Graph,
+    dispatch: str,
+    arrays: dict[str, Any],
+    considered: tuple[tuple[str, float], ...] = (),
+) -> Timeline:
+    """The timeline of a run: what the engine's arrays say. Ops and messages are made when they are asked for."""
+    starts, ends = np.asarray(arrays["start_time"], float), np.asarray(arrays["end_time"], float)
+    peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
+    rank, to = graph.arrays["rank"] % graph.num_ranks, graph.arrays["edge_to"]
+    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
+    between = np.flatnonzero(rank[source] != rank[to])
+    made = Timeline(
+        schedule,
+        MadeWhenAsked(graph.num_ops, lambda: _ops(graph, arrays)),
+        MadeWhenAsked(len(between), lambda: _messages(graph, arrays, source, between)),
+        peaks,
+        "simulated",
+        dispatch,
+        considered,
+    )
+    if graph.num_ops:
+        made.__dict__["makespan"] = float(ends.max() - starts.min())
+    turn, first = np.asarray(arrays["turn"]), graph.arrays["first"]
+    spans, busy = [], []
+    for begin, end in zip(first[: graph.num_ranks].tolist(), first[1 : graph.num_ranks + 1].tolist(), strict=True):
+        order = begin + np.argsort(turn[begin:end], kind="stable")
+        # As the rows say it, whose sums go op by op.
+        busy.append(sum((ends[order] - starts[order]).tolist()))
+        if end > begin:
+            spans.append(float(ends[begin:end].max() - starts[begin:end].min()))
+    made.__dict__["busy"], made.__dict__["span"] = tuple(busy), max(spans, default=0.0)
+    return made
+
+
+def _messages(graph: Graph, arrays: dict[str, Any], source: Any, between: Any) -> tuple[Message, ...]:
+    ends, arrivals = arrays["end_time"], arrays["arrival_time"]
+    ops, to = graph.ops, graph.edge_to
+    return tuple(
+        Message(
+            ops[producer],
+            ops[to[edge]],
+            graph.host(producer),
+            graph.host(to[edge]),
+            float(ends[producer]),
+            float(arrivals[edge]),
+        )
+        for producer, edge in zip(source[between].tolist(), between.tolist(), strict=True)
+    )
+
+
+def _ops(graph: Graph, arrays: dict[str, Any]) -> tuple[TimedOp, ...]:
+    starts, ends, free, arrivals = (
+        list(map(float, arrays[name])) for name in ("start_time", "end_time", "free_time", "arrival_time")
+    )
+    turns = list(map(int, arrays["turn"]))
+    latest: list[tuple[float, int]] = [(-1.0, -1)] * graph.num_ops
+    for source in range(graph.num_ops):
+        for edge in range(graph.edge_first[source], graph.edge_first[source + 1]):
+            target = graph.edge_to[edge]
+            latest[target] = max(latest[target], (arrivals[edge], source))
+    ops: list[TimedOp] = []
+    for rank in range(graph.num_ranks):
+        previous = 0.0
+        for o in sorted(range(graph.first[rank], graph.first[rank + 1]), key=turns.__getitem__):
+            waited = starts[o] - previous
+            cause: Op | None = None
+            if waited > 0 and latest[o][1] >= 0 and latest[o][0] > previous:
+                cause = graph.ops[latest[o][1]]
+            ops.append(TimedOp(rank, graph.ops[o], starts[o], ends[o], cause, max(waited, 0.0), free[o] - ends[o]))
+            previous = free[o]
+        if graph.has_streams:
+            stream = graph.num_ranks + rank
+            apart = range(graph.first[stream], graph.first[stream + 1])
+            ops += [TimedOp(rank, graph.ops[o], starts[o], ends[o]) for o in sorted(apart, key=starts.__getitem__)]
+    return tuple(ops)
