@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,13 +32,21 @@ _MOST_OPS = 40
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, as the solver takes it, with what `ps.plan` is given besides."""
+    """One problem, as the solver takes it, with what `ps.plan` is given besides.
+
+    Attributes:
+        limit: "none", or the option that says the caps.
+        share: of a forward's memory, what I frees.
+        unit, memory_unit: what one is to the planner, in ms and of memory: not always a whole number.
+    """
 
     seed: int
     family: str
     limit: str
     instance: Instance
     share: float
+    unit: float = 1.0
+    memory_unit: float = 1.0
 
     @property
     def split(self) -> bool:
@@ -46,17 +55,17 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """What `ps.plan` is given."""
         one = self.instance
-        rows = {
-            name: one.time.get(kind, (1,) * len(one.memory)) for name, kind in (("f", "F"), ("i", "I"), ("w", "W"))
-        }
-        whole = {} if self.split else {"b": one.time["B"]}
-        costs = ps.Costs(**rows, **whole, activation=one.memory, freed_by_input=self.share)
-        capped = {} if self.limit == "none" else {self.limit: [float(cap or 0) for cap in one.cap]}
+        nothing = (0,) * len(one.memory)
+        rows = {kind.lower(): [ms * self.unit for ms in one.time.get(kind, nothing)] for kind in "FIW"}
+        whole = {} if self.split else {"b": [ms * self.unit for ms in one.time["B"]]}
+        held = [amount * self.memory_unit for amount in one.memory]
+        costs = ps.Costs(**rows, **whole, activation=held, freed_by_input=self.share)
+        capped = {} if self.limit == "none" else {self.limit: [(cap or 0) * self.memory_unit for cap in one.cap]}
         return {
             "costs": costs,
             "num_ranks": len(one.cap),
             "num_microbatches": one.num_microbatches,
-            "links": ps.Links({pair: float(ms) for pair, ms in one.delay.items()}),
+            "links": ps.Links({pair: ms * self.unit for pair, ms in one.delay.items()}),
             "placement": ps.Placement(one.pipelines),
             "objective": one.objective,
             "split": self.split,
@@ -102,7 +111,9 @@ def draw(seed: int, family: str | None = None, objective: str | None = None) -> 
         cap[r] = max(1, source.randint(max(held), max(max(held), each)))
     goal = objective or source.choice(["makespan", "makespan", "span"])
     instance = Instance(pipelines, num_microbatches, time, delay, memory, freed, tuple(cap), goal)
-    return Case(seed, family, limit, instance, share)
+    unit = source.choice([1.0, 1.0, 1.0, math.pi])
+    memory_unit = source.choice([1.0, 1.0, math.sqrt(2)]) if limit == "memory_limit" else 1.0
+    return Case(seed, family, limit, instance, share, unit, memory_unit)
 
 
 @dataclass
@@ -111,7 +122,7 @@ class Verdict:
 
     Attributes:
         solved: by the exact solver.
-        value, lower_bound: the plan's; None where it ended in an error.
+        value, lower_bound: the plan's, in the case's unit; None where it ended in an error.
         proved: whether the planner claims the optimum.
         wrong: what does not hold, in words; empty where all does.
     """
@@ -137,21 +148,21 @@ def judge(case: Case, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict
     except ps.ScheduleError as error:
         verdict.wrong.append(f"ps.plan: {error}")
         return verdict
-    verdict.value, verdict.lower_bound = plan.value, plan.lower_bound
+    verdict.value, verdict.lower_bound = value, bound = plan.value / case.unit, plan.lower_bound / case.unit
     verdict.proved = plan.gap <= CLAIMED
-    if plan.lower_bound > plan.value * (1 + ROUNDING):
-        verdict.wrong.append(f"the plan's bound {plan.lower_bound:g} is above its value {plan.value:g}")
-    if solved.value is not None and plan.lower_bound > solved.value * (1 + ROUNDING):
-        verdict.wrong.append(f"the plan's bound {plan.lower_bound:g} is above the achieved {solved.value}")
-    if verdict.proved and solved.proved and solved.value is not None and plan.value > solved.value * (1 + CLAIMED):
-        verdict.wrong.append(f"the plan's {plan.value:g} is called proved, but {solved.value} is achieved")
-    if plan.value < solved.bound * (1 - ROUNDING):
-        verdict.wrong.append(f"the plan's value {plan.value:g} is below the solver's bound {solved.bound}")
+    if bound > value * (1 + ROUNDING):
+        verdict.wrong.append(f"the plan's bound {bound:g} is above its value {value:g}")
+    if solved.value is not None and bound > solved.value * (1 + ROUNDING):
+        verdict.wrong.append(f"the plan's bound {bound:g} is above the achieved {solved.value}")
+    if verdict.proved and solved.proved and solved.value is not None and value > solved.value * (1 + CLAIMED):
+        verdict.wrong.append(f"the plan's {value:g} is called proved, but {solved.value} is achieved")
+    if value < solved.bound * (1 - ROUNDING):
+        verdict.wrong.append(f"the plan's value {value:g} is below the solver's bound {solved.bound}")
     return verdict
 
 
 def bounds(case: Case) -> dict[str, float]:
-    """Each bound of the planner by itself; of the makespan or of the span."""
+    """Each bound of the planner by itself, in the case's unit; of the makespan or of the span."""
     given = case.arguments()
     costs, placement, ranks = given["costs"], given["placement"], given["num_ranks"]
     limits = limits_of(costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), case.split)
@@ -159,6 +170,6 @@ def bounds(case: Case) -> dict[str, float]:
         costs, placement, ranks, given["num_microbatches"], given["links"], limits.held, limits.cap, case.split
     )
     if case.instance.objective == "span":
-        return {"span": span_bound(problem)}
+        return {"span": span_bound(problem) / case.unit}
     made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound)
-    return {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
+    return {bound.__name__.removesuffix("_bound"): bound(problem) / case.unit for bound in made}

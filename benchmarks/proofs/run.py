@@ -9,7 +9,6 @@ Exits with 1 where a bound is above a schedule, a schedule below a bound, or a p
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from pprint import pprint
 from typing import Any
 
 import ortools
@@ -43,8 +43,8 @@ def counts(verdicts: list[Verdict]) -> dict[str, Any]:
         "unsolved": sum(not v.solved.proved for v in verdicts),
         "planner_proved": sum(v.proved for v in verdicts),
         "wrong": sum(bool(v.wrong) for v in verdicts),
-        "mean_above_optimum": round(statistics.fmean(above), 5) if above else None,
-        "most_above_optimum": round(max(above), 5) if above else None,
+        "mean_above_optimum": round(statistics.fmean(above), 5) + 0.0 if above else None,
+        "most_above_optimum": round(max(above), 5) + 0.0 if above else None,
     }
 
 
@@ -84,7 +84,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.case is not None:
         verdict = judge(draw(arguments.case), arguments.time, arguments.solver_seconds)
-        print(json.dumps(dataclasses.asdict(verdict), indent=1, default=str))
+        pprint(verdict)
         return 1 if verdict.wrong else 0
     verdicts: list[Verdict] = []
     given = [
