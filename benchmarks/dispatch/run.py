@@ -75,6 +75,7 @@ UNEVEN, NUM_UNEVEN = 0.5, 3
 """Standard deviation of the logarithm of each microbatch's factor, and draws."""
 ROWS = ("no delay", "0.5 ms on every link", "one link late", "two links late", "jitter", "jitter, known", "uneven")
 NAMES = {str(policy): policy for policy in POLICIES}
+OTHERS = tuple(name for name in NAMES if name != "frozen")
 THREE = ("frozen", "hinted", "dynamic")
 
 EMULATED = (
@@ -197,12 +198,20 @@ def simulated() -> dict[str, Any]:
                     "auto": chosen,
                 }
             )
+    labels = list(digests)
     return {
         "seconds": round(time.perf_counter() - began, 1),
         "rows": {row: summary([case for case in cases if case["row"] == row]) for row in ROWS},
         "schedules": digests,
-        "cases": cases,
-    }
+        "columns": ["schedule", "row", "frozen_ms", *OTHERS, "auto"],
+        "cases": [
+            [
+                labels.index(case["problem"]), ROWS.index(case["row"]), case["frozen_ms"],
+                *(case["over_frozen"][name] for name in OTHERS), case["auto"],
+            ]
+            for case in cases
+        ],
+    }  # fmt: skip
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,7 +225,7 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
         }  # fmt: skip
 
     over = [{"frozen": 1.0, **case["over_frozen"]} for case in cases]
-    found = {name: said([each[name] for each in over]) for name in NAMES if name != "frozen"}
+    found = {name: said([each[name] for each in over]) for name in OTHERS}
     found["best of three"] = said([min(each[name] for name in THREE) for each in over])
     found["auto"] = said([each[case["auto"]] for each, case in zip(over, cases, strict=True)])
     chosen = [case["auto"] for case in cases]
@@ -312,7 +321,7 @@ def main() -> None:
 
 def _compact(found: dict[str, Any]) -> str:
     """JSON with a line for each case."""
-    cases = ",\n  ".join(json.dumps(case) for case in found["cases"])
+    cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
     rest = json.dumps({**found, "cases": []}, indent=1)
     return rest.replace('"cases": []', f'"cases": [\n  {cases}\n ]')
 
