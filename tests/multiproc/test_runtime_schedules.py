@@ -38,14 +38,14 @@ def run_schedules(rank: int, ranks: int) -> dict[str, list[str]]:
     slot_module.MERGE_WORK = 0
     found = {}
     plain: dict[int, Plain] = {}
-    for name, given in SCHEDULES:
+    for number, (name, given) in enumerate(SCHEDULES):
         options = dict(given)
         if "stages_a_rank" in options:
             options["num_stages"] = options.pop("stages_a_rank") * ranks
         if "warmup" in options:
             options["warmup"] = options["warmup"][-ranks:]
         schedule = ps.build(name, ranks, 8, **options)
-        for dispatch in ("frozen", "dynamic"):
+        for dispatch in ("frozen", ("hinted", "dynamic")[number % 2]):
             torch.manual_seed(3)
             model = nn.Sequential(*(mlp() for _ in range(schedule.num_stages + 1)))
             case = Case(model, batches(8, 3, 8))

@@ -45,7 +45,7 @@ def assert_plausible(measured: Timeline, costs: ps.Costs, links: LinkConditions 
         assert started[message.target] >= message.sent + latency - 1e-9
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
+@pytest.mark.parametrize("dispatch", ["frozen", "hinted", "dynamic"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "gpipe"])
 def test_a_schedule_runs_as_it_is(name: str, dispatch: str) -> None:
     schedule = ps.build(name, num_ranks=4, num_microbatches=8)

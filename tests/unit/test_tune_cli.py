@@ -368,7 +368,8 @@ def test_what_train_refuses_is_left_out_with_its_reason(monkeypatch: pytest.Monk
         )
 
 
-def test_dynamic_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dispatch", ["dynamic", "auto"])
+def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
     seen: list[object] = []
 
     def spy(*arguments: Any, **rest: Any) -> Any:
@@ -376,6 +377,6 @@ def test_dynamic_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch) -
         return search(*arguments, **rest)
 
     monkeypatch.setattr(session, "search", spy)
-    settings = dataclasses.replace(session.Settings(preset="nano", microbatches=1, ranks=1), dispatch="dynamic")
+    settings = dataclasses.replace(session.Settings(preset="nano", microbatches=1, ranks=1), dispatch=dispatch)
     session.tune(session.Asked(settings, session.Estimating(0.01), num_ranks=2))
-    assert seen == ["dynamic"]
+    assert seen == [dispatch]

@@ -82,7 +82,7 @@ def tune(
     schedule: Annotated[
         list[str] | None, typer.Option("--schedule", help="Library schedules to try, repeatable; else all.")
     ] = None,
-    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
+    dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted, dynamic or auto.")] = "frozen",
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Else tried where memory is limited.")
     ] = None,

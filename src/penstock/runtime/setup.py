@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.cost import Costs, LinkConditions
-from penstock.dispatch import Dispatch, Policy
+from penstock.dispatch import Dispatch
 from penstock.runtime.arguments import made_by
 from penstock.runtime.copies import require_one_copy_a_rank
 from penstock.runtime.errors import RuntimeFailure
@@ -24,8 +24,8 @@ from penstock.runtime.steering import Steering
 from penstock.runtime.tied import Tie
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.schedule import Schedule, ScheduleError, check
-from penstock.simulate.auto import choose_policy
-from penstock.simulate.simulate import as_dispatch
+from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulate.simulate import AUTO, as_dispatch
 
 if TYPE_CHECKING:
     from penstock.runtime.mesh import Mesh
@@ -65,7 +65,7 @@ def dispatch_of(
     Raises:
         ScheduleError: another word, or a policy that waits.
     """
-    if given != "auto":
+    if given != AUTO:
         dispatch = as_dispatch(given)
         if schedule.updates is not None and dispatch.is_dynamic:
             raise RuntimeFailure(
@@ -81,7 +81,7 @@ def dispatch_of(
         links=links,
         transport=choice.simulated(()),
         max_held=max_held,
-        policies=[Policy(each) for each in (Dispatch.HINTED, Dispatch.DYNAMIC)],
+        policies=WITHOUT_WAITING,
     )
     return found.policy.dispatch
 

@@ -37,6 +37,8 @@ POLICIES = (
     FROZEN,
 )
 """What is tried. Of equals the first is taken: one that absorbs what nobody foresaw."""
+WITHOUT_WAITING = tuple(policy for policy in POLICIES if not policy.wait)
+"""What the runtime runs too: it does not know when ops are due."""
 _SAME = 1e-9
 """Relative difference up to which two simulated times are the same."""
 

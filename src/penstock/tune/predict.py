@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.cost import Costs, Links
-from penstock.dispatch import Dispatch
+from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule
 from penstock.simulate import simulate
+from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulate.simulate import AUTO
 from penstock.tune.memory import Memory, memory_of
 from penstock.tune.profile import Profile, Transfer
 
@@ -106,11 +108,15 @@ def predict(
         num_copies: copies of the whole pipeline, each on its part of the batch (data parallel).
         num_devices: ranks that can work at the same time; by default all. With more ranks than that, a step
             takes at least all ranks' work over the devices.
+        dispatch: of the run; "auto" for the fastest of those that the runtime has.
     """
     crowded = num_devices is not None and schedule.num_ranks * num_copies >= num_devices
     costs = stage_costs(schedule, cut, profile, transfer, crowded)
     links = links_of(schedule, cut, profile, transfer, crowded)
-    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
+    policy = Policy.of(dispatch) if dispatch != AUTO else None
+    if policy is None:
+        policy = choose_policy(schedule, costs, links=links, policies=WITHOUT_WAITING).policy
+    timeline = simulate(schedule, costs, links=links, dispatch=policy)
     makespan = timeline.makespan
     if num_devices is not None:
         makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
