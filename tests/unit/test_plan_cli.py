@@ -17,6 +17,14 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["makespan"], found["lower_bound"], found["gap"]) == (410.0, 410.0, 0.0)
+    assert found["certificate"] == {
+        "placement": [[0, 1, 2, 3]],
+        "shared": [],
+        "backward": "split",
+        "microbatches": "in turn",
+        "recompute": "none",
+        "offload": "none",
+    }
 
 
 def test_the_schedule_is_written_and_simulates_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +40,7 @@ def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "rank 1 |" in said
     assert "gap" in said
+    assert "covers       placement V, backward split (I and W), no recompute, no offload" in said
 
 
 def test_a_mean_over_delays(capsys: pytest.CaptureFixture[str]) -> None:

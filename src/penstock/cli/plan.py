@@ -100,6 +100,14 @@ def plan(
                 "value": found.value,
                 "objective": goal if isinstance(goal, str) else "expected",
                 "lower_bound": found.lower_bound,
+                "certificate": {
+                    "placement": found.certificate.placement.pipelines,
+                    "shared": found.certificate.placement.shared,
+                    "backward": found.certificate.backward,
+                    "microbatches": found.certificate.microbatches,
+                    "recompute": found.certificate.recompute,
+                    "offload": found.certificate.offload,
+                },
                 "gap": found.gap,
                 "seconds": found.seconds,
                 "how": found.how,
@@ -123,6 +131,7 @@ def plan(
         print(f"{'mean' if vary else objective:<12} {found.value:.10g} ms")
     print(f"lower bound  {found.lower_bound:.10g} ms")
     print(f"gap          {found.gap:.2%}")
+    print(f"covers       {found.certificate}")
     print(f"found by     {found.how}, {found.seconds:.2g} s")
     if out is not None:
         print(f"wrote {out}")

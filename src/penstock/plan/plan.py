@@ -15,13 +15,57 @@ from penstock.dispatch import Dispatch
 from penstock.plan.limits import Limits, limits_of
 from penstock.plan.objective import Expected, read_objective
 from penstock.plan.progress import ROUNDING, Progress, certain, gap
-from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
+from penstock.schedule import Placement, Schedule, ScheduleError, check, circular, one_to_one, v_shape
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.simulate import as_dispatch
 
 if TYPE_CHECKING:
     from penstock.plan.search import Search
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
+
+    Attributes:
+        placement: which rank hosts which stage; shared stages run on all their ranks at once.
+        backward: "split" where every backward is I and W, "whole" where it is B.
+        microbatches: how they are dealt to the pipelines; "in turn" is round robin.
+        recompute, offload: what is run again, and what is kept in host memory: "none".
+    """
+
+    placement: Placement
+    backward: str
+    microbatches: str = "in turn"
+    recompute: str = "none"
+    offload: str = "none"
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
+        words = [f"placement {_placement_name(self.placement)}"]
+        words.append("backward split (I and W)" if self.backward == "split" else "backward whole (B)")
+        for name, how in (("recompute", self.recompute), ("offload", self.offload)):
+            words.append(f"{'no' if how == 'none' else how} {name}")
+        if self.placement.num_pipelines > 1:
+            words.append(f"microbatches dealt to pipelines {self.microbatches}")
+        return ", ".join(words)
+
+
+def _placement_name(placement: Placement) -> str:
+    num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
+    for name, there in (
+        ("one-to-one", one_to_one(num_ranks)),
+        ("V", v_shape(num_ranks)),
+        (f"circular with {num_stages} stages", circular(num_ranks, num_stages)),
+    ):
+        if placement == there:
+            return name
+    pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
+    shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
+    return f"as given ({num_stages} stages{pipelines}{shared})"
 
 
 @dataclass(frozen=True)
@@ -32,7 +76,8 @@ class Plan:
         schedule: checked, and confirmed by simulation.
         makespan: ms, under the links given.
         value: ms, of the objective: the makespan, the span, or the mean makespan.
-        lower_bound: no schedule within the limits has a smaller value (ms).
+        lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
+        certificate: the family of schedules that the bound covers.
         seconds: spent.
         how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact";
             "serial", "repetend" or "ends" where stages are shared.
@@ -43,6 +88,7 @@ class Plan:
     makespan: float
     value: float
     lower_bound: float
+    certificate: Certificate
     seconds: float
     how: str
     timeline: Timeline = field(repr=False, compare=False)
@@ -51,7 +97,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """`value / lower_bound - 1`: the plan is at most this far from the best there is."""
+        """`value / lower_bound - 1`: the plan is at most this far from the best that its certificate covers."""
         return gap(self.value, self.lower_bound)
 
 
@@ -74,6 +120,9 @@ def plan(
 ) -> Plan:
     """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
     (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
+
+    Best and bound are those of the family that `Certificate` names: the placement given, every backward I and W or
+    every one B, nothing recomputed or offloaded, and microbatches dealt to the pipelines in turn.
 
     Args:
         links: delays (ms); none where not given.
@@ -155,7 +204,9 @@ def plan(
     timeline = _timed(schedule, costs, links, mode, limits)
     value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
     bound = certain(search.lower_bound - search.shift, value, problem.described)
-    return Plan(schedule, timeline.makespan, value, bound, time.perf_counter() - began, search.how, timeline)
+    certificate = Certificate(placement, "split" if split else "whole")
+    seconds = time.perf_counter() - began
+    return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
 
 
 def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from penstock.cost import Costs, Links
 from penstock.plan.limits import limits_of
 from penstock.plan.modulo import cp_sat, find_repetends, units_of
-from penstock.plan.plan import Plan
+from penstock.plan.plan import Certificate, Plan
 from penstock.plan.progress import ROUNDING, Progress, certain
 from penstock.plan.repetend import Flow, Instance, Repetend, fits, makespan, peaks, retimed
 from penstock.plan.repetend_bound import flow_bound
@@ -111,7 +111,8 @@ def plan_shared(
         )
     took = timeline.makespan
     proved = certain(bound.makespan, took, search.described)
-    return Plan(schedule, took, took, proved, time.perf_counter() - began, search.how, timeline)
+    certificate = Certificate(placement, "split" if split else "whole")
+    return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)
 
 
 @dataclass
