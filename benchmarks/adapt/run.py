@@ -3,6 +3,7 @@
     python benchmarks/adapt/run.py --out runs/adapt                             # what is missing of 8 x 20 runs
     python benchmarks/adapt/run.py --out runs/adapt --cells emulated-busy-fault --seeds 3
     python benchmarks/adapt/run.py --out runs/adapt --summary benchmarks/adapt/results.json
+    python benchmarks/adapt/run.py --table benchmarks/adapt/results.json        # as in the README
 
 Each run leaves a file CELL/SEED.json in the folder, so that what was interrupted goes on where it was.
 """
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -245,14 +247,40 @@ def of_cell(cell: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found | {"holds": holds, "runs": [{name: row.get(name) for name in kept} for row in rows]}
 
 
+def table(value: Mapping[str, Any]) -> str:
+    """A summary as the README's table."""
+    lines = [
+        "| cell | runs | run again | false decisions | not taken back | answered | steps from onset to decision, to switch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in value["cells"].items():
+        decided = [row["made"] - row["onset"] for row in cell["runs"] if row["answered"]]
+        ran = [row["ran_from"] - row["onset"] for row in cell["runs"] if row["answered"]]
+        after = f"{_spread(decided)}, {_spread(ran)}" if decided else ""
+        answered = f"{cell['answered']} of {cell['num_runs']}" if "answered" in cell else ""
+        lines.append(
+            f"| {name.replace('-', ', ')} | {cell['num_runs']} | {cell['reruns']} | {cell['false_decisions']} "
+            f"| {cell['false_not_taken_back']} | {answered} | {after} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[int]) -> str:
+    return f"{median(values):g} ({min(values)} to {max(values)})"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/adapt"), help="folder of the runs")
     parser.add_argument("--cells", default=",".join(CELLS), help="comma separated, all where not given")
     parser.add_argument("--seeds", type=int, default=20, help="runs of each cell")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--summary", type=Path, help="write a summary of what is there, and run nothing")
+    parser.add_argument("--table", type=Path, help="print a summary as a table, and run nothing")
     given = parser.parse_args(arguments)
+    if given.table is not None:
+        print(table(json.loads(given.table.read_text(encoding="utf-8"))))
+        return 0
     if given.summary is not None:
         value = summary(given.out, f"python benchmarks/adapt/run.py --out OUT --seeds {given.seeds}")
         given.summary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -109,3 +110,11 @@ def test_which_schedules_have_columns() -> None:
         schedule = ps.build(name, 4, 8)
         assert (schedule.columns is not None) == (name not in ("mllm", "distmm")), name
     assert ps.build("pipedream-2bw", 4, 8, window=4).columns is None
+
+
+def test_columns_do_not_travel_with_a_schedule() -> None:
+    schedule = ps.build("zb-h1", 4, 8)
+    assert schedule.columns is not None
+    again = pickle.loads(pickle.dumps(schedule))
+    assert "columns" not in vars(again)
+    assert again == schedule

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.schedule.columns import Columns, columns_of
 from penstock.schedule.errors import ScheduleError
@@ -72,6 +73,9 @@ class Schedule:
             f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages{several}, "
             f"{self.num_microbatches} microbatches, {self.num_ops} ops>"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "columns"}  # which are soon made again
 
     @classmethod
     def of(
