@@ -125,7 +125,8 @@ class Job:
         delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
         least_gain: share of the iteration time that a switch must save.
-        dispatches: the kinds of dispatch that may be chosen.
+        dispatches: the kinds of dispatch that may be chosen; by default those with which trials were judged
+            (benchmarks/adapt), to which hinted may be added.
         may_replan, may_delegate: remedies that may be chosen.
         least_delay: smallest delay, and change of one, that matters (ms); by default a tenth of the mean op.
 
@@ -140,7 +141,7 @@ class Job:
     delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
-    dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
+    dispatches: tuple[Dispatch, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True
     may_delegate: bool = True
     least_delay: float | None = None

@@ -26,8 +26,8 @@ class Steering:
         max_held: most activations each rank may hold, in the units of the costs; None: what the first schedule
             holds in its own order, rank by rank.
         host_memory: how much more each rank may hold while some link is delegated.
-        dispatches, may_replan, may_delegate: the remedies that may be chosen. Links can be delegated only where
-            the transport has delegates.
+        dispatches, may_replan, may_delegate: the remedies that may be chosen. Hinted dispatch is one where it is given:
+            trials of it have not been judged yet. Links can be delegated only where the transport has delegates.
         delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
         least_gain: share of the iteration time that a switch must save.
@@ -44,7 +44,7 @@ class Steering:
     costs: Costs | None = None
     max_held: float | Sequence[float] | None = None
     host_memory: float = 0.0
-    dispatches: tuple[Dispatch | str, ...] = tuple(Dispatch)
+    dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True
     may_delegate: bool = True
     delegate_ms: float = 0.0
