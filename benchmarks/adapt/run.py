@@ -250,7 +250,7 @@ def of_cell(cell: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def table(value: Mapping[str, Any]) -> str:
     """A summary as the README's table."""
     lines = [
-        "| cell | runs | run again | false decisions | not taken back | answered | steps from onset to decision, to switch |",
+        "| cell | runs | run again | false decisions | not taken back | answered | steps to decision, to switch |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, cell in value["cells"].items():
