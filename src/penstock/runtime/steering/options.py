@@ -27,7 +27,8 @@ class Steering:
             holds in its own order, rank by rank.
         host_memory: how much more each rank may hold while some link is delegated.
         dispatches, may_replan, may_delegate: the remedies that may be chosen. Hinted dispatch is one where it is
-            given: trials of it have not been judged yet. Links can be delegated only where the transport has delegates.
+            given: trials of it have not been judged yet. Links can be delegated only where the transport has
+            delegates.
         delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
         least_gain: share of the iteration time that a switch must save.
