@@ -89,7 +89,7 @@ def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
     told = [line for line in err.splitlines() if line.startswith("iteration")]
     assert [line.split()[1] for line in told] == ["1/3", "2/3", "3/3"]
     assert all("simulated" in line and line.endswith("plan 0") for line in told)
-    assert "3 iterations of zb-h1, frozen, on 2 ranks" in out  # readiness first is slower there
+    assert "3 iterations of zb-h1, hinted, on 2 ranks" in out  # as fast as frozen, which "auto" tries after it
 
 
 def test_messages_are_cut_and_it_is_said(run: Run) -> None:

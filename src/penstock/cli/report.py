@@ -72,7 +72,7 @@ def _folder(run: Path) -> Path:
 
 
 def _story(folder: Path, run: Path) -> RunStory:
-    # Imported here: control loads numpy, which the other verbs start without.
+    # Imported here, as only this verb needs all of control.
     from penstock.control import ControlError
     from penstock.control.story import read_story
 

@@ -11,7 +11,9 @@ from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
+from penstock.simulate.auto import choose
 from penstock.simulate.memory import frozen_caps, frozen_peaks, memory_changes
+from penstock.simulate.runner import Runner
 from penstock.simulate.timeline import Timeline, timeline_of
 from penstock.simulate.transport import Blocking, Decoupled, Transport, as_transport
 
@@ -60,8 +62,6 @@ def simulate(
             are above what a cap lets in, or given for a frozen run.
         CostError: costs for another number of stages, or a link between ranks that are not there.
     """
-    from penstock.simulate.runner import Runner  # with numpy, which importing penstock does not need
-
     schedule = remove_communication(schedule)
     costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
     links = Links() if links is None else links
@@ -84,8 +84,6 @@ def simulate(
     through = as_transport(transport)
     considered: tuple[tuple[str, float], ...] = ()
     if policy is None:
-        from penstock.simulate.auto import choose
-
         choice = choose(runner, order, links, through, caps or (), links_at=links_at)
         policy, considered = choice.policy, tuple(choice.means.items())
     ran = runner.run(
