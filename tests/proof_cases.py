@@ -9,9 +9,9 @@ from typing import Any
 
 import penstock as ps
 from exact_solver import Instance, Solved, solve
-from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, span_bound, work_bound
-from penstock.plan.limits import limits_of
-from penstock.plan.problem import pose
+from penstock.planning.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, span_bound, work_bound
+from penstock.planning.limits import limits_of
+from penstock.planning.problem import pose
 
 ROUNDING = 1e-7
 CLAIMED = 1e-4

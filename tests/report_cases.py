@@ -15,10 +15,10 @@ from penstock.control import (
     rehearse,
 )
 from penstock.control.configuration import peaks
-from penstock.control.story import read_story
 from penstock.cost import LinkConditions
-from penstock.draw.report import RunStory
-from penstock.draw.report.story import (
+from penstock.report import RunStory
+from penstock.report.from_logs import read_story
+from penstock.report.run_story import (
     Alarms,
     Decided,
     Iteration,

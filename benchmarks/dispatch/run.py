@@ -27,9 +27,9 @@ from penstock.bench.machine import machine
 from penstock.control.configuration import digest_of
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
 from penstock.simulate.auto import POLICIES, choose, jittered
-from penstock.simulate.order import Order
+from penstock.simulate.lowered import Order
 from penstock.simulate.runner import Runner
 from penstock.simulate.transport import Decoupled
 

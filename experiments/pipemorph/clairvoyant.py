@@ -15,7 +15,7 @@ from statistics import fmean, median
 import penstock as ps
 from penstock.control import Configuration, Job, run_once
 from penstock.cost import LinkConditions
-from penstock.plan import adapted_warmups, initial_warmups, slow_link_schedule
+from penstock.planning import adapted_warmups, initial_warmups, slow_link_schedule
 
 SEARCH = 1.0
 """Seconds that `ps.plan` searches, with the mean delays of the iteration."""

@@ -38,7 +38,7 @@ from penstock.cost import Mesh, Ring
 from penstock.cost.mesh import Group
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
 from penstock.draw.charts.parts import Hue
-from penstock.plan import slow_link_schedule
+from penstock.planning import slow_link_schedule
 
 MODEL = MODELS["7B"]
 COSTS = costs_of(MODEL)

@@ -26,7 +26,7 @@ from results import command, table
 
 import penstock as ps
 from penstock.draw.chart import Axis, Figure, Line, line_chart
-from penstock.plan import adapted_warmups, slow_link_schedule
+from penstock.planning import adapted_warmups, slow_link_schedule
 
 SIZES = ((3, 6), (4, 12), (6, 24), (8, 32))
 STEPS = (2, 5, 10, 20, 30)

@@ -27,7 +27,7 @@ from systems import Setting, settled
 import penstock as ps
 from penstock.control import Configuration, Job, run_once
 from penstock.draw.chart import Axis, Figure, Level, Line, line_chart
-from penstock.plan import initial_warmups, slow_link_schedule
+from penstock.planning import initial_warmups, slow_link_schedule
 
 MODEL = CHAIN_8
 DELAY = 60.0

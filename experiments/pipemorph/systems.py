@@ -27,7 +27,7 @@ from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.over_time import Trace
-from penstock.plan import slow_link_schedule
+from penstock.planning import slow_link_schedule
 
 SYSTEMS = ("1f1b", "zb", "pipemorph-cpu", "pipemorph", "dynamic, direct", "dynamic", "ours")
 HOSTED = "ours, host"

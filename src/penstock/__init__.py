@@ -18,7 +18,7 @@ from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.passes import repeat_windows
-from penstock.plan import Expected, Plan, plan
+from penstock.planning import Expected, Plan, plan
 from penstock.program import (
     Branch,
     NewOp,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.plan.bounds import work_bound
-from penstock.plan.problem import pose
-from penstock.plan.search import time_of
+from penstock.planning.bounds import work_bound
+from penstock.planning.problem import pose
+from penstock.planning.search import time_of
 from strategies import times
 
 PLACEMENTS = {

@@ -17,7 +17,7 @@ from penstock.runtime.executors.local import run_local
 from penstock.runtime.transports.local import LocalTransport, Switchboard
 from penstock.runtime.wiring import wire
 from penstock.runtime.worker import Worker
-from penstock.schedule.untimed import needed_channel_depth
+from penstock.schedule.liveness import needed_channel_depth
 from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
 from strategies import RUN_TOGETHER
 

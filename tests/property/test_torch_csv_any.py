@@ -21,8 +21,8 @@ from penstock.formats import from_torch_csv, to_torch_csv
 from penstock.formats.torch_csv import BOOKKEEPING
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule import Op, declare_shown_order
-from penstock.schedule.messages import run_rendezvous
 from penstock.schedule.op import COMMUNICATION
+from penstock.schedule.send_recv import run_rendezvous
 from strategies import library_schedules
 
 pytestmark = pytest.mark.property

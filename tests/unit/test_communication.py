@@ -12,7 +12,7 @@ from torch import nn
 import penstock as ps
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule import Op, StageGraph
-from penstock.schedule.messages import run_rendezvous
+from penstock.schedule.send_recv import run_rendezvous
 
 pytestmark = pytest.mark.unit
 

@@ -41,7 +41,7 @@ from penstock.control import (
 )
 from penstock.control.configuration import fits, job_from_json, job_to_json, peaks
 from penstock.cost import LinkConditions
-from penstock.plan import adapted_warmups
+from penstock.planning import adapted_warmups
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from penstock.plan import flushed_schedules
+from penstock.planning import flushed_schedules
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.plan.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, work_bound
-from penstock.plan.problem import pose
-from penstock.plan.search import time_of
+from penstock.planning.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, work_bound
+from penstock.planning.problem import pose
+from penstock.planning.search import time_of
 from penstock.schedule import one_to_one, v_shape
 
 

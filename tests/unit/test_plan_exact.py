@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.plan import exact
-from penstock.plan.bounds import jackson_bound, work_bound
-from penstock.plan.named import fits
-from penstock.plan.problem import Problem, pose
-from penstock.plan.search import Search, Space, greedy, time_of
+from penstock.planning import exact
+from penstock.planning.bounds import jackson_bound, work_bound
+from penstock.planning.library_starts import fits
+from penstock.planning.problem import Problem, pose
+from penstock.planning.search import Search, Space, greedy, time_of
 from penstock.schedule import one_to_one
 
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.plan import plan as planner
-from penstock.plan.limits import limits_of
-from penstock.plan.modulo import ROUNDED_UNITS, find_repetends, units_of
-from penstock.plan.progress import Progress
-from penstock.plan.repetend import Block, Flow, Need, Repetend, makespan, peaks, retimed
-from penstock.plan.repetend_bound import flow_bound, follows
-from penstock.plan.repetend_flow import placed_flow
-from penstock.plan.repetend_plan import plan_shared
-from penstock.plan.repetend_rounds import rounds
+from penstock.planning import plan as planner
+from penstock.planning.limits import limits_of
+from penstock.planning.periodic.bound import flow_bound, follows
+from penstock.planning.periodic.flow import placed_flow
+from penstock.planning.periodic.model import Block, Flow, Need, Repetend, makespan, peaks, retimed
+from penstock.planning.periodic.modulo import ROUNDED_UNITS, find_repetends, units_of
+from penstock.planning.periodic.plan import plan_shared
+from penstock.planning.periodic.rounds import rounds
+from penstock.planning.progress import Progress
 
 pytest.importorskip("ortools", reason="needs the extra `exact`")
 

@@ -7,8 +7,9 @@ import math
 import pytest
 
 import penstock as ps
-from penstock.plan import repetend_plan, spans, steps
-from penstock.plan.repetend_bound import FlowBound
+from penstock.planning import span_objective, strategy
+from penstock.planning.periodic import plan as periodic_plan
+from penstock.planning.periodic.bound import FlowBound
 from penstock.schedule import Op
 
 
@@ -45,8 +46,8 @@ def test_the_bound_of_the_span_is_not_above_a_schedule_whose_ranks_begin_with_an
 
 def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
-    steps.compile_all()
-    for goal, module in (("makespan", steps), ("span", spans)):
+    strategy.compile_all()
+    for goal, module in (("makespan", strategy), ("span", span_objective)):
         with monkeypatch.context() as patch:
             patch.setattr(module, "jackson_bound", lambda problem: 1000.0)
             with pytest.raises(
@@ -60,7 +61,7 @@ def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytes
 
 def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))
-    monkeypatch.setattr(repetend_plan, "flow_bound", lambda *_: FlowBound(1000.0, "not true", 1.0))
+    monkeypatch.setattr(periodic_plan, "flow_bound", lambda *_: FlowBound(1000.0, "not true", 1.0))
     with pytest.raises(ps.ScheduleError, match=r"lower bound is 1000\.0 ms, but a schedule takes"):
         ps.plan(ps.Costs([1, 1, 1, 1], [0] * 4, [0] * 4, b=[1, 3, 3, 1]), 2, 3, placement=placement, split=False)
 

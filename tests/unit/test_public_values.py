@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.plan.space import search_space
+from penstock.planning.program_search import search_space
 from penstock.runtime.agreement import schedule_digest
 from penstock.schedule.short_repr import short_repr
 

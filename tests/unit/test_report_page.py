@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.control.story import read_story
-from penstock.draw.report import RunStory, to_page
-from penstock.draw.report.story import (
+from penstock.report import RunStory, to_page
+from penstock.report.from_logs import read_story
+from penstock.report.run_story import (
     Alarms,
     Fault,
     Memory,
@@ -23,7 +23,7 @@ from penstock.draw.report.story import (
     Shares,
     Shown,
 )
-from penstock.draw.report.words import headline, seconds
+from penstock.report.words import headline, seconds
 from report_cases import Page, decided, iteration, log_of, story_of, told
 
 pytestmark = pytest.mark.unit
@@ -134,8 +134,6 @@ def test_the_page_stays_as_it_was(golden: Callable[[str, str], None]) -> None:
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
 def test_the_script_parses(tmp_path: Path) -> None:
     script = tmp_path / "report.js"
-    script.write_text(
-        files("penstock.draw.report").joinpath("report.js").read_text(encoding="utf-8"), encoding="utf-8"
-    )
+    script.write_text(files("penstock.report").joinpath("report.js").read_text(encoding="utf-8"), encoding="utf-8")
     done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr

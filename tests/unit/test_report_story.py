@@ -20,10 +20,10 @@ from penstock.control import (
     rehearse,
     run_once,
 )
-from penstock.control.story import read_story
 from penstock.cost import LinkConditions
-from penstock.draw.report import to_page
-from penstock.draw.report.story import (
+from penstock.report import to_page
+from penstock.report.from_logs import read_story
+from penstock.report.run_story import (
     Alarms,
 )
 from report_cases import COSTS, LATE, job, log_of, story_of

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.draw.report import RunStory
-from penstock.draw.report.story import (
+from penstock.report import RunStory
+from penstock.report.run_story import (
     Shares,
     runs_of,
 )
-from penstock.draw.report.words import headline, more, seconds
+from penstock.report.words import headline, more, seconds
 from report_cases import COSTS, decided, iteration, told
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ import pytest
 
 import penstock as ps
 from penstock.library import ASYNCHRONOUS
-from penstock.plan.space import fold, placements_of, search_space
+from penstock.planning.program_search import fold, placements_of, search_space
 
 SYNCHRONOUS = [n for n in ps.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 

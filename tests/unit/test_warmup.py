@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.plan import (
+from penstock.planning import (
     adapted_warmups,
     initial_warmups,
     needed_slack,

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.weights import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
-from penstock.schedule.ahead import backward_steps, forward_steps, updates_ahead
+from penstock.schedule.staleness import backward_steps, forward_steps, updates_ahead
 from penstock.schedule.updates import RULES
 
 pytestmark = pytest.mark.unit

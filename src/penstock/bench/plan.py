@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.plan import plan, steps
-from penstock.plan.bounds import jackson_bound
-from penstock.plan.problem import Problem, pose
-from penstock.plan.search import Search, Space, greedy, list_by_class, time_of
+from penstock.planning import plan, strategy
+from penstock.planning.bounds import jackson_bound
+from penstock.planning.problem import Problem, pose
+from penstock.planning.search import Search, Space, greedy, list_by_class, time_of
 from penstock.schedule import one_to_one
 
 SPEED_SIZES = ((8, 32), (32, 128), (128, 1024), (1024, 4096))
@@ -49,7 +49,7 @@ def posed(costs: Costs, links: Links, num_microbatches: int, cap: float) -> Prob
 
 def speeds(seed: int, seconds: float = 10.0) -> list[dict[str, Any]]:
     """Medians of list scheduling and of timing the order it made, compiled and warm; about `seconds` a size."""
-    steps.compile_all()
+    strategy.compile_all()
     random, rows = np.random.default_rng(seed), []
     for num_ranks, num_microbatches in SPEED_SIZES:
         problem = posed(*draw(num_ranks, random), num_microbatches, float(num_ranks))
@@ -87,7 +87,7 @@ def _timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
     """Without a memory cap: the gap of bound and list scheduling alone, with their ms, and within a second."""
-    steps.compile_all()
+    strategy.compile_all()
     for num_ranks, num_microbatches in FREE_SIZES:
         random, instances = np.random.default_rng([seed, num_ranks]), []
         for _ in range(num_instances):
@@ -114,7 +114,7 @@ def tight(
     num_instances: int, seed: int, sizes: Sequence[tuple[int, int, float]] = TIGHT_SIZES
 ) -> Iterator[dict[str, Any]]:
     """With the tight cap: the gap proved in the time given, and how far list scheduling was from that bound."""
-    steps.compile_all()
+    strategy.compile_all()
     for num_ranks, num_microbatches, seconds in sizes:
         random, instances = np.random.default_rng([seed, num_ranks, 1]), []
         for number in range(num_instances):

@@ -17,7 +17,7 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, numbers
 from penstock.cli.output import in_colour, print_json
-from penstock.plan import Progress
+from penstock.planning import Progress
 from penstock.schedule import circular, one_to_one, v_shape
 
 PLACEMENTS = {"one-to-one": 1, "circular": 2, "v": 2}

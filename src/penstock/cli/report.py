@@ -15,9 +15,9 @@ from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import print_json
-from penstock.draw.report import RunStory, to_page
-from penstock.draw.report.words import headline, more
 from penstock.formats.files import write_whole
+from penstock.report import RunStory, to_page
+from penstock.report.words import headline, more
 
 LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"
 TOLD = ("model", "device", "costs", "transport", "store", "link", "links")
@@ -74,7 +74,7 @@ def _folder(run: Path) -> Path:
 def _story(folder: Path, run: Path) -> RunStory:
     # Imported here, as only this verb needs all of control.
     from penstock.control import ControlError
-    from penstock.control.story import read_story
+    from penstock.report.from_logs import read_story
 
     name = (run.parent if run.name == LOG else run).resolve().name
     try:

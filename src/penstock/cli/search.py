@@ -14,7 +14,7 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out
 from penstock.cli.output import in_colour, print_json
-from penstock.plan.space import Outcome, search_space
+from penstock.planning.program_search import Outcome, search_space
 from penstock.program.placements import circular
 from penstock.program.placements import shared_ends as with_shared_ends
 

@@ -25,8 +25,8 @@ from penstock.control.runners import order_of, runner_of
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
 from penstock.passes.reorder import with_orders_of
-from penstock.plan import initial_warmups, slow_link_schedule
-from penstock.plan.slow_links import Rule
+from penstock.planning import initial_warmups, slow_link_schedule
+from penstock.planning.slow_links import Rule
 from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.simulate.transport import Decoupled
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant
 from penstock.dispatch import Dispatch
-from penstock.plan import slow_link_schedule
+from penstock.planning import slow_link_schedule
 from penstock.schedule import Schedule
-from penstock.schedule.messages import remove_communication
-from penstock.simulate.order import Order
+from penstock.schedule.send_recv import remove_communication
+from penstock.simulate.lowered import Order
 from penstock.simulate.runner import Runner
 from penstock.simulate.transport import Blocking, Decoupled
 

@@ -18,12 +18,12 @@ from functools import cached_property
 import numpy as np
 
 from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.async_ops import launches, rows_of
 from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
 from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered, starts_of
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
-from penstock.schedule.streams import launches, rows_of
 from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import one_message_a_rank
 

@@ -32,7 +32,7 @@ from penstock.dispatch.tables import (
     Tables,
 )
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
-from penstock.schedule.streams import joined
+from penstock.schedule.async_ops import joined
 
 CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
 

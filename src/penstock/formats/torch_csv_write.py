@@ -18,8 +18,8 @@ from typing import Literal
 from penstock.formats.torch_csv import ACTIONS
 from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
-from penstock.schedule.messages import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.op import FORWARD
+from penstock.schedule.send_recv import has_communication, remove_communication, run_rendezvous
 from penstock.schedule.text import unit_columns
 
 Form = Literal["compute_only", "compute_comms"]

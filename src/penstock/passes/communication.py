@@ -24,7 +24,7 @@ from dataclasses import replace
 from penstock.cost import Costs
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.messages import other_end, remove_communication, send_of
+from penstock.schedule.send_recv import other_end, remove_communication, send_of
 
 __all__ = ["add_communication", "remove_communication"]
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from penstock.cost import Costs
 from penstock.dispatch import Graph
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.untimed import activations_added
+from penstock.schedule.liveness import activations_added
 from penstock.simulate.simulate import memory_changes
 
 _EPSILON = 1e-9

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.streams import require_no_streams
+from penstock.schedule.async_ops import require_no_streams
 from penstock.schedule.updates import OWNER
 
 

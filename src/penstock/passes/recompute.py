@@ -10,7 +10,7 @@ from penstock.dispatch import Graph, lower
 from penstock.passes.memory import Memory, memory_of
 from penstock.passes.network import check_costs
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
-from penstock.schedule.streams import require_no_streams
+from penstock.schedule.async_ops import require_no_streams
 
 
 def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> Schedule:

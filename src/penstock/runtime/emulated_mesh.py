@@ -29,7 +29,7 @@ from penstock.runtime.message import Payload
 from penstock.runtime.transport_choice import TransportChoice
 from penstock.runtime.transports.conditioned import Conditions
 from penstock.schedule import Op
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
 from penstock.simulate.mesh import (
     MeshTimeline,
     TimedReduction,

@@ -27,7 +27,7 @@ from penstock.runtime.steering import Steering, steer
 from penstock.runtime.transport_choice import DelegateOptions
 from penstock.runtime.transports.crossing import Crossing
 from penstock.schedule import Op, Schedule, check
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.simulate import frozen_caps, memory_changes
 

@@ -63,7 +63,7 @@ from penstock.runtime.user_state import Stateful
 from penstock.runtime.wiring import Wiring
 from penstock.runtime.worker import Worker
 from penstock.schedule import Schedule
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
 from penstock.simulate import Timeline
 
 

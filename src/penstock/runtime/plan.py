@@ -10,8 +10,8 @@ from penstock.cost import Costs
 from penstock.runtime.transports.channel import Expected, Tags, expected_by_channel
 from penstock.runtime.wiring import Wiring, wire
 from penstock.schedule import Schedule
+from penstock.schedule.liveness import most_ahead, run_untimed
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
-from penstock.schedule.untimed import most_ahead, run_untimed
 from penstock.simulate.simulate import frozen_peaks, memory_changes
 
 EVALUATION_WINDOW = 4

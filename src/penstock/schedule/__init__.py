@@ -2,13 +2,13 @@
 
 from penstock.schedule.check import check
 from penstock.schedule.errors import ScheduleError
+from penstock.schedule.liveness import needed_channel_depth, peak_in_flight
 from penstock.schedule.microbatch_order import MicrobatchOrder, declare_order, declare_shown_order
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.text import parse, to_text
-from penstock.schedule.untimed import needed_channel_depth, peak_in_flight
 from penstock.schedule.updates import (
     NEWEST,
     RULES,
@@ -18,7 +18,7 @@ from penstock.schedule.updates import (
     require_no_updates,
     with_updates,
 )
-from penstock.schedule.versions import count_versions
+from penstock.schedule.weight_versions import count_versions
 
 __all__ = [
     "NEWEST",

@@ -22,9 +22,9 @@ from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
+from penstock.simulate.lowered import Array, Order
 from penstock.simulate.memory import frozen_caps
-from penstock.simulate.order import Array, Order
 from penstock.simulate.runner import Runner
 from penstock.simulate.transport import Transport, as_transport
 

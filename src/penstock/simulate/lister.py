@@ -17,7 +17,7 @@ from penstock.dispatch.queues import QueueGraph
 from penstock.dispatch.tables import Tables
 from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule
-from penstock.schedule.streams import rows_of as rows_of_ops
+from penstock.schedule.async_ops import rows_of as rows_of_ops
 from penstock.simulate import listing
 
 COMPILE_ABOVE = 20_000

@@ -26,13 +26,13 @@ from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine.compiled import compiled
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, W
-from penstock.schedule.streams import rows_of, with_launches
 from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
+from penstock.simulate.link_arrays import depths, passed
+from penstock.simulate.lowered import Order
 from penstock.simulate.memory import by_kind_and_stage, memory_changes
-from penstock.simulate.order import Order
-from penstock.simulate.passed import depths, passed
 from penstock.simulate.transport import Blocking, Transport
 
 

@@ -10,7 +10,7 @@ from penstock.cost.conditions import Lines
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.messages import remove_communication
+from penstock.schedule.send_recv import remove_communication
 from penstock.simulate.auto import choose
 from penstock.simulate.memory import frozen_caps, frozen_peaks, memory_changes
 from penstock.simulate.runner import Runner

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule
-from penstock.schedule.streams import with_launches
+from penstock.schedule.async_ops import with_launches
 
 T = TypeVar("T")
 

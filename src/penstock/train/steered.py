@@ -1,6 +1,6 @@
 """What a run's records say in the end: which links were slow and when, what was decided, and what that saved.
 
-It is the story that `penstock report` tells on its page (`penstock.control.story`), in a few lines.
+It is the story that `penstock report` tells on its page (`penstock.report.from_logs`), in a few lines.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 from penstock.control import ControlError
-from penstock.control.story import read_story
-from penstock.draw.report import RunStory
-from penstock.draw.report.words import headline
+from penstock.report import RunStory
+from penstock.report.from_logs import read_story
+from penstock.report.words import headline
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16

@@ -1,13 +1,13 @@
 """Schedules made for the model: the best program of each placement over its measured costs.
 
-The planner's search over placements, rules and traversals (`plan/space.py`, FlexPipe's section 6) finds them. It is
-run for the shapes of the best library candidates only, as it takes longer than building from the library.
+The planner's search over placements, rules and traversals (`planning/program_search.py`, FlexPipe's section 6) finds
+them. It is run for the shapes of the best library candidates only, as it takes longer than building from the library.
 """
 
 from __future__ import annotations
 
 from penstock.cost import Costs, Links
-from penstock.plan.space import placements_of, search_space
+from penstock.planning.program_search import placements_of, search_space
 from penstock.runtime import partition
 from penstock.schedule import ScheduleError
 from penstock.tune.profile import Profile, Transfer

@@ -27,7 +27,7 @@ from penstock.runtime.weights.predicting import require_state_everywhere
 from penstock.runtime.weights.read import Read, Spot
 from penstock.runtime.weights.rule import Rule
 from penstock.schedule import Schedule
-from penstock.schedule.ahead import backward_steps, forward_steps
+from penstock.schedule.staleness import backward_steps, forward_steps
 
 
 class MomentumPrediction(Rule):

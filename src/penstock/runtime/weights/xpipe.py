@@ -25,7 +25,7 @@ from penstock.runtime.weights.predicting import require_state_everywhere
 from penstock.runtime.weights.read import Read, Spot
 from penstock.runtime.weights.rule import Rule
 from penstock.schedule import Schedule
-from penstock.schedule.ahead import updates_ahead
+from penstock.schedule.staleness import updates_ahead
 
 
 class AdamPrediction(Rule):

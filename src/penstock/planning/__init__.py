@@ -1,0 +1,28 @@
+"""The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
+
+from penstock.planning.objective import Expected
+from penstock.planning.plan import Certificate, Plan, plan
+from penstock.planning.program_search import Found, Outcome, search_space
+from penstock.planning.progress import Progress
+from penstock.planning.slow_links import slow_link_schedule
+from penstock.planning.synchronous_baselines import Flushed, flushed_schedules
+from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
+
+__all__ = [
+    "Certificate",
+    "Expected",
+    "Flushed",
+    "Found",
+    "Outcome",
+    "Plan",
+    "Progress",
+    "adapted_warmups",
+    "flushed_schedules",
+    "initial_warmups",
+    "needed_slack",
+    "plan",
+    "search_space",
+    "slow_link_schedule",
+    "tolerance",
+    "tolerances",
+]

@@ -1,0 +1,262 @@
+"""Lower bounds: no schedule of the problem, however clever, ends sooner. From the weakest to the strongest:
+
+    busy        the way to a rank, all its work, the way from it to the end
+    round trip  the way of the first microbatch down the chain and back, all its work, less the forwards that fit
+                before it under the cap
+    path        the longest path, with the order within queues and with memory: a forward waits for an older
+                microbatch to be freed
+    Jackson     for each rank, all its ops between the earliest moments they can start (heads) and the least that
+                must follow them (tails), cut into pieces at will (Jackson's preemptive schedule)
+    work        Jackson's again, with heads and tails that also count all the work an op's own rank must do before
+                and after it; it costs the square of a rank's ops
+
+A forward's wait for memory, from FIFO order alone: with room for c = cap / activation microbatches of which I frees
+the share s, F(j) needs I(j - floor(c)) ended, since no microbatch is freed before its I; and as at most j of the I
+can have ended, W(j - 1 - floor((c - 1) / (1 - s))) too. Where a rank hosts several stages, a microbatch that has not
+run I of one stage also holds what the stages before it keep, so c is smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.compiled import compiled
+from penstock.planning import longest_paths
+from penstock.planning.problem import NONE, Array, Problem, Queues
+
+_EPSILON = 1e-9
+_NOTHING = np.empty((0, 1), np.int64)
+
+
+class Waits(NamedTuple):
+    """What `longest_paths.heads` needs besides the queues: a topological order, and waits for memory."""
+
+    order: Array
+    release: Array
+    lag: Array
+
+
+def waits(problem: Problem) -> Waits:
+    """The order of the queues and which op each forward waits for to be freed."""
+    queues = problem.queues
+    num_queues = len(queues.rank)
+    release, lag = np.full((2, num_queues), NONE, np.int64), np.zeros((2, num_queues), np.int64)
+    number = {
+        (kind, stage, int(pipeline)): q
+        for q, (kind, stage, pipeline) in enumerate(zip(problem.kind, problem.stage, queues.pipeline, strict=True))
+    }
+    for (kind, stage, pipeline), q in number.items():
+        r = int(queues.rank[q])
+        cap = float(queues.cap[r]) * (1 + _EPSILON)
+        if kind != "F" or queues.memory[q] <= 0 or math.isinf(cap):
+            continue
+        before = [
+            queues.memory[other]
+            for other in range(queues.rank_first[r], queues.rank_first[r + 1])
+            if problem.kind[other] == "F" and queues.pipeline[other] == pipeline and problem.stage[other] <= stage
+        ]
+        room = cap / float(sum(before))
+        back = number.get(("I", stage, pipeline), number.get(("B", stage, pipeline), NONE))
+        if room < queues.size[q]:
+            release[0, q], lag[0, q] = back, max(1, math.floor(room))
+        weight = number.get(("W", stage, pipeline), NONE)
+        if weight != NONE and queues.memory[weight] < 0:
+            kept = -queues.memory[weight] / queues.memory[q]
+            behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + _EPSILON)
+            if behind < queues.size[q]:
+                release[1, q], lag[1, q] = weight, max(1, behind)
+    return Waits(_topological(queues), release, lag)
+
+
+def _topological(queues: Queues) -> Array:
+    """Queues, each after those it waits for, one chain at a time so that walking them touches memory in order."""
+    order: list[int] = []
+    needs = (queues.message_from >= 0).astype(int) + (queues.local_from >= 0)
+    ready = [q for q in range(len(needs) - 1, -1, -1) if needs[q] == 0]
+    missing = needs.tolist()
+    to = [queues.message_to.tolist(), queues.local_to.tolist()]
+    while ready:
+        q = ready.pop()
+        order.append(q)
+        for after in (to[1][q], to[0][q]):
+            if after >= 0:
+                missing[after] -= 1
+                if missing[after] == 0:
+                    ready.append(after)
+    return np.array(order, np.int64)
+
+
+def turned_waits(given: Waits) -> Waits:
+    """The same for the problem with time turned round: what frees memory there is what takes it here."""
+    release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
+    for row, steps in zip(given.release, given.lag, strict=True):
+        for q in np.flatnonzero(row >= 0):
+            release[0, row[q]], lag[0, row[q]] = q, steps[q]
+    return Waits(given.order[::-1].copy(), release, lag)
+
+
+_FAR = 2**40
+"""Further back than any op."""
+
+
+def behind(queues: Queues, given: Waits) -> Array:
+    """How far behind the other queues of its rank each is at least, by shortest paths; see `longest_paths.heads`."""
+    width = int(np.diff(queues.rank_first).max(initial=1))
+    result = np.full((len(queues.rank), width), _FAR, np.int64)
+    for r in range(queues.num_ranks):
+        first, end = int(queues.rank_first[r]), int(queues.rank_first[r + 1])
+        steps = np.full((end - first, end - first), _FAR, np.int64)
+        for q in range(first, end):
+            steps[q - first, q - first] = 1
+            for before, lag in (
+                (queues.message_from[q], 0),
+                (queues.local_from[q], 0),
+                (given.release[0, q], given.lag[0, q]),
+                (given.release[1, q], given.lag[1, q]),
+            ):
+                if first <= before < end:
+                    steps[q - first, before - first] = min(steps[q - first, before - first], lag)
+        for k in range(end - first):
+            steps = np.minimum(steps, steps[:, k : k + 1] + steps[k : k + 1, :])
+        result[first:end, : end - first] = np.minimum(steps, _FAR)
+    return result
+
+
+def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = False) -> tuple[Array, Array]:
+    """Per op, ms before it can start, and ms that must follow its end (numbered from each queue's last op).
+
+    With `work`, both count the work of the op's own rank too.
+    """
+    queues = problem.queues
+    given = waits(problem) if given is None else given
+    turned, back = queues.turned(), turned_waits(given)
+    return (
+        _heads(queues, given, queues.release[queues.rank], behind(queues, given) if work else _NOTHING),
+        _heads(turned, back, queues.tail[queues.rank], behind(turned, back) if work else _NOTHING),
+    )
+
+
+def _heads(queues: Queues, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
+    head = np.empty(queues.num_ops)
+    compiled(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
+    return head
+
+
+def busy_bound(problem: Problem) -> float:
+    """For each rank: the shortest way to one of its ops, all its work, the shortest way on from one of its ops."""
+    queues = problem.queues
+    if queues.num_ops == 0:
+        return 0.0
+    order = _topological(queues).tolist()
+    to, onwards = _way(queues, order), _way(queues.turned(), order[::-1])
+    work = queues.duration * queues.size
+    bound = 0.0
+    for r in range(queues.num_ranks):
+        mine = [q for q in range(queues.rank_first[r], queues.rank_first[r + 1]) if queues.size[q] > 0]
+        if mine:
+            bound = max(bound, min(to[q] for q in mine) + float(work[mine].sum()) + min(onwards[q] for q in mine))
+    return bound
+
+
+def ways(queues: Queues) -> list[float]:
+    """The longest path of one microbatch to each queue (ms)."""
+    return _way(queues, _topological(queues).tolist())
+
+
+def _way(queues: Queues, order: Sequence[int]) -> list[float]:
+    way = [0.0] * len(queues.rank)
+    for q in order:
+        message, local = int(queues.message_from[q]), int(queues.local_from[q])
+        if message >= 0:
+            way[q] = max(way[q], way[message] + float(queues.duration[message] + queues.delay[q]))
+        if local >= 0:
+            way[q] = max(way[q], way[local] + float(queues.duration[local]))
+    return way
+
+
+def round_trip_bound(problem: Problem) -> float:
+    """For each rank with one stage: till the first backward can start it runs at most the forwards that fit.
+
+    The first round trip, plus all its work, less those forwards.
+    """
+    queues = problem.queues
+    to = ways(queues)
+    bound = 0.0
+    for r in range(queues.num_ranks):
+        mine = list(range(queues.rank_first[r], queues.rank_first[r + 1]))
+        kinds = [problem.kind[q] for q in mine]
+        if kinds.count("F") != 1 or queues.size[mine[0]] == 0:
+            continue
+        forward = mine[kinds.index("F")]
+        back = int(queues.local_to[forward])
+        held = float(queues.memory[forward])
+        count = int(queues.size[forward])
+        if held > 0 and math.isfinite(queues.cap[r]):
+            count = min(count, math.floor(float(queues.cap[r]) * (1 + _EPSILON) / held))
+        work = float((queues.duration[mine] * queues.size[mine]).sum())
+        bound = max(bound, to[back] + work - count * float(queues.duration[forward]))
+    return bound
+
+
+def path_bound(problem: Problem) -> float:
+    """The longest path with the order within queues and the waits for memory."""
+    head, tail = heads_and_tails(problem)
+    return float(compiled(longest_paths).longest_path(problem.queues, head, tail))
+
+
+def jackson_bound(problem: Problem) -> float:
+    """The largest over ranks of Jackson's preemptive schedule with heads and tails."""
+    return _jackson(problem, work=False)
+
+
+def work_bound(problem: Problem) -> float:
+    """The same with heads and tails that count the work of an op's own rank."""
+    return _jackson(problem, work=True)
+
+
+def work_is_cheap(problem: Problem) -> bool:
+    """Whether `work_bound` takes less than about a second."""
+    queues = problem.queues
+    on_rank = np.diff(queues.row_first).astype(float)
+    return float((on_rank**2).sum()) < 2e8
+
+
+def _jackson(problem: Problem, work: bool) -> float:
+    queues = problem.queues
+    head, tail = heads_and_tails(problem, work=work)
+    width = int(np.diff(queues.rank_first).max(initial=1))
+    return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
+
+
+def span_bound(problem: Problem) -> float:
+    """No rank's span (last end less first start) can be shorter for all ranks: the largest of its bounds.
+
+    A rank that hosts stages of one pipeline begins with the first op of the first of them. Jackson's schedule
+    with heads counted from there, and tails to the last op on the same rank.
+    """
+    queues = problem.queues
+    given = waits(problem)
+    back = turned_waits(given)
+    module = compiled(longest_paths)
+    bound = 0.0
+    for r in range(queues.num_ranks):
+        mine = np.arange(queues.rank_first[r], queues.rank_first[r + 1])
+        work = float((queues.duration[mine] * queues.size[mine]).sum())
+        bound = max(bound, work)
+        if len(mine) == 0 or len(set(queues.pipeline[mine].tolist())) != 1:
+            continue
+        root = min(mine.tolist(), key=lambda q: (problem.kind[q] != "F", problem.stage[q]))
+        floor = np.full(len(queues.rank), longest_paths.NEVER)
+        floor[root] = 0.0
+        head = _heads(queues, given, floor, _NOTHING, first_only=True)
+        floor = np.full(len(queues.rank), longest_paths.NEVER)
+        floor[mine] = 0.0
+        tail = _heads(queues.turned(), back, floor, _NOTHING)
+        bound = max(
+            bound, float(module.jackson(queues, r, head, tail, np.empty(len(mine), np.int64), np.empty(len(mine))))
+        )
+    return bound

@@ -1,0 +1,225 @@
+"""List scheduling and the timing of fixed orders, over the arrays of `problem`. Written to be compiled.
+
+`list_ops` goes from event to event: the rank that can start something first picks, among the ops it could start
+then, the one of least value. With `wait[r]` above 0 the rank may also pick an op that becomes ready within so many
+ms, and stands idle till then: greedy never waits, and what it starts instead can block the better op for longer.
+
+Memory never ends in a deadlock: where a rank holds activations of several stages, an op that takes memory starts
+only if the rank can still finish the microbatches it has begun, oldest first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.planning import min_tree
+from penstock.planning.min_tree import least_of, sift
+
+COMPILED_WITH = (min_tree,)
+
+Array = Any
+INFINITE = 1e300
+EPSILON = 1e-9
+"""Slack on memory caps, as a share of the cap, for sums of floats."""
+
+
+def list_ops(
+    p: Any, values: Array, wait: Array, turned: bool, start: Array, row: Array, state: Array, times: Array
+) -> float:
+    """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
+
+    Args:
+        p: `Queues`.
+        values: per op, least first.
+        wait: per rank, ms.
+        turned: op j of a queue is number size - 1 - j in `values` and `start`.
+        start: out, per op.
+        row: out, queue ids in the order of the ranks' ops.
+        state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
+    """
+    rank, pipeline, rank_first, count, op_first = p.rank, p.pipeline, p.rank_first, p.size, p.op_first
+    duration, memory, cap = p.duration, p.memory, p.cap
+    message_from, delay, local_from = p.message_from, p.delay, p.local_from
+    message_to, local_to = p.message_to, p.local_to
+    num_queues, num_ranks = len(rank), len(cap)
+    head, placed, several = state[:num_queues], state[num_queues : num_queues + num_ranks], state[-num_ranks:]
+    ready = times[:num_queues]
+    free = times[num_queues : num_queues + num_ranks]
+    held = times[num_queues + num_ranks : num_queues + 2 * num_ranks]
+    limit = times[num_queues + 2 * num_ranks : num_queues + 3 * num_ranks]
+    leaves = 1
+    while leaves < num_ranks:
+        leaves *= 2
+    tree = times[num_queues + 3 * num_ranks : num_queues + 3 * num_ranks + 2 * leaves]
+
+    # Inner functions are compiled in place: a call across which all arrays travel costs more than what it does.
+    def may_take(q, r):  # type: ignore[no-untyped-def]
+        """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
+        level = held[r] + memory[q]
+        return memory[q] <= 0 or (
+            level <= limit[r]
+            and (
+                several[r] == 0
+                or can_finish(q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline)
+            )
+        )
+
+    def earliest(r):  # type: ignore[no-untyped-def]
+        """When rank r can start an op next, as far as is known."""
+        found = INFINITE
+        for q in range(rank_first[r], rank_first[r + 1]):
+            if ready[q] < found and may_take(q, r):
+                found = ready[q]
+        return max(found, free[r])
+
+    def number(q, j):  # type: ignore[no-untyped-def]
+        return op_first[q] + (count[q] - 1 - j if turned else j)
+
+    def ready_time(q):  # type: ignore[no-untyped-def]
+        """When the next op of queue q has all it needs; INFINITE while that is not known."""
+        j = head[q]
+        time = INFINITE if j >= count[q] else 0.0
+        before = message_from[q]
+        if before >= 0 and time < INFINITE:
+            time = start[number(before, j)] + duration[before] + delay[q] if head[before] > j else INFINITE
+        before = local_from[q]
+        if before >= 0 and time < INFINITE:
+            time = max(time, start[number(before, j)] + duration[before]) if head[before] > j else INFINITE
+        return time
+
+    total = 0
+    head[:] = 0
+    for q in range(num_queues):
+        total += count[q]
+        ready[q] = 0.0 if message_from[q] < 0 and local_from[q] < 0 and count[q] > 0 else INFINITE
+    tree[:] = INFINITE
+    for r in range(num_ranks):
+        free[r] = p.release[r]
+        held[r] = 0.0
+        placed[r] = p.row_first[r]
+        limit[r] = cap[r] + EPSILON * cap[r]
+        takers = 0
+        for q in range(rank_first[r], rank_first[r + 1]):
+            if memory[q] > 0:
+                takers += 1
+        several[r] = 1 if takers > 1 else 0
+    for r in range(num_ranks):
+        tree[leaves + r] = earliest(r)
+    for node in range(leaves - 1, 0, -1):
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+    makespan = 0.0
+    for _ in range(total):
+        time = tree[1]
+        if time >= INFINITE:
+            return -1.0
+        r = least_of(tree, leaves)
+        horizon = time + wait[r]
+        chosen, least = -1, INFINITE
+        for q in range(rank_first[r], rank_first[r + 1]):
+            if ready[q] <= horizon and may_take(q, r):
+                value = values[number(q, head[q])]
+                if value < least:
+                    least, chosen = value, q
+        j = head[chosen]
+        begun = max(time, ready[chosen])
+        start[number(chosen, j)] = begun
+        free[r] = begun + duration[chosen]
+        makespan = max(makespan, free[r] + p.tail[r])
+        row[placed[r]] = chosen
+        placed[r] += 1
+        held[r] += memory[chosen]
+        head[chosen] = j + 1
+        ready[chosen] = ready_time(chosen)
+        after = local_to[chosen]
+        if after >= 0 and head[after] == j:
+            ready[after] = ready_time(after)
+        after = message_to[chosen]
+        if after >= 0 and head[after] == j:
+            ready[after] = ready_time(after)
+            if rank[after] != r:
+                sift(tree, leaves + rank[after], earliest(rank[after]))
+        sift(tree, leaves + r, earliest(r))
+    return makespan
+
+
+def can_finish(
+    taken: int, room: float, first: int, last: int, head: Array, count: Array, memory: Array, pipeline: Array
+) -> bool:
+    """Whether a rank, the next op of `taken` run and `room` left, can finish its microbatches one after another.
+
+    Its queues are `first` to `last - 1`.
+    """
+    oldest, newest = count[taken], 0
+    for q in range(first, last):
+        reached = head[q] + (1 if q == taken else 0)
+        if count[q] > 0:
+            oldest = min(oldest, reached)
+        if memory[q] > 0:
+            newest = max(newest, reached)
+    for j in range(oldest, newest):
+        current = -1
+        while True:  # the pipelines in turn
+            following = -1
+            for q in range(first, last):
+                if pipeline[q] > current and (following < 0 or pipeline[q] < following):
+                    following = pipeline[q]
+            if following < 0:
+                break
+            current = following
+            need = kept = 0.0
+            for q in range(first, last):
+                if pipeline[q] != current or j >= count[q]:
+                    continue
+                if head[q] + (1 if q == taken else 0) > j:
+                    kept += memory[q]
+                elif memory[q] > 0:
+                    need += memory[q]
+            if need > room:
+                return False
+            room += kept
+    return True
+
+
+def time_row(p: Any, row: Array, start: Array, head: Array, place: Array, free: Array, stack: Array) -> float:
+    """Starts every op of fixed orders as soon as possible; returns the makespan, or -1 where the ranks deadlock.
+
+    Working space: `head` Q ints, `place` and `stack` R ints, `free` R floats.
+    """
+    num_queues, num_ranks = len(p.rank), len(p.cap)
+    for q in range(num_queues):
+        head[q] = 0
+    for r in range(num_ranks):
+        place[r] = p.row_first[r]
+        free[r] = 0.0
+        stack[r] = num_ranks - 1 - r
+    depth, done, makespan = num_ranks, 0, 0.0
+    while depth > 0:
+        depth -= 1
+        r = stack[depth]
+        while place[r] < p.row_first[r + 1]:
+            q = row[place[r]]
+            j = head[q]
+            time = free[r]
+            before = p.message_from[q]
+            if before >= 0:
+                if head[before] <= j:
+                    break
+                time = max(time, start[p.op_first[before] + j] + p.duration[before] + p.delay[q])
+            before = p.local_from[q]
+            if before >= 0:
+                if head[before] <= j:
+                    break
+                time = max(time, start[p.op_first[before] + j] + p.duration[before])
+            start[p.op_first[q] + j] = time
+            free[r] = time + p.duration[q]
+            head[q] = j + 1
+            place[r] += 1
+            done += 1
+            after = p.message_to[q]
+            if after >= 0 and head[after] == j:  # its rank may stand before just this op
+                other = p.rank[after]
+                if other != r and place[other] < p.row_first[other + 1] and row[place[other]] == after:
+                    stack[depth] = other
+                    depth += 1
+        makespan = max(makespan, free[r] + p.tail[r])
+    return makespan if done == p.op_first[num_queues] else -1.0

@@ -1,0 +1,298 @@
+"""`plan`: the best schedule for given costs, links and memory, with a proof of how good it is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.costs import require_costs
+from penstock.dispatch import Dispatch
+from penstock.planning.limits import Limits, limits_of
+from penstock.planning.objective import Expected, read_objective
+from penstock.planning.progress import ROUNDING, Progress, certain, gap
+from penstock.schedule import Placement, Schedule, ScheduleError, check, circular, one_to_one, v_shape
+from penstock.schedule.short_repr import short_repr
+from penstock.simulate import Timeline, simulate
+from penstock.simulate.simulate import as_dispatch
+
+if TYPE_CHECKING:
+    from penstock.planning.search import Search
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
+
+    Attributes:
+        placement: which rank hosts which stage; shared stages run on all their ranks at once.
+        backward: "split" where every backward is I and W, "whole" where it is B.
+        microbatches: how they are dealt to the pipelines; "in turn" is round robin.
+        recompute, offload: what is run again, and what is kept in host memory: "none".
+    """
+
+    placement: Placement
+    backward: str
+    microbatches: str = "in turn"
+    recompute: str = "none"
+    offload: str = "none"
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
+        words = [f"placement {_placement_name(self.placement)}"]
+        words.append("backward split (I and W)" if self.backward == "split" else "backward whole (B)")
+        for name, how in (("recompute", self.recompute), ("offload", self.offload)):
+            words.append(f"{'no' if how == 'none' else how} {name}")
+        if self.placement.num_pipelines > 1:
+            words.append(f"microbatches dealt to pipelines {self.microbatches}")
+        return ", ".join(words)
+
+
+def _placement_name(placement: Placement) -> str:
+    num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
+    for name, there in (
+        ("one-to-one", one_to_one(num_ranks)),
+        ("V", v_shape(num_ranks)),
+        (f"circular with {num_stages} stages", circular(num_ranks, num_stages)),
+    ):
+        if placement == there:
+            return name
+    pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
+    shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
+    return f"as given ({num_stages} stages{pipelines}{shared})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule and how good it is.
+
+    Attributes:
+        schedule: checked, and confirmed by simulation.
+        makespan: ms, under the links given.
+        value: ms, of the objective: the makespan, the span, or the mean makespan.
+        lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
+        certificate: the family of schedules that the bound covers.
+        seconds: spent.
+        how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact";
+            "serial", "repetend" or "ends" where stages are shared.
+        timeline: when each op runs, under the costs and links given.
+    """
+
+    schedule: Schedule
+    makespan: float
+    value: float
+    lower_bound: float
+    certificate: Certificate
+    seconds: float
+    how: str
+    timeline: Timeline = field(repr=False, compare=False)
+
+    __repr__ = short_repr
+
+    @property
+    def gap(self) -> float:
+        """`value / lower_bound - 1`: the plan is at most this far from the best that its certificate covers."""
+        return gap(self.value, self.lower_bound)
+
+
+def plan(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    links: Links | None = None,
+    *,
+    max_in_flight: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    time_limit: float = 10.0,
+    objective: str | Expected = "makespan",
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+    placement: Placement | None = None,
+    split: bool = True,
+    seed: int = 0,
+    stop_at_gap: float = 1e-4,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
+    (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
+
+    Best and bound are those of the family that `Certificate` names: the placement given, every backward I and W or
+    every one B, nothing recomputed or offloaded, and microbatches dealt to the pipelines in turn.
+
+    Args:
+        links: delays (ms); none where not given.
+        max_in_flight: most forwards a rank, or each rank, may have started whose W (or B) has not ended, each
+            stage's counted as one.
+        memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
+        time_limit: seconds. Compiling on first use does not count; proving the result comes after.
+        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
+            `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
+        dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
+        placement: which rank hosts which stage; stage i on rank i where not given. Microbatches go to several
+            pipelines in turn.
+        split: whether the backward is I and W, or one B.
+        seed: of the random numbers. The time left decides how far the search comes, so results may differ
+            from run to run all the same.
+        stop_at_gap: the gap that is good enough.
+        progress: called with `Progress` now and then. A KeyboardInterrupt it raises, like one from the
+            keyboard, ends the search, and the best so far is returned.
+
+    Raises:
+        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule.
+        CostError: costs or links for other stages or ranks, or uneven microbatches.
+    """
+    links = Links() if links is None else links
+    require_costs(costs)
+    if not isinstance(links, Links):
+        raise CostError(f"links are {type(links).__name__}: ps.plan takes ps.Links, delays that last")
+    placement = _placement(costs, num_ranks, num_microbatches, placement)
+    goal, mode = read_objective(objective), as_dispatch(dispatch)
+    for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
+        each.check_ranks(num_ranks)
+    if not _is_number(time_limit) or not float(time_limit) > 0:
+        raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
+    if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
+        raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
+    if any(factor != 1 for factor in costs.uneven):
+        raise CostError("ps.plan takes microbatches that cost alike; leave `uneven` out of the costs")
+    if placement.shared:
+        if goal != "makespan" or mode.is_dynamic:
+            raise ScheduleError(
+                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
+                "planned for the makespan of a frozen order",
+                rule="options",
+            )
+        from penstock.planning.periodic.plan import plan_shared
+
+        return plan_shared(
+            costs,
+            num_ranks,
+            num_microbatches,
+            links,
+            placement=placement,
+            max_in_flight=max_in_flight,
+            memory_limit=memory_limit,
+            time_limit=time_limit,
+            split=split,
+            seed=seed,
+            stop_at_gap=stop_at_gap,
+            progress=progress,
+        )
+    limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
+
+    from penstock.planning import strategy  # here, so that `import penstock` stays light
+    from penstock.planning.problem import pose
+
+    strategy.compile_all()
+    began = time.perf_counter()
+    problem = pose(costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, split)
+    search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
+    strategy.run(search, float(time_limit), goal)
+    name = "plan"
+    if mode.is_dynamic:
+        row, value = _best_dynamic(search, costs, links, goal, mode, limits)
+        schedule = problem.schedule(row, name, limits.in_flight)
+    else:
+        schedule = problem.schedule(search.row, name, limits.in_flight)
+        value = search.value - search.shift
+    check(schedule)
+    timeline = _timed(schedule, costs, links, mode, limits)
+    value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
+    bound = certain(search.lower_bound - search.shift, value, problem.described)
+    certificate = Certificate(placement, "split" if split else "whole")
+    seconds = time.perf_counter() - began
+    return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
+
+
+def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:
+    """Simulates; where not frozen under the plan's own limits, in their unit."""
+    if not mode.is_dynamic:
+        return simulate(schedule, costs, links=links)
+    held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
+    return simulate(
+        schedule, held, links=links, dispatch=mode, max_held=None if math.isinf(min(limits.cap)) else limits.cap
+    )
+
+
+def _measured(timeline: Timeline, goal: str | Expected) -> float:
+    return timeline.span if goal == "span" else timeline.makespan
+
+
+def _value(
+    schedule: Schedule, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
+) -> float:
+    """The objective by simulation."""
+    if isinstance(goal, Expected):
+        runs = [_timed(schedule, costs, sample, mode, limits).makespan for sample in goal.samples]
+        return sum(runs) / len(runs)
+    return _measured(_timed(schedule, costs, links, mode, limits), goal)
+
+
+def _best_dynamic(
+    search: Search, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
+) -> tuple[Any, float]:
+    """Of the orders the search found good, the one that runs best where ranks may run any ready op."""
+    best: tuple[float, Any] | None = None
+    for row in search.good_rows():
+        schedule = search.problem.schedule(row, "plan", limits.in_flight)
+        value = _value(schedule, costs, links, goal, mode, limits)
+        if best is None or value < best[0]:
+            best = value, row
+    assert best is not None
+    return best[1], best[0]
+
+
+def _confirm(
+    schedule: Schedule,
+    costs: Costs,
+    goal: str | Expected,
+    mode: Dispatch,
+    limits: Limits,
+    value: float,
+    timeline: Timeline,
+) -> float:
+    """The simulator's value of the objective, which must be the search's."""
+    found = (
+        _value(schedule, costs, Links(), goal, mode, limits)
+        if isinstance(goal, Expected)
+        else _measured(timeline, goal)
+    )
+    if not math.isclose(found, value, rel_tol=ROUNDING, abs_tol=ROUNDING):
+        raise ScheduleError(
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            rule="confirmed",
+        )
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
+    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
+    if placement is None:
+        if costs.num_stages != num_ranks:
+            raise CostError(
+                f"the costs are for {costs.num_stages} stages, one a rank is {num_ranks}; "
+                "say with `placement` where they go"
+            )
+        return one_to_one(num_ranks)
+    if not isinstance(placement, Placement):
+        raise ScheduleError(f"placement is {placement!r}: give one of ps.placements", rule="placement")
+    if placement.num_stages != costs.num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
+    for pipeline, hosts in enumerate(placement.pipelines):
+        if max(hosts) >= num_ranks:
+            raise ScheduleError(
+                f"pipeline {pipeline} places a stage on rank {max(hosts)}, but ranks go to {num_ranks - 1}",
+                rule="placement",
+            )
+    return placement

@@ -1,0 +1,217 @@
+"""The search, from what is cheap to what is dear: bound, greedy, justification, local search, exact solving.
+
+Each step keeps the best orders so far and stops as soon as they are proved good enough or the time is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.engine.compiled import compiled
+from penstock.planning import forward_backward, listing
+from penstock.planning.problem import BACKWARD_CLASS, Array, Problem
+from penstock.planning.progress import Progress, certain
+
+if TYPE_CHECKING:
+    from penstock.planning.span_objective import Span
+
+_MOST_SEEN = 8
+_SLICE = 0.1
+"""Seconds that compiled code runs before it comes back to look at the clock."""
+
+
+class Space:
+    """Working space for the compiled functions: one for each thread."""
+
+    def __init__(self, problem: Problem) -> None:
+        queues = problem.queues
+        num_ops, num_ranks, num_queues = queues.num_ops, queues.num_ranks, len(queues.rank)
+        leaves = 1
+        while leaves < num_ranks:
+            leaves *= 2
+        self.start = np.empty(num_ops)
+        self.values = np.empty(num_ops)
+        self.row = np.empty(num_ops, np.int64)
+        self.wait = np.zeros(num_ranks)
+        self.state = np.empty(num_queues + 2 * num_ranks, np.int64)
+        self.times = np.empty(num_queues + 3 * num_ranks + 2 * leaves)
+
+
+@dataclass
+class Search:
+    """The state of a search for the shortest makespan.
+
+    Attributes:
+        problem: what to plan.
+        lower_bound: ms; `improve_bound` raises it.
+        seed: of the random numbers.
+        stop_at_gap: the gap that is good enough.
+        span: where the span is to be short; then value and bound here are its shift above those of the span.
+        value, row, how: the best so far.
+        seen: orders that were the best for a while, the newest last.
+    """
+
+    problem: Problem
+    lower_bound: float
+    seed: int = 0
+    stop_at_gap: float = 0.0
+    span: Span | None = None
+    on_progress: Callable[[Progress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
+    value: float = float("inf")
+    row: Array = None
+    how: str = ""
+    seen: list[Array] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def shift(self) -> float:
+        """ms that value and bound are above those of the objective (see `spans`)."""
+        return 0.0 if self.span is None else self.span.shift
+
+    @property
+    def bounded(self) -> Problem:
+        """The problem whose makespan no order's value is below."""
+        return self.problem if self.span is None else self.span.bounded
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best is proved good enough."""
+        return self.value <= self.target
+
+    @property
+    def target(self) -> float:
+        """The makespan (ms) at which the search may stop."""
+        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, 1e-9))
+
+    def report(self, how: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
+
+    def take(self, value: float, row: Array, how: str) -> None:
+        """Keeps an order if it is the best so far; `value` is its makespan.
+
+        Raises:
+            ScheduleError: its value is below the bound, so that one of the two is wrong.
+        """
+        if self.span is not None and not self.span.fixed:
+            start = np.empty(self.problem.queues.num_ops)
+            time_of(self.problem, row, start)
+            value = self.span.of(start) + self.shift
+        if value < self.value * (1 - 1e-12) or self.row is None:
+            self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
+            self.value, self.row, self.how = float(value), row.copy(), how
+            self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
+
+    def improve_bound(self, bound: float) -> None:
+        """Takes a bound if it is the best so far.
+
+        Raises:
+            ScheduleError: it is above the value of an order.
+        """
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)
+
+    def good_rows(self) -> list[Array]:
+        """Orders worth a second look, the best first."""
+        return self.seen[::-1]
+
+
+def class_rows(problem: Problem) -> Array:
+    """Orders of kinds to start from: backward, forward, weight gradients; and with the last two exchanged."""
+    classes = problem.priority_class
+    swapped = np.where(classes == BACKWARD_CLASS, classes, 3 - classes)
+    return np.stack([classes, swapped])
+
+
+def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
+    """List scheduling by class, then by microbatch; the row is left in `space.row`."""
+    queues = problem.queues
+    counts = queues.size
+    number = np.arange(queues.num_ops) - np.repeat(queues.op_first[:-1], counts)
+    space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
+    space.wait[:] = 0.0
+    module: Any = compiled(listing)
+    return float(
+        module.list_ops(queues, space.values, space.wait, False, space.start, space.row, space.state, space.times)
+    )
+
+
+def greedy(search: Search, space: Space) -> None:
+    """Step 1: backward before forward before weight gradients."""
+    made = list_by_class(search.problem, search.problem.priority_class, space)
+    if made >= 0:
+        search.take(made, space.row, "greedy")
+    else:
+        search.take(*one_by_one(search.problem), "one microbatch at a time")
+    search.report("greedy")
+
+
+def one_by_one(problem: Problem) -> tuple[float, Array]:
+    """Every microbatch alone, which fits whatever the caps: the start where greedy gets stuck."""
+    queues = problem.queues
+    kinds = {"F": 0, "I": 1, "B": 1, "W": 2}
+    rows = []
+    for r in range(queues.num_ranks):
+        mine = range(queues.rank_first[r], queues.rank_first[r + 1])
+        order = sorted(
+            (
+                j,
+                queues.pipeline[q],
+                kinds[problem.kind[q]],
+                problem.stage[q] * (1 if problem.kind[q] == "F" else -1),
+                q,
+            )
+            for q in mine
+            for j in range(queues.size[q])
+        )
+        rows += [entry[-1] for entry in order]
+    row = np.array(rows, np.int64)
+    return time_of(problem, row), row
+
+
+def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
+    """The makespan of fixed orders, started as soon as possible; -1 where they deadlock."""
+    queues = problem.queues
+    num_ranks = queues.num_ranks
+    module: Any = compiled(listing)
+    return float(
+        module.time_row(
+            queues,
+            row,
+            np.empty(queues.num_ops) if start is None else start,
+            np.empty(len(queues.rank), np.int64),
+            np.empty(num_ranks, np.int64),
+            np.empty(num_ranks),
+            np.empty(2 * num_ranks, np.int64),
+        )
+    )
+
+
+def justified(search: Search, space: Space, until: float) -> None:
+    """Step 2: justification from random starts, until `until` (seconds since the search began)."""
+    module: Any = compiled(forward_backward)
+    queues = search.problem.queues
+    back, classes = queues.turned(), class_rows(search.problem)
+    scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
+    module.seed(search.seed)
+    row = search.row.copy()
+    best = time_of(search.problem, row)
+    num_trials = 1
+    while not search.closed and search.seconds < until:
+        before = time.perf_counter()
+        best = module.trials(
+            queues, back, classes, scale, num_trials, 10, search.target, best, row, space.start, space.row,
+            space.wait, space.values, space.state, space.times,
+        )  # fmt: skip
+        if time.perf_counter() - before < _SLICE / 2:
+            num_trials *= 2
+        search.take(best, row, "justified")
+        search.report("justified")

@@ -1,0 +1,163 @@
+"""The pictures of a report: iteration times, links by iteration, memory, where the time goes, before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from penstock.draw.charts.axis import Axis
+from penstock.draw.charts.figure import Figure
+from penstock.draw.charts.groups import bar_chart
+from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
+from penstock.draw.charts.lines import line_chart
+from penstock.draw.charts.parts import Bars, Level, Line, Mark
+from penstock.draw.charts.stacked import stacked_chart
+from penstock.draw.scale import percent, short
+from penstock.draw.svg import to_svg
+from penstock.report.run_story import RunStory
+from penstock.report.words import way_name
+
+WIDTH, LEFT, RIGHT = 1120, 84.0, 930.0
+MOST_OPS = 8000
+"""Ops of timelines that a page holds; more would make it slow."""
+
+
+def ends(story: RunStory) -> tuple[float, float]:
+    """The ends of the iterations' axis."""
+    return story.iterations[0].number - 0.5, story.iterations[-1].number + 0.5
+
+
+def iteration_times(story: RunStory) -> Figure:
+    """Measured, simulated, had the first configuration been kept, and undisturbed, over iterations."""
+    low, high = ends(story)
+    numbers = [each.number for each in story.iterations]
+    known = [(each.number, each.kept) for each in story.iterations if each.decision and each.kept is not None]
+    before = [(each.number, each.baseline) for each in story.iterations if each.baseline is not None]
+    simulated = [(each.number, each.simulated) for each in story.iterations if each.simulated is not None]
+    parts = [Line("measured", numbers, [each.ms for each in story.iterations], hue="blue")]
+    if any(each.decision for each in story.iterations) and known:
+        parts.insert(0, Line("first configuration, simulated", *_broken(known), hue="brick"))
+    if before:
+        parts.append(Line("measured before the changes", *_broken(before), "brick", "dashed"))
+    if simulated:
+        parts.append(Line("simulated", [n for n, _ in simulated], [ms for _, ms in simulated], "navy", "dotted"))
+    values = [value for part in parts for value in part.y if value is not None]
+    return line_chart(
+        parts,
+        x=Axis("iteration", low=low, high=high),
+        y=Axis("ms an iteration", low=None if max(values) > 1.4 * story.undisturbed else 0.8 * min(values)),
+        marks=marks(story),
+        levels=[Level(story.undisturbed, f"undisturbed {short(story.undisturbed)}")],
+        left=LEFT,
+        right=RIGHT,
+        width=WIDTH,
+        height=400,
+        label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
+    )
+
+
+def _broken(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float | None]]:
+    """The columns of a line that breaks where many more numbers are missing than elsewhere."""
+    apart = median([b - a for (a, _), (b, _) in pairwise(points)] or [1])
+    x: list[int] = []
+    y: list[float | None] = []
+    for number, ms in points:
+        if x and number - x[-1] > 3 * apart:
+            x.append(x[-1] + 1)
+            y.append(None)
+        x.append(number)
+        y.append(ms)
+    return x, y
+
+
+def marks(story: RunStory) -> list[Mark]:
+    """Decisions at the first iteration that ran them; those that never ran where they were made, in grey."""
+    found = []
+    for each in story.decisions:
+        at = each.first if each.first is not None else each.made + 1
+        title = f"{each.number}: {each.action}, {each.what}. {each.reason}"
+        found.append(Mark(at - 0.5, str(each.number), title, "purple" if each.first is not None else "grey"))
+    return found
+
+
+def link_heat(story: RunStory) -> Figure | None:
+    """The median transfer time of every direction by iteration; None where nothing was measured."""
+    if not story.links:
+        return None
+    low, high = ends(story)
+    count = story.iterations[-1].number - story.iterations[0].number + 1
+    per_column = max(1, math.ceil(count / MOST_COLUMNS))
+    columns = math.ceil(count / per_column)
+    rows = []
+    for place in range(len(story.links)):
+        cells: list[list[float]] = [[] for _ in range(columns)]
+        for each in story.iterations:
+            if (delay := each.delays[place]) is not None:
+                cells[(each.number - story.iterations[0].number) // per_column].append(delay)
+        rows.append([median(cell) if cell else None for cell in cells])
+    each_is = f" Each column is the median of {per_column} iterations." if per_column > 1 else ""
+    return heat_map(
+        [way_name(link) for link in story.links],
+        rows,
+        note=f"Median time of a message, waiting for its receiver left out.{each_is}",
+        first=low,
+        per_column=per_column,
+        unit="ms a message",
+        x=Axis("iteration", low=low, high=high),
+        marks=marks(story),
+        left=LEFT,
+        right=RIGHT,
+        width=WIDTH,
+        label="Median transfer time of each direction of each link, by iteration",
+    )
+
+
+def memory(story: RunStory) -> Figure | None:
+    """The most each rank held, against its cap."""
+    if story.memory is None:
+        return None
+    peaks, caps = story.memory.peaks, story.memory.caps
+    return bar_chart(
+        [f"rank {rank}" for rank in range(len(peaks))],
+        [Bars("most held", peaks, paper=caps)],
+        y=Axis(story.memory.unit),
+        paper="cap",
+        width=WIDTH if len(peaks) > 8 else 760,
+        height=280,
+        label="Peak memory of each rank against its cap",
+    )
+
+
+def where_time_goes(story: RunStory) -> Figure | None:
+    """Busy, waiting for messages, behind a full link, warm-up and drain: of each configuration that ran."""
+    rows = [(each, each.shares) for each in story.ran if each.shares is not None]
+    if not rows:
+        return None
+    names = [f"{_number(each.decision)} {each.what}, iteration {each.at}" for each, _ in rows]
+    return stacked_chart(
+        names,
+        [
+            Bars("in ops", [shares.busy for _, shares in rows], hue="blue"),
+            Bars("waiting for a message", [shares.dependency for _, shares in rows], hue="amber"),
+            Bars("behind a full link (head of line)", [shares.head_of_line for _, shares in rows], hue="brick"),
+            Bars("warm-up and drain", [shares.warm_up_and_drain for _, shares in rows], hue="grey"),
+        ],
+        x=Axis("share of the time of all ranks", low=0.0, high=1.0, show=percent),
+        show=percent,
+        width=WIDTH,
+        label="Where the time of all ranks goes, by configuration",
+    )
+
+
+def _number(decision: int) -> str:
+    return f"{decision}:" if decision else "start:"
+
+
+def before_and_after(story: RunStory) -> str | None:
+    """The timelines to show, on one time axis; None where there are none, or too many ops."""
+    if not story.shown or sum(len(each.timeline.ops) for each in story.shown) > MOST_OPS:
+        return None
+    drawn = to_svg([each.timeline for each in story.shown], titles=[each.title for each in story.shown], width=WIDTH)
+    return drawn.replace("<svg ", '<svg style="width:100%;height:auto" ', 1)

@@ -1,0 +1,250 @@
+"""A run's story as one self-contained HTML page: it loads nothing, and says everything without its script too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from penstock.draw.charts.figure import STYLE, Figure
+from penstock.draw.html import script_json
+from penstock.draw.scale import percent, short
+from penstock.report import figures
+from penstock.report.run_story import Decided, RunStory
+from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, times
+
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+_MEASURED = (
+    "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
+    "with the change against that median, while the same links are late."
+)
+MOST_ROWS = 400
+"""Iterations that the table at the end lists."""
+
+
+def to_page(story: RunStory) -> str:
+    """The page."""
+    page = files("penstock.report")
+    slots = {
+        "title": escape(f"{story.name}: run report"),
+        "name": escape(story.name),
+        "css": STYLE + page.joinpath("report.css").read_text(encoding="utf-8"),
+        "js": page.joinpath("report.js").read_text(encoding="utf-8"),
+        "headline": escape(headline(story)).replace("–", "\u2060–\u2060"),  # no line ends within a link's name
+        "more": " ".join(escape(each) for each in more(story)),
+        "facts": _facts(story.facts),
+        "numbers": _numbers(story),
+        "sections": "\n".join(_sections(story)),
+        "data": script_json(story.to_json()),
+    }
+    return _SLOT.sub(lambda slot: slots[slot[1]], page.joinpath("report.html").read_text(encoding="utf-8"))
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+
+
+def _numbers(story: RunStory) -> str:
+    """The few numbers that matter, large."""
+    late = f"{len(story.late)} of {len(story.iterations)}"
+    found = [(late, "iterations with a late link", "")]
+    found.append((seconds(story.lost), "lost, had nothing been changed", "lost"))
+    if story.saved is None:
+        found.append(("not known", "of it saved: nothing to measure it by", ""))
+    elif story.saved < 0:
+        found.append((seconds(-story.saved), "more by changes that were slower, measured", "lost"))
+    else:
+        found.append((seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved"))
+    first = next((each for each in story.decisions if each.outcome == "ran" and not each.taken_back), None)
+    after = None if first is None else reaction(story, first)
+    if after is not None:
+        found.append((times(after, "iteration"), "from late to the new plan running", ""))
+    if story.error is not None:
+        found.append((percent(story.error), "median error of the simulation", ""))
+    return "".join(
+        f'<div class="r-number {style}"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
+        for value, what, style in found
+    )
+
+
+def _sections(story: RunStory) -> list[str]:
+    found = [
+        _section(
+            "Iteration time",
+            _hover(figures.iteration_times(story), story),
+            f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
+            "where it ran, else simulated under links and op times as measured in each iteration. Purple: a "
+            "decision, where it began to run.",
+        )
+    ]
+    heat = figures.link_heat(story)
+    if heat is not None:
+        found.append(_section("Links", _hover(heat, story) + _spells(story)))
+    said = _decisions(story.decisions, story) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
+    found.append(_section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
+    if story.faults or story.counters:
+        found.append(_section("Faults", _faults(story)))
+    timelines = figures.before_and_after(story)
+    if timelines is not None:
+        found.append(_section("Before and after", f"<figure>{timelines}</figure>", _source(story)))
+    where = figures.where_time_goes(story)
+    if where is not None:
+        note = "One iteration of each configuration, simulated under links and op times as measured in it."
+        found.append(_section("Where the time goes", _figure(where), note))
+    found.append(_section("Simulated and measured", _compared(story)))
+    memory = figures.memory(story)
+    if memory is not None and story.memory is not None:
+        found.append(
+            _section("Memory", _figure(memory), f"Most held by each rank at any time, {story.memory.source}.")
+        )
+    found.append(_rows(story))
+    return found
+
+
+def _section(title: str, body: str, note: str = "") -> str:
+    said = f'<p class="r-note">{note}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>\n{body}\n{said}</section>"
+
+
+def _figure(figure: Figure) -> str:
+    return f"<figure>{figure.inline()}</figure>"
+
+
+def _hover(figure: Figure, story: RunStory) -> str:
+    """A figure over iterations, with what the script needs to know of its axis."""
+    low, high = figures.ends(story)
+    top, bottom = figure.plot or (0.0, figure.height)
+    numbers = {"left": figures.LEFT, "right": figures.RIGHT, "low": low, "high": high, "top": top, "bottom": bottom}
+    place = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
+    said = escape(f"{figure.label}. The arrow keys tell each iteration.")
+    return f'<figure class="r-hover" tabindex="0" role="group" aria-label="{said}" {place}>{figure.inline()}</figure>'
+
+
+def _source(story: RunStory) -> str:
+    measured = all(each.timeline.source == "measured" for each in story.shown)
+    return "Measured." if measured else "Simulated under links and op times as measured in these iterations."
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:
+    """A table; the columns in `texts` are words, the others numbers. Cells are escaped."""
+    style = ["" if place in texts else ' class="r-n"' for place in range(len(head))]
+    top = "".join(f'<th scope="col"{style[place]}>{escape(each)}</th>' for place, each in enumerate(head))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{style[place]}>{escape(each)}</td>" for place, each in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    said = f' aria-label="{escape(label)}"' if label else ""
+    return f'<div class="r-wide"><table{said}><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _spells(story: RunStory) -> str:
+    if not story.spells:
+        return f"<p>No link was late by {short(story.smallest_delay)} ms or more.</p>"
+    rows = [
+        (link_name(s.link), f"{s.first} to {s.last}", str(s.num_late), short(s.ms), short(s.most))
+        for s in story.spells[:12]
+    ]
+    head = ("late link", "iterations", "late ones", "median ms", "most ms")
+    rest = len(story.spells) - len(rows)
+    left = f'<p class="r-note">{times(rest, "shorter spell")} left out.</p>' if rest else ""
+    return table(head, rows, (0, 1), "Late links") + left
+
+
+def _decisions(decisions: Sequence[Decided], story: RunStory) -> str:
+    if not decisions:
+        return "<p>Nothing was changed.</p>"
+    head = (
+        "", "decision", "what runs then", "why", "late since", "verified and proposed", "runs from",
+        "simulated ms", "measured ms", "verdict", "saved",
+    )  # fmt: skip
+    rows = []
+    for each in decisions:
+        runs = str(each.first) if each.first is not None else each.outcome
+        rows.append(
+            (
+                str(each.number),
+                each.action,
+                each.what,
+                each.reason,
+                _maybe(each.began, str),
+                f"after {each.made}",
+                runs,
+                f"{_maybe(each.ms_now, short)} → {short(each.ms_then)}",
+                f"{_maybe(each.measured_before, short)} → {_maybe(each.measured_after, short)}",
+                _verdict(each),
+                _maybe(each.saved, seconds),
+            )
+        )
+    return table(head, rows, (0, 1, 2, 3, 9), "Decisions")
+
+
+def _verdict(each: Decided) -> str:
+    if not each.verdict:
+        return "–"
+    return f"{'taken back' if each.taken_back else 'stays'}: {each.verdict}"
+
+
+def _maybe(value: float | None, show: object) -> str:
+    return "–" if value is None else str(show(value))  # type: ignore[operator]
+
+
+def _faults(story: RunStory) -> str:
+    found = ""
+    if story.faults:
+        rows = [(_maybe(each.iteration, str), each.what) for each in story.faults]
+        found += table(("iteration", "what"), rows, (0, 1), "Faults")
+    if story.counters:
+        found += table(
+            ("counted", "number"), [(name, short(value)) for name, value in story.counters], (0,), "Counters"
+        )
+    return found
+
+
+def _compared(story: RunStory) -> str:
+    """Measured beside simulated, configuration by configuration."""
+    rows = [
+        (
+            str(each.decision) if each.decision else "start",
+            each.what,
+            str(each.num_iterations),
+            _maybe(each.measured, short),
+            _maybe(each.simulated, short),
+            _maybe(each.error, percent),
+        )
+        for each in story.ran
+    ]
+    rows.append(("all", "", str(len(story.iterations)), "", "", _maybe(story.error, percent)))
+    head = ("", "configuration", "iterations", "measured ms", "simulated ms", "median error")
+    return table(head, rows, (0, 1), "Simulated and measured iteration time")
+
+
+def _rows(story: RunStory) -> str:
+    """Every iteration as a row, folded away."""
+    shown = story.iterations[:MOST_ROWS]
+    rows = [
+        (
+            str(each.number),
+            str(each.decision) if each.decision else "start",
+            short(each.ms),
+            _maybe(each.simulated, short),
+            _maybe(each.kept, short),
+            _worst(each.delays, story),
+        )
+        for each in shown
+    ]
+    head = ("iteration", "runs", "measured ms", "simulated ms", "kept ms", "slowest link")
+    more_rows = len(story.iterations) - len(shown)
+    left = f'<p class="r-note">{times(more_rows, "more iteration")} in the JSON.</p>' if more_rows else ""
+    return (
+        f"<section><details><summary>All iterations as a table</summary>{table(head, rows, (), 'Iterations')}{left}"
+        "</details></section>"
+    )
+
+
+def _worst(delays: Sequence[float | None], story: RunStory) -> str:
+    known = [(delay, link) for delay, link in zip(delays, story.links, strict=True) if delay is not None]
+    if not known:
+        return "–"
+    delay, (a, b) = max(known, key=lambda each: each[0])
+    return f"{a} → {b}: {short(delay)} ms"

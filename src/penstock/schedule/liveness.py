@@ -1,0 +1,203 @@
+"""Running a schedule's order without time or tensors: where it ends, and what it needs on the way.
+
+Receiving and sending are blocking and deterministic, so the ranks reach the same end whatever their speed:
+one run is a proof.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass
+
+from penstock.schedule.async_ops import launches, rows_of
+from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, Op
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import ranks_together
+
+
+@dataclass(frozen=True)
+class UntimedRun:
+    """Where a run without time ended: `steps[row]` ops done, and what each unfinished row waits for.
+
+    Rows are the ranks and, where ops are asynchronous, their streams (`streams.rows_of`). `blocked[row]` is (op, peer
+    row, full): the op the row waits for, or, where `full`, the op whose message found its channel to the peer full.
+    """
+
+    steps: tuple[int, ...]
+    blocked: dict[int, tuple[Op, int, bool]]
+
+
+def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
+    """Runs the frozen order until no rank can go on, over channels of bounded depth or, where the depth is
+    None, over channels that hold all that is in flight and so never fill up.
+
+    What updates send, gradients to the owner and parameters from it, has lines of its own that hold no rank up."""
+    return _run_unbounded(schedule) if channel_depth is None else _run_bounded(schedule, channel_depth)
+
+
+def _run_unbounded(schedule: Schedule) -> UntimedRun:
+    rows = rows_of(schedule)
+    rank_of_op = {op: r for r, row in enumerate(rows) for op in row}
+    together = ranks_together(schedule)
+    if schedule.asynchronous:
+        streams = {op: tuple(r + schedule.num_ranks for r in ranks) for op, ranks in together.items()}
+        together |= {op: ranks for op, ranks in streams.items() if op[:2] in schedule.asynchronous}
+    reached: dict[Op, list[Op]] = {}
+    for before, op, _ in launches(schedule):
+        reached.setdefault(op, []).append(before)
+    graph = schedule.graph
+    steps = [0] * len(rows)
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        blocked.pop(rank, None)
+        row = rows[rank]
+        while steps[rank] < len(row):
+            op = row[steps[rank]]
+            needs = predecessors(op, graph, rank_of_op)
+            if reached and op in reached:
+                needs = [*needs, *reached[op]]
+            missing = [needed for needed in needs if needed not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                blocked[rank] = missing[0], rank_of_op.get(missing[0], rank), False
+                break
+            if op in together:
+                late = next((r for r in together[op] if rows[r][steps[r] : steps[r] + 1] != (op,)), None)
+                if late is not None:  # the last of its ranks to come takes the others along
+                    blocked[rank] = op, late, False
+                    break
+                for other in together[op]:
+                    if other != rank:
+                        blocked.pop(other, None)
+                        steps[other] += 1
+                        ready.append(other)
+            done.add(op)
+            steps[rank] += 1
+            if op in waiting:
+                ready += waiting.pop(op)
+    return UntimedRun(tuple(steps), blocked)
+
+
+def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
+    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
+    graph = schedule.graph
+    if schedule.has_shared_ops or schedule.asynchronous:
+        raise ScheduleError(
+            "channels of bounded depth are not defined for ops that several ranks run together, nor for asynchronous "
+            "ones; leave channel_depth unset",
+            rule="deadlock",
+        )
+    needs = {op: predecessors(op, graph, rank_of_op) for op in rank_of_op}
+    receivers: dict[Op, list[Op]] = {}
+    for op, needed in needs.items():
+        for producer in needed:
+            if op.kind != UPDATE and carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+                receivers.setdefault(producer, []).append(op)
+    steps = [0] * schedule.num_ranks
+    unsent: list[deque[Op]] = [deque() for _ in schedule.order]
+    held: dict[tuple[int, int, bool], int] = {}
+    arrived: set[tuple[Op, Op]] = set()
+    done: set[Op] = set()
+    awaited: dict[Op, set[int]] = {}
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+
+    def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
+        return rank_of_op[producer], rank_of_op[consumer], producer.kind == FORWARD
+
+    def advance(rank: int) -> set[int]:
+        """Runs one rank as far as it goes; returns the ranks this may have woken."""
+        woken: set[int] = set()
+        row = schedule.order[rank]
+        while True:
+            while unsent[rank]:
+                consumer = unsent[rank][0]
+                producer = row[steps[rank] - 1]
+                key = channel(producer, consumer)
+                if held.get(key, 0) >= channel_depth:
+                    blocked[rank] = producer, key[1], True
+                    return woken
+                held[key] = held.get(key, 0) + 1
+                arrived.add((producer, consumer))
+                unsent[rank].popleft()
+                woken.add(key[1])
+            if steps[rank] == len(row):
+                blocked.pop(rank, None)
+                return woken
+            op = row[steps[rank]]
+            for producer in needs[op]:
+                remote = rank_of_op.get(producer, rank) != rank
+                if producer not in done if not remote or op.kind == UPDATE else (producer, op) not in arrived:
+                    blocked[rank] = producer, rank_of_op.get(producer, rank), False
+                    if op.kind == UPDATE:
+                        awaited.setdefault(producer, set()).add(rank)
+                    return woken
+            for producer in needs[op]:
+                if (producer, op) in arrived:
+                    key = channel(producer, op)
+                    held[key] -= 1
+                    woken.add(key[0])
+            done.add(op)
+            steps[rank] += 1
+            unsent[rank].extend(receivers.get(op, ()))
+            woken |= awaited.pop(op, set())
+
+    pending = deque(range(schedule.num_ranks))
+    while pending:
+        for rank in sorted(advance(pending.popleft())):
+            if rank not in pending:
+                pending.append(rank)
+    return UntimedRun(tuple(steps), blocked)
+
+
+def needed_channel_depth(schedule: Schedule) -> int:
+    """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
+    if schedule.has_shared_ops or schedule.asynchronous:
+        return max(peak_in_flight(schedule))
+    if not run_untimed(schedule, 1).blocked:
+        return 1
+    depths = range(2, most_ahead(schedule) + 1)
+    return depths[bisect_left(depths, True, key=lambda depth: not run_untimed(schedule, depth).blocked)]
+
+
+def most_ahead(schedule: Schedule) -> int:
+    """Most forwards any rank has run without their backward, recomputed or not: what a channel may have to hold."""
+    most = 0
+    for row in schedule.order:
+        ahead = 0
+        for op in row:
+            ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(op.kind, 0)
+            most = max(most, ahead)
+    return most
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Most stage activations each rank holds at once when they live from F to B or W."""
+    again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
+    peaks = []
+    for row in schedule.order:
+        held = peak = 0
+        for op in row:
+            held += activations_added(op, again)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def activations_added(op: Op, recomputed: Set[tuple[int, int]]) -> int:
+    """What `op` adds to the stage activations its rank holds: they live from F (or R) to B or W.
+
+    `recomputed` holds (stage, microbatch) of every R: those F keep only their input, which is not counted.
+    """
+    if op.kind == FORWARD:
+        return 0 if (op.stage, op.microbatch) in recomputed else 1
+    if op.kind == RECOMPUTE:
+        return 1
+    return -1 if op.kind in KINDS and op.kind != INPUT else 0

@@ -1,0 +1,73 @@
+"""How many versions of its weights a copy of a stage holds, by the rule that says which ones its ops read.
+
+    pipedream, window 1, rank 0 of 3    F0 F1 F2 B0 U0 F3 B1 U1 F4 ...
+    the newest                          0           1        2
+    read in flight, after each U                    0        0 1        (by F1 F2, and by F2 F3)
+
+What an update replaces is still there where a microbatch in flight must find it again. It is a matter of the order
+alone, as mismatch is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
+from penstock.schedule.staleness import forward_steps, updates_ahead
+from penstock.schedule.updates import NEWEST
+
+if TYPE_CHECKING:
+    from penstock.schedule.schedule import Schedule
+
+STASHING = ("pipedream", "vnag")
+"""Rules by which a backward reads the version that its forward read."""
+
+TWO_BUFFERS = "pipedream-2bw"
+"""The rule by which microbatches of window t read what t - 1 updates made, forwards and backwards alike."""
+
+Copies = dict[tuple[int, int], int]
+"""Numbers by (stage, pipeline)."""
+
+
+def count_versions(schedule: Schedule) -> Copies:
+    """By (stage, pipeline), the most versions of its weights that the copy holds at once.
+
+    - none: 1. Updates overwrite it.
+    - pipedream, vnag: the newest, and each older one that the forward of a microbatch in flight (its B or I still to
+      come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
+    - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
+    - spectrain, xpipe: 2, the newest and what predictions are written to; 1 where nothing is predicted.
+
+    Where no updates are ops of the schedule it is 1.
+    """
+    copies = {(stage, k): 1 for k in range(schedule.placement.num_pipelines) for stage in range(schedule.num_stages)}
+    rule = NEWEST if schedule.updates is None else schedule.updates.rule
+    if rule == NEWEST:
+        return copies
+    if rule in STASHING:
+        return _stashed(schedule, copies)
+    return {copy: 2 if rule == TWO_BUFFERS or _predicts(schedule, rule, copy[0]) else 1 for copy in copies}
+
+
+def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:
+    """Whether any op of the stage reads weights other than the newest."""
+    if rule == "xpipe":
+        return any(updates_ahead(schedule, stage).values())
+    window = 1 if schedule.updates is None else schedule.updates.window
+    return forward_steps(stage, schedule.num_stages, window) > 0
+
+
+def _stashed(schedule: Schedule, most: Copies) -> Copies:
+    most, newest = dict(most), dict.fromkeys(most, 0)
+    read: dict[tuple[int, int], dict[int, int]] = {copy: {} for copy in most}
+    for row in schedule.order:
+        for op in row:
+            copy = op.stage, schedule.pipeline_of(op)
+            if op.kind == FORWARD:
+                read[copy][op.microbatch] = newest[copy]
+            elif op.kind in (BACKWARD, INPUT):
+                read[copy].pop(op.microbatch, None)
+            elif op.kind == UPDATE:
+                newest[copy] += 1
+                most[copy] = max(most[copy], len({newest[copy], *read[copy].values()}))
+    return most
