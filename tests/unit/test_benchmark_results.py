@@ -1,0 +1,42 @@
+"""What the benchmarks' READMEs say is what their results say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+KINDS = ("same", "different", "raw", "refused", "late", "invalid")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark's `run.py`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location(f"{name}_run", BENCHMARKS / name / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = json.loads((BENCHMARKS / "adapt/results.json").read_text(encoding="utf-8"))
+    readme = (BENCHMARKS / "adapt/README.md").read_text(encoding="utf-8")
+    assert script("adapt", monkeypatch).table(results) in readme
+    assert results["holds"]
+
+
+def test_fuzz() -> None:
+    readme = (BENCHMARKS / "fuzz/README.md").read_text(encoding="utf-8")
+    for name in ("one-process", "between"):
+        found = json.loads((BENCHMARKS / f"fuzz/{name}.json").read_text(encoding="utf-8"))
+        (part,) = (value for value in found.values() if isinstance(value, dict) and "cases" in value)
+        said = ", ".join(f"{part[kind]} {kind}" for kind in KINDS)
+        assert f"{part['cases']} cases: {said}" in readme
+        assert part["different"] == part["raw"] == 0
