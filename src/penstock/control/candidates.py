@@ -19,11 +19,12 @@ from enum import StrEnum
 from functools import lru_cache
 
 from penstock.control.compute import Factors
-from penstock.control.configuration import EPSILON, Configuration, Job, fits
+from penstock.control.configuration import Configuration, Job, fits
 from penstock.control.events import Link
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
+from penstock.engine.tolerance import is_within
 from penstock.passes.reorder import with_orders_of
 from penstock.planning import initial_warmups, slow_link_schedule
 from penstock.planning.slow_links import Rule
@@ -187,7 +188,7 @@ def _key(links: Links, least: float) -> Delays:
 def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, ...]) -> Schedule | None:
     """The order that a dynamic run takes, over links of any depth; None where the schedule does not fit."""
     order = order_of(schedule, costs)
-    if any(peak > cap * (1 + EPSILON) for peak, cap in zip(order.peaks, caps, strict=True)):
+    if any(not is_within(peak, cap) for peak, cap in zip(order.peaks, caps, strict=True)):
         return None
     ran = runner_of(costs).run(
         order, Links(dict(delays)), dispatch=Dispatch.DYNAMIC, transport=Decoupled(), caps=caps

@@ -19,13 +19,11 @@ from penstock.control.events import Link, undirected
 from penstock.control.runners import order_of
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch
+from penstock.engine.tolerance import is_within
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate.transport import Blocking, Decoupled
-
-EPSILON = 1e-9
-"""Slack on memory caps, as a share of the cap, for sums of floats."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +204,7 @@ class Job:
     def in_host(self, peaks: Sequence[float]) -> tuple[float, ...]:
         """What of the activations that each rank holds at most waits in host memory."""
         return tuple(
-            peak - cap if peak > cap * (1 + EPSILON) else 0.0
-            for peak, cap in zip(peaks, self.start.caps, strict=True)
+            0.0 if is_within(peak, cap) else peak - cap for peak, cap in zip(peaks, self.start.caps, strict=True)
         )
 
     def transport(self, delegated: Sequence[Link]) -> Blocking | Decoupled:
@@ -227,7 +224,7 @@ def peaks(schedule: Schedule, costs: Costs) -> list[float]:
 def fits(configuration: Configuration, costs: Costs) -> bool:
     """Whether the schedule's own order stays within the caps. A dynamic rank then never exceeds them either."""
     own = peaks(configuration.schedule, costs)
-    return all(peak <= cap * (1 + EPSILON) for peak, cap in zip(own, configuration.caps, strict=True))
+    return all(is_within(peak, cap) for peak, cap in zip(own, configuration.caps, strict=True))
 
 
 def job_to_json(job: Job) -> dict[str, Any]:

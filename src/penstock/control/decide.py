@@ -19,10 +19,8 @@ from penstock.control.events import undirected
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
+from penstock.engine.tolerance import EPSILON
 from penstock.simulate.runner import Ran
-
-_SAME = 1e-9
-"""Relative difference up to which two simulated times are the same."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def choose(
     sure = [each for each in scored if now is None or _never_slower(each, now)]
     within = [each for each in sure if now is None or each.candidate.price <= budget or each is now]
     least = min(each.ms for each in within)
-    best = min((each for each in within if each.ms <= least * (1 + _SAME)), key=_rank)
+    best = min((each for each in within if each.ms <= least * (1 + EPSILON)), key=_rank)
     if now is None:
         return best, 0.0
     lost = max(0.0, now.ms - min(each.ms for each in sure))
@@ -92,7 +90,7 @@ def choose(
     fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE and _stands_the_worst(each, now)]
     if returning and fewer:
         back = min(fewer, key=lambda each: (each.ms, *_rank(each)))
-        if back.ms <= now.ms * (1 + _SAME):
+        if back.ms <= now.ms * (1 + EPSILON):
             return back, lost
     return now, lost
 
@@ -105,11 +103,11 @@ def _error(then: Scored, now: Scored) -> float:
 
 def _stands_the_worst(back: Scored, now: Scored) -> bool:
     """Whether going back would be no slower either where links are as late as they were at worst."""
-    return back.worst is None or now.worst is None or back.worst <= now.worst * (1 + _SAME)
+    return back.worst is None or now.worst is None or back.worst <= now.worst * (1 + EPSILON)
 
 
 def _never_slower(scored: Scored, now: Scored) -> bool:
-    return all(then <= before * (1 + _SAME) for then, before in zip(scored.each, now.each, strict=True))
+    return all(then <= before * (1 + EPSILON) for then, before in zip(scored.each, now.each, strict=True))
 
 
 def _rank(scored: Scored) -> tuple[float, int, bool]:

@@ -30,9 +30,7 @@ from penstock.control.mesh_times import Kind, MeshTimes
 from penstock.cost import LinkConditions, Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
-
-_SAME = 1e-9
-"""Relative difference up to which two simulated times are the same."""
+from penstock.engine.tolerance import EPSILON
 
 EXHAUSTIVE = 20_000
 """Placements up to which all are tried."""
@@ -162,14 +160,14 @@ def absorbing(times: MeshTimes, kind: Kind, now: Configuration) -> Configuration
     best = now
     for way in sorted(ways, key=lambda each: (each.price, len(each.configuration.delegated))):
         ms = times.of_kind(kind, way.configuration)
-        if ms < least * (1 - _SAME):
+        if ms < least * (1 - EPSILON):
             least, best = ms, way.configuration
     return best
 
 
 def _rounded(ms: float, unit: float) -> int:
     """Times apart by less than can matter are the same."""
-    return round(ms / (unit or 1.0) / _SAME)
+    return round(ms / (unit or 1.0) / EPSILON)
 
 
 class _Search:

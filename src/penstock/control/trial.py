@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.control.events import Link
 from penstock.control.robust import deviation
+from penstock.engine.tolerance import EPSILON
 
 STEPS = 5
 """Steps of a trial that count, after the first one."""
@@ -207,7 +208,7 @@ class ChangeTrial:
             return self._end(iteration, kept, "it is no slower" if kept else "it is slower")
         if after > before * (1 + WORSE):
             return self._end(iteration, False, "it is slower")
-        if after >= before - STANDS * error - 1e-9 * before:
+        if after >= before - STANDS * error - EPSILON * before:
             return self._end(iteration, False, f"that is not faster by more than noise ({self.before.noise:.3g} ms)")
         if self.cause and not is_there and after > calm * (1 + WORSE):
             return self._end(iteration, False, f"what it answered has passed, and {calm:.4g} ms were usual before")

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine.tolerance import EPSILON
+
 Array = Any
 """A list or an array of numbers, indexed by op, queue or rank."""
 
@@ -28,10 +30,6 @@ FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
 """The policies of `decide`."""
 
 NOTHING = -1
-MOMENT = 1e-9
-"""Milliseconds that two sums of the same times may differ by."""
-EPSILON = 1e-9
-"""Slack on memory caps, as a share of the cap, for sums of floats."""
 
 
 def decide(
@@ -100,10 +98,10 @@ def wait_until(
     due, and nothing that came between is still running. An op that is overdue is not waited for, so every wait ends
     at a planned time, and then some op is taken: waiting adds no deadlock.
     """
-    latest = now + wait * duration[op] - MOMENT
+    latest = now + wait * duration[op] - EPSILON
     for earlier in range(next_frozen[rank], op):
-        if done[earlier] == 0 and now < due[earlier] + MOMENT and due[earlier] < latest:
-            return due[earlier] + MOMENT
+        if done[earlier] == 0 and now < due[earlier] + EPSILON and due[earlier] < latest:
+            return due[earlier] + EPSILON
     return now
 
 

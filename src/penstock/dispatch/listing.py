@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 
 from penstock.dispatch.tables import BACKWARD, FIRST, FORWARD, LAST, NUM_CLASSES, WEIGHT, Numbers, Records
+from penstock.engine.tolerance import EPSILON
 
 OPTIONS = {"_nrt": False}
 """For the compiler: nothing here allocates, and without numba's counting of references to the arrays that are
 handed from function to function the compiled core is seven times as fast."""
 NOTHING = -1
 NEVER = math.inf
-EPSILON = 1e-9
 BACKWARD_FIRST, FORWARD_FIRST, INTERLEAVED = 0, 1, 2
 IN_ORDER, EARLIEST, BY_MICROBATCH = 0, 1, 2
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import ceil, inf, isfinite
 
 from penstock.cost import Costs, Links
+from penstock.engine.tolerance import EPSILON
 from penstock.library.amdp_order import Times, Way, ran_with
 from penstock.library.amdp_updates import with_updates_at_once
 from penstock.library.options import at_least, whole_multiple
@@ -145,7 +146,7 @@ class _Maker:
         even = replace(self._times, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
         uneven = max(f) > min(f) or max(b) > min(b)
         drains = self._updates is not None and self._updates.max_mismatch == 0
-        for read_ahead in sorted({int(ratio + 1e-9), ceil(ratio - 1e-9)}):
+        for read_ahead in sorted({int(ratio + EPSILON), ceil(ratio - EPSILON)}):
             for times in (self._times, even) if uneven else (self._times,):
                 for backward_first in (False, True):
                     for by_turns in (True, False) if drains else (True,):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph
+from penstock.engine.memory import levels
+from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.liveness import activations_added
 from penstock.simulate.simulate import memory_changes
-
-_EPSILON = 1e-9
-"""Relative slack in comparisons of sums of floats."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,11 @@ class Memory:
 
     def levels(self, graph: Graph, rank: int) -> list[float]:
         """What `rank` holds from the start of each op of its row (those that free: after their end)."""
-        return list(accumulate(self.change[graph.first[rank] : graph.first[rank + 1]]))
+        return levels(self.change, graph.first, rank)
 
     def room(self, rank: int) -> float:
         """The cap with a little slack for sums of floats."""
-        return self.caps[rank] * (1 + _EPSILON)
+        return self.caps[rank] * (1 + EPSILON)
 
 
 def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: float | Sequence[float] | None) -> Memory:

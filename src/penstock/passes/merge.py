@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
+from penstock.engine.tolerance import slack
 from penstock.passes.network import Network, network
 from penstock.schedule import Op, Schedule, check
 
@@ -102,7 +103,7 @@ class _Merging:
             tried, moved = list(durations), dict(place)
             more = self._in_order(group, moved)
             self._merge(more, tried, moved, forget=False)
-            if self._net.earliest(tried)[1] <= horizon + 1e-9 * max(1.0, horizon):
+            if self._net.earliest(tried)[1] <= horizon + slack(horizon):
                 durations, place = tried, moved
                 found.update(more)
                 self._weight = {node: weight for node, weight in self._weight.items() if node not in more}
@@ -140,7 +141,7 @@ class _Merging:
         """
         net = self._net
         latest = net.latest(durations, horizon)
-        slack = 1e-9 * max(1.0, horizon)
+        margin = slack(horizon)
         starts = [0.0] * len(durations)
         taken = list(durations)
         place = dict(place)
@@ -159,11 +160,11 @@ class _Merging:
             if adder is not None and place.get(adder, adder) > node:
                 continue
             end = start + self._costs.duration("B", net.graph.ops[node].stage)
-            if end > latest[weight] + durations[weight] + slack:
+            if end > latest[weight] + durations[weight] + margin:
                 continue
-            if any(end + late > latest[t] + slack for t, late in net.after[node] if t != weight):
+            if any(end + late > latest[t] + margin for t, late in net.after[node] if t != weight):
                 continue
-            if any(end > latest[t] + slack for t in net.row_after[node] if t != weight):
+            if any(end > latest[t] + margin for t in net.row_after[node] if t != weight):
                 continue
             taken[node], taken[weight] = end - start, 0.0
             place[weight] = node

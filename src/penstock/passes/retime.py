@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
+from penstock.engine.memory import peaks
+from penstock.engine.tolerance import slack
 from penstock.passes.memory import check_fits, memory_of
 from penstock.passes.network import network
 from penstock.passes.separate import Separation
@@ -63,7 +65,7 @@ def retime(
             except ScheduleError:  # the run knows caps in the units of the costs, not the schedule's own limit
                 continue
             _, reached = network(candidate, costs, links).earliest_frozen()
-            if reached < makespan - 1e-9 * max(1.0, makespan):
+            if reached < makespan - slack(makespan):
                 found, makespan = candidate, reached
         if found is best:
             break
@@ -81,7 +83,7 @@ def _measured(
     _, makespan = net.earliest_frozen()
     if memory_limit is not None:
         return makespan, memory.caps
-    return makespan, [max([0.0, *memory.levels(net.graph, rank)]) for rank in range(net.graph.num_ranks)]
+    return makespan, peaks(memory.change, net.graph.first)
 
 
 def _candidates(schedule: Schedule, costs: Costs, links: Links, caps: list[float]) -> list[Schedule]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
+from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.merge import merged
 from penstock.passes.network import Network, network
@@ -112,16 +113,16 @@ class Separation:
             durations: of every node, without those weight halves.
             least: the makespan with these durations (ms).
         """
-        slack = 1e-9 * max(1.0, before)
+        margin = slack(before)
         least = max(least, self._work_bound(split, durations))
         best: tuple[float, list[list[Op]]] | None = None
         for step in range(_HORIZONS):
             horizon = least + (before - least) * step / _HORIZONS
             for eager in (True, False):
-                if horizon > before - slack or (best is not None and best[0] <= horizon + slack):
+                if horizon > before - margin or (best is not None and best[0] <= horizon + margin):
                     break
                 makespan, rows = Filling(self, split, durations, horizon, eager).run()
-                if makespan < (before if best is None else best[0]) - slack:
+                if makespan < (before if best is None else best[0]) - margin:
                     best = makespan, rows
         return None if best is None else best[1]
 
@@ -132,15 +133,15 @@ class Separation:
         split: set[int] = set()
         while True:
             starts, makespan = net.earliest(durations)
-            slack = 1e-9 * max(1.0, makespan)
+            margin = slack(makespan)
             found: set[int] = set()
             seen: set[int] = set()
             for rank in range(graph.num_ranks):
                 free = 0.0
                 for o in range(graph.first[rank], graph.first[rank + 1]):
                     node = net.node_of[o]
-                    if starts[node] > free + slack:
-                        self._follow_back(node, starts, durations, slack, seen, found)
+                    if starts[node] > free + margin:
+                        self._follow_back(node, starts, durations, margin, seen, found)
                     free = starts[node] + durations[node]
             if not found:
                 return split, durations, makespan
@@ -149,7 +150,13 @@ class Separation:
                 durations[node] = self.time_i[graph.ops[node].stage]
 
     def _follow_back(
-        self, blocked: int, starts: list[float], durations: list[float], slack: float, seen: set[int], found: set[int]
+        self,
+        blocked: int,
+        starts: list[float],
+        durations: list[float],
+        margin: float,
+        seen: set[int],
+        found: set[int],
     ) -> None:
         """Adds to `found` the whole backwards on the paths that made `blocked` as late as it is."""
         net, ops = self.net, self.net.graph.ops
@@ -159,8 +166,8 @@ class Separation:
             if node in seen:
                 continue
             seen.add(node)
-            causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - slack]
-            causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - slack]
+            causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - margin]
+            causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - margin]
             for cause in causes:
                 if self.can_split[cause] and durations[cause] > self.time_i[ops[cause].stage]:
                     found.add(cause)
@@ -189,7 +196,7 @@ class Filling:
         self._net, self._memory = parts.net, parts.memory
         num_ranks = self._net.graph.num_ranks
         self._latest = self._net.latest(durations, horizon)
-        self._slack = 1e-9 * max(1.0, horizon)
+        self._margin = slack(horizon)
         self._rows: list[list[Op]] = [[] for _ in range(num_ranks)]
         self._free = [0.0] * num_ranks
         self._held = [0.0] * num_ranks
@@ -217,8 +224,8 @@ class Filling:
 
     def _fill(self, rank: int, ready: float, latest: float) -> None:
         """Runs weight halves in the bubble before an op that is ready then and must start by `latest`."""
-        while self._eager or self._free[rank] < ready - self._slack:
-            room = latest + self._slack - self._free[rank]
+        while self._eager or self._free[rank] < ready - self._margin:
+            room = latest + self._margin - self._free[rank]
             fitting = [stage for stage in self._heads(rank) if self._parts.time_w[stage] <= room]
             if not fitting:
                 return

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.tolerance import EPSILON
+
 OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
 Array = Any
-EPSILON = 1e-7
+_NEAR = 1e-7
 """Milliseconds within which a path counts as longest."""
 
 
@@ -109,7 +111,7 @@ def critical_pairs(
     count = 0
     while op >= 0:
         q = queue[op]
-        time = start[op] - EPSILON
+        time = start[op] - _NEAR
         if time <= 0.0:
             return ends_of_blocks(previous, pairs, count)
         message, local, before = needs[op, 0], needs[op, 1], previous[op]
@@ -120,7 +122,7 @@ def critical_pairs(
             and before != message
             and before != local
             and queue[before] != q
-            and (p.memory[q] <= 0 or held[before] + p.memory[q] <= p.cap[p.rank[q]] * (1 + 1e-9))
+            and (p.memory[q] <= 0 or held[before] + p.memory[q] <= p.cap[p.rank[q]] * (1 + EPSILON))
         ):
             pairs[count] = op
             count += 1

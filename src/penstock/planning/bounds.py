@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.compiled import compiled
+from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.problem import NONE, Array, Problem, Queues
 
-_EPSILON = 1e-9
 _NOTHING = np.empty((0, 1), np.int64)
 
 
@@ -51,7 +51,7 @@ def waits(problem: Problem) -> Waits:
     }
     for (kind, stage, pipeline), q in number.items():
         r = int(queues.rank[q])
-        cap = float(queues.cap[r]) * (1 + _EPSILON)
+        cap = float(queues.cap[r]) * (1 + EPSILON)
         if kind != "F" or queues.memory[q] <= 0 or math.isinf(cap):
             continue
         before = [
@@ -66,7 +66,7 @@ def waits(problem: Problem) -> Waits:
         weight = number.get(("W", stage, pipeline), NONE)
         if weight != NONE and queues.memory[weight] < 0:
             kept = -queues.memory[weight] / queues.memory[q]
-            behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + _EPSILON)
+            behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + EPSILON)
             if behind < queues.size[q]:
                 release[1, q], lag[1, q] = weight, max(1, behind)
     return Waits(_topological(queues), release, lag)
@@ -196,7 +196,7 @@ def round_trip_bound(problem: Problem) -> float:
         held = float(queues.memory[forward])
         count = int(queues.size[forward])
         if held > 0 and math.isfinite(queues.cap[r]):
-            count = min(count, math.floor(float(queues.cap[r]) * (1 + _EPSILON) / held))
+            count = min(count, math.floor(float(queues.cap[r]) * (1 + EPSILON) / held))
         work = float((queues.duration[mine] * queues.size[mine]).sum())
         bound = max(bound, to[back] + work - count * float(queues.duration[forward]))
     return bound

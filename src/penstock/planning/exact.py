@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import heads_and_tails, work_is_cheap
 from penstock.planning.library_starts import fits
 from penstock.planning.periodic.modulo import common_unit
 from penstock.planning.problem import Array, Problem
-from penstock.planning.progress import ROUNDING
 from penstock.planning.search import Search, time_of
 from penstock.planning.span_objective import Span
 
@@ -79,10 +79,10 @@ class _Clock:
 
     def least(self, ms: float) -> int:
         """Of a time that something takes at least: the first step that it may be."""
-        return math.ceil(ms / self.unit - _NEAR_WHOLE) if self.exact else math.floor(ms / self.unit * (1 - ROUNDING))
+        return math.ceil(ms / self.unit - _NEAR_WHOLE) if self.exact else math.floor(ms / self.unit * (1 - EPSILON))
 
     def most(self, ms: float) -> int:
-        return math.floor(ms / self.unit + _NEAR_WHOLE) if self.exact else math.ceil(ms / self.unit * (1 + ROUNDING))
+        return math.floor(ms / self.unit + _NEAR_WHOLE) if self.exact else math.ceil(ms / self.unit * (1 + EPSILON))
 
     @property
     def refuted(self) -> float:
@@ -116,7 +116,7 @@ def solve(search: Search, until: float) -> None:
     seconds, unanswered = _FIRST_SECONDS, float("inf")
     share, seed = _FIRST_SHARE, search.seed
     while not search.closed and search.seconds < until:
-        horizon = max(search.value / (1 + share), search.lower_bound * (1 + ROUNDING))
+        horizon = max(search.value / (1 + share), search.lower_bound * (1 + EPSILON))
         if unanswered <= horizon:
             horizon = (search.lower_bound + unanswered) / 2
         answer = within(search.bounded, horizon, min(until - search.seconds, seconds), seed, span=search.span)
@@ -261,7 +261,7 @@ def _memory(
     givers = [q for q in mine if queues.memory[q] < 0]
     if len(takers) == 1 and len(givers) == 1:
         f, w = takers[0], givers[0]
-        room = math.floor(cap / float(queues.memory[f]) * (1 + 1e-9))
+        room = math.floor(cap / float(queues.memory[f]) * (1 + EPSILON))
         for j in range(room, len(starts[f])):
             model.add(starts[f][j] >= starts[w][j - room] + duration[w])
         return
@@ -271,13 +271,13 @@ def _memory(
         f = next(
             f for f in takers if (problem.stage[f], queues.pipeline[f]) == (problem.stage[q], queues.pipeline[q])
         )
-        demand = math.floor(-float(queues.memory[q]) * scale * (1 + ROUNDING))
+        demand = math.floor(-float(queues.memory[q]) * scale * (1 + EPSILON))
         for begin, last in zip(starts[f], starts[q], strict=True):
             length = model.new_int_var(0, 2 * clock.steps, "")
             finish = last + duration[q]
             intervals.append(model.new_interval_var(begin, length, finish, ""))
             demands.append(demand)
-    model.add_cumulative(intervals, demands, math.floor(cap * scale * (1 + ROUNDING)))
+    model.add_cumulative(intervals, demands, math.floor(cap * scale * (1 + EPSILON)))
 
 
 def _memory_scale(amounts: Sequence[float], cap: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost import Links
+from penstock.engine.tolerance import is_within
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import NONE, Array, Problem
 from penstock.planning.search import Search, time_of
@@ -90,4 +91,4 @@ def _may_exchange(problem: Problem, row: Array, r: int, place: int, local: list[
     if local[trail] == lead and np.count_nonzero(before == lead) == np.count_nonzero(before == trail):
         return False
     taken = float(queues.memory[trail])
-    return taken <= 0 or float(queues.memory[before].sum()) + taken <= float(queues.cap[r]) * (1 + 1e-9)
+    return taken <= 0 or is_within(float(queues.memory[before].sum()) + taken, float(queues.cap[r]))

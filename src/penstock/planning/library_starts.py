@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from penstock.engine.memory import peaks
+from penstock.engine.tolerance import is_within
 from penstock.library import SCHEDULES, build
 from penstock.planning.problem import Array, Problem
 from penstock.planning.search import Search, time_of
@@ -51,9 +51,4 @@ def _row_of(problem: Problem, name: str) -> Array | None:
 def fits(problem: Problem, row: Array) -> bool:
     """Whether fixed orders keep every rank within its cap."""
     queues = problem.queues
-    for r in range(queues.num_ranks):
-        change = queues.memory[row[queues.row_first[r] : queues.row_first[r + 1]]]
-        peak = float(np.max(np.cumsum(change) - np.minimum(change, 0.0), initial=0.0))
-        if peak > float(queues.cap[r]) * (1 + 1e-9):
-            return False
-    return True
+    return all(map(is_within, peaks(queues.memory[row], queues.row_first), queues.cap.tolist()))

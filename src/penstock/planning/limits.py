@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from penstock.cost import Costs
+from penstock.engine.tolerance import is_within
 from penstock.schedule import Placement, ScheduleError
-
-_EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _check_room(limits: Limits, placement: Placement, name: str) -> None:
         for rank, cap in enumerate(limits.cap):
             mine = [stage for stage, host in enumerate(hosts) if host == rank]
             needed = sum(limits.held[stage][0] for stage in mine)
-            if needed > cap * (1 + _EPSILON):
+            if not is_within(needed, cap):
                 unit = "activations" if name == "max_in_flight" else "of memory"
                 raise ScheduleError(
                     f"rank {rank} holds {needed:g} {unit} for one microbatch (stages "

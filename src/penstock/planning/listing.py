@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine.tolerance import EPSILON
 from penstock.planning import min_tree
 from penstock.planning.min_tree import least_of, sift
 
@@ -19,8 +20,6 @@ COMPILED_WITH = (min_tree,)
 
 Array = Any
 INFINITE = 1e300
-EPSILON = 1e-9
-"""Slack on memory caps, as a share of the cap, for sums of floats."""
 
 
 def list_ops(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
-from penstock.planning.progress import ROUNDING, Progress, certain, gap
+from penstock.planning.progress import Progress, certain, gap
 from penstock.schedule import Placement, Schedule, ScheduleError, check, circular, one_to_one, v_shape
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
@@ -262,7 +263,7 @@ def _confirm(
         if isinstance(goal, Expected)
         else _measured(timeline, goal)
     )
-    if not math.isclose(found, value, rel_tol=ROUNDING, abs_tol=ROUNDING):
+    if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
         raise ScheduleError(
             f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
             rule="confirmed",

@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.listing import EARLIEST, IN_ORDER
 from penstock.dispatch.queues import QueueGraph
+from penstock.engine.memory import peaks
+from penstock.engine.tolerance import is_within
 from penstock.library import build
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
@@ -281,7 +284,7 @@ def _try_constructed(program: Program, memory_limit: float, best: dict[str, Foun
             continue
         tried += 1
         rows = rows_of(graph, schedule)
-        if _peak(graph, rows) > memory_limit * (1 + 1e-9):
+        if not is_within(_peak(graph, rows), memory_limit):
             continue
         makespan = lister.time_rows(rows).makespan
         if V not in best or makespan < best[V].makespan:
@@ -291,14 +294,9 @@ def _try_constructed(program: Program, memory_limit: float, best: dict[str, Foun
 
 def _peak(graph: QueueGraph, rows: list[list[int]]) -> float:
     """Most memory that any rank holds."""
-    peak = 0.0
     changes = [queue.memory for queue in graph.tables.queues]
-    for row in rows:
-        held = 0.0
-        for q in row:
-            held += changes[q]
-            peak = max(peak, held)
-    return peak
+    first = list(accumulate(map(len, rows), initial=0))
+    return max(peaks([changes[q] for row in rows for q in row], first))
 
 
 def _words(traversal: Traversal) -> str:

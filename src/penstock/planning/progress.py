@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.engine.tolerance import slack
 from penstock.schedule import ScheduleError
 
-ROUNDING = 1e-9
 """Relative difference up to which two ways to add up the same times agree."""
 
 
@@ -49,7 +49,7 @@ def certain(lower_bound: float, value: float, described: Callable[[], str], shif
     Raises:
         ScheduleError: the bound is above the value by more than rounding, so that one of the two is wrong.
     """
-    if lower_bound > value + ROUNDING * max(1.0, abs(value)):
+    if lower_bound > value + slack(value):
         raise ScheduleError(
             f"the lower bound is {lower_bound - shift!r} ms, but a schedule takes {value - shift!r} ms, so one of "
             f"the two is wrong (rule: bound). A bug in penstock: please report it with the problem, {described()}",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.compiled import compiled
+from penstock.engine.tolerance import EPSILON
 from penstock.planning import forward_backward, listing
 from penstock.planning.problem import BACKWARD_CLASS, Array, Problem
 from penstock.planning.progress import Progress, certain
@@ -90,7 +91,7 @@ class Search:
     @property
     def target(self) -> float:
         """The makespan (ms) at which the search may stop."""
-        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, 1e-9))
+        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, EPSILON))
 
     def report(self, how: str) -> None:
         if self.on_progress is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from penstock.cost import CostError, Costs, Links
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
@@ -144,5 +145,5 @@ def _most_in_flight(costs: Costs, num_microbatches: int, memory_limit: float | S
         kept = costs.memory_change("F", stage)
         if not limit >= kept:
             raise CostError(f"rank {stage}: memory_limit {limit:g} has no room for one forward, which keeps {kept:g}")
-        most.append(num_microbatches if kept == 0 else math.floor(min(limit / kept + 1e-9, num_microbatches)))
+        most.append(num_microbatches if kept == 0 else math.floor(min(limit / kept + EPSILON, num_microbatches)))
     return most

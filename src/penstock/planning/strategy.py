@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from penstock.cost import Costs, Links
+from penstock.engine.tolerance import EPSILON
 from penstock.planning import exact
 from penstock.planning.annealing_threads import walked
 from penstock.planning.bounds import jackson_bound, work_bound, work_is_cheap
@@ -35,7 +36,7 @@ def compile_all() -> None:
     space = Space(problem)
     work_bound(problem)
     greedy(search, space)
-    justified(search, space, search.seconds + 1e-9)
+    justified(search, space, search.seconds + EPSILON)
     walked(search, search.seconds + 1e-3)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cost import CostError, Costs, Links
+from penstock.engine.tolerance import is_within
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.passes import repeat_windows, separate_gradients
 from penstock.planning.plan import plan
@@ -79,7 +80,7 @@ def flushed_schedules(
     for name, schedule in _candidates(costs_of, num_ranks, window, links, memory_limit, plan_seconds):
         costs = costs_of(schedule.num_stages)
         once = simulate(schedule, costs, links=links)
-        if memory_limit is not None and max(once.peak_activations) > memory_limit * (1 + 1e-9):
+        if memory_limit is not None and not is_within(max(once.peak_activations), memory_limit):
             continue
         if fits is None or fits(once):
             found.append(_best_run(name, repeat_windows(schedule, num_windows), costs, links, memory_limit))

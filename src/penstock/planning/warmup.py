@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from numbers import Real
 
 from penstock.cost import CostError, Costs, Links
+from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
 
-_EPSILON = 1e-9
 """Relative slack in comparisons of sums of milliseconds, so that 0.1 + 0.2 counts as 0.3."""
 
 MIN_SLACK = 2
@@ -131,7 +131,7 @@ def initial_warmups(
     caps = []
     for stage, (whole, taken, one) in enumerate(zip(*rows, kept, strict=True)):
         room = whole - taken
-        fitting = num_microbatches if one == 0 else math.floor(min(room / one + _EPSILON, float(num_microbatches)))
+        fitting = num_microbatches if one == 0 else math.floor(min(room / one + EPSILON, float(num_microbatches)))
         if room < 0 or fitting < 1:
             raise CostError(
                 f"stage {stage} has memory {whole:g}, of which {taken:g} is reserved: no room for one forward, "
@@ -231,7 +231,7 @@ def _needed(time: float, round_time: float) -> float:
         return 0
     if round_time == 0:
         return math.inf
-    return math.ceil(time / round_time * (1 - _EPSILON))
+    return math.ceil(time / round_time * (1 - EPSILON))
 
 
 def _check_link(costs: Costs, stage: int) -> None:

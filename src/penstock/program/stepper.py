@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from penstock.dispatch import listing
 from penstock.dispatch.listing import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
 from penstock.dispatch.tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
+from penstock.engine.tolerance import is_within
 from penstock.program.view import View
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.short_repr import short_repr
@@ -289,7 +290,7 @@ class Stepper:
                 (record.in_flight, queue.count, queue.reserve_count, record.cap_count, "in flight"),
                 (record.memory, queue.memory, queue.reserve, record.cap_memory, "of memory"),
             ):
-                if held + added + room > cap * (1 + listing.EPSILON):
+                if not is_within(held + added + room, cap):
                     deeper = f" (and must keep room for {room:g} deeper in the model)" if room else ""
                     return f"rank {rank} holds {held:g} of at most {cap:g} {what}{deeper}"
         return "no room"

@@ -10,7 +10,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import accumulate
 
+from penstock.engine.memory import peaks
 from penstock.schedule.async_ops import launches, rows_of
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
@@ -181,14 +183,8 @@ def most_ahead(schedule: Schedule) -> int:
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Most stage activations each rank holds at once when they live from F to B or W."""
     again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
-    peaks = []
-    for row in schedule.order:
-        held = peak = 0
-        for op in row:
-            held += activations_added(op, again)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+    first = list(accumulate(map(len, schedule.order), initial=0))
+    return tuple(map(int, peaks([activations_added(op, again) for row in schedule.order for op in row], first)))
 
 
 def activations_added(op: Op, recomputed: Set[tuple[int, int]]) -> int:

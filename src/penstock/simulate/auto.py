@@ -21,6 +21,7 @@ import numpy as np
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Policy
+from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulate.lowered import Array, Order
@@ -39,8 +40,6 @@ POLICIES = (
 """What is tried. Of equals the first is taken: one that absorbs what nobody foresaw."""
 WITHOUT_WAITING = tuple(policy for policy in POLICIES if not policy.wait)
 """What the runtime runs too: it does not know when ops are due."""
-_SAME = 1e-9
-"""Relative difference up to which two simulated times are the same."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def choose(
 
     tried = {policy: run(policy) for policy in dict.fromkeys((*policies, FROZEN))}
     sure = [policy for policy in tried if _is_no_slower(tried[policy], tried[FROZEN])]
-    least = min(fmean(tried[policy]) for policy in sure) * (1 + _SAME)
+    least = min(fmean(tried[policy]) for policy in sure) * (1 + EPSILON)
     return PolicyChoice(next(p for p in sure if fmean(tried[p]) <= least), tuple(tried.items()))
 
 
@@ -148,4 +147,4 @@ def jittered(order: Order, jitter: float, num_draws: int, seed: int) -> tuple[Or
 def _is_no_slower(tried: Sequence[float], frozen: Sequence[float]) -> bool:
     saved = [before - then for then, before in zip(tried, frozen, strict=True)]
     error = stdev(saved) / sqrt(len(saved)) if len(saved) > 1 else 0.0
-    return fmean(saved) - error >= -_SAME * fmean(frozen)
+    return fmean(saved) - error >= -EPSILON * fmean(frozen)

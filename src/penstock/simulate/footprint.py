@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.dispatch import Dispatch
+from penstock.engine import memory
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
@@ -194,11 +196,6 @@ def _message_peaks(timeline: Timeline, costs: Costs) -> list[float]:
         ):
             if size and until > since:
                 changes[rank] += [(since, size), (until, -size)]
-    peaks = []
-    for rank_changes in changes:
-        held = peak = 0.0
-        for _, change in sorted(rank_changes):  # what goes at a moment goes before what comes
-            held += change
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+    # What goes at a moment goes before what comes.
+    in_order = [change for of_rank in changes for _, change in sorted(of_rank)]
+    return memory.peaks(in_order, list(accumulate(map(len, changes), initial=0)))

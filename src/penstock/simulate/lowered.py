@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.dispatch import Graph
+from penstock.engine.memory import peaks
 from penstock.schedule import Schedule
 
 Array = Any
@@ -54,12 +55,8 @@ class Order:
 
     @cached_property
     def peaks(self) -> list[float]:
-        """Most activations each rank holds when it follows its frozen order; timing has no part in it."""
-        first = self.graph.first
-        return [
-            max(0.0, float(np.cumsum(self.change[first[r] : first[r + 1]]).max(initial=0.0)))
-            for r in range(self.num_ranks)
-        ]
+        """Most activations each rank holds when it follows its frozen order."""
+        return peaks(self.change, self.graph.first[: self.num_ranks + 1])
 
     @cached_property
     def crossing(self) -> tuple[Array, Array, Array]:

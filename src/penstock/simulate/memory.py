@@ -9,6 +9,8 @@ import numpy as np
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph
+from penstock.engine.memory import peaks
+from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
 from penstock.schedule.columns import KINDS, Array, Columns, F, R
 
@@ -46,24 +48,17 @@ def by_kind_and_stage(columns: Columns, value: Callable[[str, int], float]) -> A
 
 
 def frozen_peaks(graph: Graph, change: Sequence[float]) -> list[float]:
-    """Most activations each rank holds when it follows its frozen order; timing has no part in it."""
-    peaks = []
-    for rank in range(graph.num_ranks):
-        held = peak = 0.0
-        for op in range(graph.first[rank], graph.first[rank + 1]):
-            held += change[op]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+    """Most activations each rank holds when it follows its frozen order."""
+    return peaks(change, graph.first[: graph.num_ranks + 1])
 
 
 def frozen_caps(
     graph: Graph, change: Sequence[float], max_held: float | Sequence[float] | None = None
 ) -> list[float]:
     """The caps of a dynamic run: the frozen peaks, or what the user gave if the frozen order fits in it."""
-    peaks = frozen_peaks(graph, change)
+    own = frozen_peaks(graph, change)
     if max_held is None:
-        return peaks
+        return own
     try:
         single = isinstance(max_held, int | float)
         caps = [float(max_held)] * graph.num_ranks if single else list(map(float, max_held))  # type: ignore[arg-type]
@@ -75,8 +70,8 @@ def frozen_caps(
         raise ScheduleError(
             f"max_held has {len(caps)} entries, one a rank is needed: {graph.num_ranks}", rule="memory"
         )
-    for rank, (cap, peak) in enumerate(zip(caps, peaks, strict=True)):
-        if math.isnan(cap) or cap < peak * (1 - 1e-9):
+    for rank, (cap, peak) in enumerate(zip(caps, own, strict=True)):
+        if math.isnan(cap) or not is_within(peak, cap):
             raise ScheduleError(
                 f"rank {rank}: the cap is {cap:g} activations, but the schedule's own order needs {peak:g} "
                 f"(rule: memory); raise max_held or build the schedule with fewer in flight",

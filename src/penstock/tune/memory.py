@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.engine.memory import peaks
 from penstock.schedule import Op, Schedule
 from penstock.tune.profile import Profile
 
@@ -67,16 +68,10 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
 
 def peak_bytes(row: Sequence[Op], kept: Sequence[float], held: Sequence[float]) -> float:
     """Most bytes of activations a rank holds when it runs its ops in this order."""
-    now = peak = 0.0
-    for op in row:
-        stage = op.stage
-        if op.kind == "F":
-            now += kept[stage]
-        elif op.kind == "B":
-            now -= kept[stage]
-        elif op.kind == "I":
-            now += held[stage] - kept[stage]
-        elif op.kind == "W":
-            now -= held[stage]
-        peak = max(peak, now)
-    return peak
+    changes = {
+        "F": kept,
+        "B": [-one for one in kept],
+        "I": [left - one for left, one in zip(held, kept, strict=True)],
+        "W": [-left for left in held],
+    }
+    return peaks([changes[op.kind][op.stage] if op.kind in changes else 0.0 for op in row], [0, len(row)])[0]

@@ -36,10 +36,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.periodic.model import Block, Flow, Need
 from penstock.schedule import ScheduleError
-
-_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,8 @@ class _Waits:
         )
         kept = block.acquires - given_back
         runs = float(self.counts[b])
-        if kept > _SLACK and self.caps[rank] < math.inf:
-            runs = min(runs, math.floor(self.caps[rank] / kept + _SLACK))
+        if kept > EPSILON and self.caps[rank] < math.inf:
+            runs = min(runs, math.floor(self.caps[rank] / kept + EPSILON))
         # The turn whose way this is has b behind it.
         return runs - 1 if a is not None and a in self.follows[b] else runs
 
@@ -233,7 +232,7 @@ def round_trips(flow: Flow, caps: Sequence[float]) -> list[RoundTrip]:
             acquired = flow.blocks[first].acquires
             if acquired <= 0:
                 continue
-            if acquired > caps[rank] + _SLACK:
+            if acquired > caps[rank] + EPSILON:
                 raise ScheduleError(
                     f"rank {rank} may hold {caps[rank]:g} activations, but one {flow.blocks[first].name} keeps "
                     f"{acquired:g} (rule: memory); raise the cap or cut the model into more stages",
@@ -245,9 +244,9 @@ def round_trips(flow: Flow, caps: Sequence[float]) -> list[RoundTrip]:
                     continue
                 sooner = sum(flow.blocks[x].releases for x in row if x in after[first] and x not in after[last])
                 kept = acquired - sooner
-                if kept > _SLACK:
+                if kept > EPSILON:
                     way = _longest_way(flow, first, last)
-                    num_held = math.floor(caps[rank] / kept + _SLACK)
+                    num_held = math.floor(caps[rank] / kept + EPSILON)
                     trips.append(RoundTrip(first, last, way, num_held, heads[first], tails[last]))
     return trips
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+from penstock.engine import memory
+from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
-
-_SLACK = 1e-9
 
 
 class Need(NamedTuple):
@@ -211,16 +212,14 @@ def makespan(flow: Flow, timed: Sequence[Instance]) -> float:
 
 def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
     """Most activations each rank holds when it runs its ops in the order of `sequence`."""
-    held, most = [0.0] * flow.num_ranks, [0.0] * flow.num_ranks
+    change: list[list[float]] = [[] for _ in range(flow.num_ranks)]
     for index, _ in sequence:
         block = flow.blocks[index]
         for rank in block.ranks:
-            held[rank] += block.acquires
-            most[rank] = max(most[rank], held[rank])
-            held[rank] -= block.releases
-    return most
+            change[rank] += [block.acquires, -block.releases]
+    return memory.peaks(list(chain(*change)), list(accumulate(map(len, change), initial=0)))
 
 
 def fits(flow: Flow, sequence: Sequence[tuple[int, int]], caps: Sequence[float]) -> bool:
     """Whether no rank holds more than its cap in the order of `sequence`."""
-    return all(peak <= cap * (1 + _SLACK) for peak, cap in zip(peaks(flow, sequence), caps, strict=True))
+    return all(is_within(peak, cap) for peak, cap in zip(peaks(flow, sequence), caps, strict=True))

@@ -30,6 +30,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.periodic.model import Flow, Repetend
 from penstock.schedule import ScheduleError
 
@@ -211,7 +212,7 @@ class _Model:
         """Tells the solver where to look first."""
         origin = hint.starts[0] % hint.period
         for b, start in enumerate(hint.starts):
-            quotient = math.floor((start - origin) / hint.period + 1e-9)
+            quotient = math.floor((start - origin) / hint.period + EPSILON)
             position = round((start - origin - quotient * hint.period) / self.units.unit)
             self.model.add_hint(self.positions[b], min(max(position, 0), self.period - 1))
             self.model.add_hint(self.quotients[b], quotient)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.cost import Costs, Links
+from penstock.engine.tolerance import EPSILON, is_within
 from penstock.planning.limits import limits_of
 from penstock.planning.periodic.bound import flow_bound
 from penstock.planning.periodic.ends import shortened
@@ -25,7 +26,7 @@ from penstock.planning.periodic.model import Flow, Instance, Repetend, fits, mak
 from penstock.planning.periodic.modulo import cp_sat, find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.plan import Certificate, Plan
-from penstock.planning.progress import ROUNDING, Progress, certain
+from penstock.planning.progress import Progress, certain
 from penstock.schedule import Placement, ScheduleError, check
 from penstock.simulate import simulate
 
@@ -35,7 +36,6 @@ _MOST_COPIES = 3
 """Turns in a period, at most."""
 _PERIOD_STEPS = 200
 """A period is shortened no further once the next shorter one is known to be less than this part away."""
-_SLACK = 1e-9
 
 
 def plan_shared(
@@ -79,7 +79,13 @@ def plan_shared(
     caps = list(limits.cap[: placed.flow.num_ranks])
     bound = flow_bound(placed.flow, placed.counts, caps)
     search = _Search(
-        placed.flow, placed.counts, caps, bound.makespan, bound.makespan * (1 + stop_at_gap) + _SLACK, began, progress
+        placed.flow,
+        placed.counts,
+        caps,
+        bound.makespan,
+        bound.makespan * (1 + stop_at_gap) + EPSILON,
+        began,
+        progress,
     )
     search.consider_serial()
     try:
@@ -103,7 +109,7 @@ def plan_shared(
     schedule = placed.schedule(search.timed, num_ranks, limits.in_flight)
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
-    if not math.isclose(timeline.makespan, search.makespan, rel_tol=ROUNDING, abs_tol=ROUNDING):
+    if not math.isclose(timeline.makespan, search.makespan, rel_tol=EPSILON, abs_tol=EPSILON):
         raise ScheduleError(
             f"the plan says {search.makespan!r} ms, its simulation {timeline.makespan!r} ms (rule: confirmed); "
             "this is a bug in penstock",
@@ -136,7 +142,7 @@ class _Search:
         turns = range(max(self.counts))
         sequence = [(b, turn) for turn in turns for b, count in enumerate(self.counts) if turn < count]
         for rank, (peak, cap) in enumerate(zip(peaks(self.flow, sequence), self.caps, strict=True)):
-            if peak > cap * (1 + _SLACK):
+            if not is_within(peak, cap):
                 raise ScheduleError(
                     f"rank {rank} holds {peak:g} for one microbatch, its shared stages counted, but may hold {cap:g} "
                     "(rule: memory); raise the limit or share the stages among more ranks",

@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.periodic.model import Flow, Repetend
-
-_SLACK = 1e-9
 
 
 def rounds(flow: Flow) -> Iterator[Repetend]:
@@ -55,6 +54,6 @@ def packed(flow: Flow, backwards: Callable[[int], bool]) -> Repetend:
     starts: list[float] = []
     for b, block in enumerate(flow.blocks):
         ready = max((starts[n.block] + flow.blocks[n.block].duration + n.delay for n in block.needs), default=0.0)
-        late = math.ceil((ready - positions[b]) / period - _SLACK) if period > 0 else 0
+        late = math.ceil((ready - positions[b]) / period - EPSILON) if period > 0 else 0
         starts.append(positions[b] + max(late, 0) * period)
     return Repetend(flow, period, tuple(starts))

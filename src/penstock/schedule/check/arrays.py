@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.engine import sweep
 from penstock.engine.compiled import compiled
+from penstock.engine.memory import peaks
 from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W, starts_of
 from penstock.schedule.microbatch_order import places_of
 from penstock.schedule.schedule import Schedule
@@ -109,7 +110,4 @@ def are_within(columns: Columns, limit: float) -> bool:
         num = int(columns.microbatch.max()) + 1
         cell = columns.stage * num + columns.microbatch
         added[(columns.kind == F) & np.isin(cell, cell[columns.kind == R])] = 0
-    return all(
-        np.cumsum(added[begin:end]).max(initial=0) <= limit
-        for begin, end in zip(columns.first[:-1], columns.first[1:], strict=True)
-    )
+    return max(peaks(added, columns.first), default=0) <= limit
