@@ -178,7 +178,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab_command, "_run", lambda *args: 0)
     monkeypatch.setattr(session, "tune", estimate_instead)
     monkeypatch.setattr(session, "measure", measure_nothing)
-    for measured in ("speeds", "free", "tight"):
+    for measured in ("speeds", "free", "tight", "families"):
         monkeypatch.setattr(bench_plan, measured, lambda *args, **kwargs: [])
     for measured in ("searches", "against_library", "shared_ends"):
         monkeypatch.setattr(bench_space, measured, lambda *args, **kwargs: [])

@@ -101,7 +101,11 @@ def plan(
     context: typer.Context,
     instances: Annotated[int, typer.Option("--instances", min=1, help="Problems of each family.")] = 20,
     only: Annotated[
-        str | None, typer.Option("--only", help="speed, free (no memory cap), or tight; all where not given.")
+        str | None,
+        typer.Option("--only", help="speed, free (no memory cap), tight, or families; all where not given."),
+    ] = None,
+    family: Annotated[
+        list[str] | None, typer.Option("--family", help="families: just these, like V or circular.")
     ] = None,
     size: Annotated[
         list[str] | None, typer.Option("--size", metavar="RANKSxN", help="tight: just these sizes, like 8x32.")
@@ -116,8 +120,10 @@ def plan(
     from penstock.bench import plan as measured
     from penstock.bench.machine import machine
 
-    if only not in (None, "speed", "free", "tight"):
-        raise Misuse(f"--only {only}: choose among speed, free, tight")
+    if only not in (None, "speed", "free", "tight", "families"):
+        raise Misuse(f"--only {only}: choose among speed, free, tight, families")
+    if wrong := next((name for name in family or () if name not in measured.PLACEMENTS), None):
+        raise Misuse(f"--family {wrong}: choose among {', '.join(measured.PLACEMENTS)}")
     known = {f"{ranks}x{num}": (ranks, num, seconds) for ranks, num, seconds in measured.TIGHT_SIZES}
     if wrong := next((name for name in size or () if name not in known), None):
         raise Misuse(f"--size {wrong}: choose among {', '.join(known)}")
@@ -135,6 +141,9 @@ def plan(
     if families:
         result["families"] = families
         tables.append(measured.gap_table(families))
+    if only in (None, "families"):
+        result["placements"] = list(measured.families(instances, seed, family or tuple(measured.PLACEMENTS)))
+        tables.append(measured.family_table(result["placements"]))
     _give(context, result, "\n\n".join(tables), out, json)
 
 
