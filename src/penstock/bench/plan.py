@@ -162,7 +162,8 @@ def tight(
 def family_problem(family: str, number: int, seed: int) -> tuple[Costs, Links, Placement, dict[str, float]]:
     """Costs, links, placement and cap of one problem; p ranks, 2 p microbatches.
 
-    The cap is p stage activations per rank, freed at W; where I frees half of each, 3 p / 4 in the same unit.
+    The cap is p stage activations per rank, freed at W; 3 p / 2 with two stages of one pipeline per rank. Where I
+    frees half of each it is 3 p / 4 in the same unit.
     """
     num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
     placement = PLACEMENTS[family](num_ranks)
@@ -173,7 +174,8 @@ def family_problem(family: str, number: int, seed: int) -> tuple[Costs, Links, P
     links = Links({(rank, rank + 1): float(random.uniform(100, 300))})
     if family == "partial freeing":
         return Costs(f, i, w, freed_by_input=0.5), links, placement, {"memory_limit": 0.75 * num_ranks}
-    return Costs(f, i, w), links, placement, {"max_in_flight": float(num_ranks)}
+    several = placement.num_stages > num_ranks
+    return Costs(f, i, w), links, placement, {"max_in_flight": 1.5 * num_ranks if several else float(num_ranks)}
 
 
 def families(num_instances: int, seed: int, names: Sequence[str] = tuple(PLACEMENTS)) -> Iterator[dict[str, Any]]:

@@ -27,25 +27,33 @@ def named(search: Search) -> None:
 
 
 def _row_of(problem: Problem, name: str) -> Array | None:
+    """The library schedule in whichever of its forms solves the problem: whole or split, with so many stages."""
     placement = problem.placement
     num_ranks, num_microbatches = problem.queues.num_ranks, len(problem.microbatch_pipeline)
-    schedule: Schedule | None = None
-    for options in ({}, {"num_stages": placement.num_stages}):
+    num_stages = placement.num_stages
+    for options in (
+        {},
+        {"num_stages": num_stages},
+        {"backward": "split"},
+        {"waves": num_stages // (2 * num_ranks)},
+        {"waves": num_stages // (2 * num_ranks), "backward": "split"},
+    ):
         try:
             schedule = build(name, num_ranks, num_microbatches, **options)
         except ScheduleError:
             continue
-        if schedule.placement == placement and schedule.stage_graph is None:
-            break
-    if (
-        schedule is None
-        or schedule.stage_graph is not None
-        or schedule.placement != placement
-        or schedule.microbatch_pipeline != problem.microbatch_pipeline
-        or {op.kind for row in schedule.order for op in row} != set(problem.kind)
-    ):
-        return None
-    return problem.row(schedule)
+        if _solves(problem, schedule):
+            return problem.row(schedule)
+    return None
+
+
+def _solves(problem: Problem, schedule: Schedule) -> bool:
+    return (
+        schedule.stage_graph is None
+        and schedule.placement == problem.placement
+        and schedule.microbatch_pipeline == problem.microbatch_pipeline
+        and {op.kind for row in schedule.order for op in row} == set(problem.kind)
+    )
 
 
 def fits(problem: Problem, row: Array) -> bool:

@@ -23,7 +23,15 @@ INFINITE = 1e300
 
 
 def list_ops(
-    p: Any, values: Array, wait: Array, turned: bool, start: Array, row: Array, state: Array, times: Array
+    p: Any,
+    values: Array,
+    wait: Array,
+    turned: bool,
+    start: Array,
+    row: Array,
+    state: Array,
+    times: Array,
+    in_turn: bool = False,
 ) -> float:
     """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 
@@ -35,6 +43,7 @@ def list_ops(
         start: out, per op.
         row: out, queue ids in the order of the ranks' ops.
         state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
+        in_turn: what takes memory on a rank does so in the order of its values, however early it is ready.
     """
     rank, pipeline, rank_first, count, op_first = p.rank, p.pipeline, p.rank_first, p.size, p.op_first
     duration, memory, cap = p.duration, p.memory, p.cap
@@ -52,9 +61,17 @@ def list_ops(
     tree = times[num_queues + 3 * num_ranks : num_queues + 3 * num_ranks + 2 * leaves]
 
     # Inner functions are compiled in place: a call across which all arrays travel costs more than what it does.
+    def number(q, j):  # type: ignore[no-untyped-def]
+        return op_first[q] + (count[q] - 1 - j if turned else j)
+
     def may_take(q, r):  # type: ignore[no-untyped-def]
         """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
         level = held[r] + memory[q]
+        if in_turn and memory[q] > 0:
+            value = values[number(q, head[q])]
+            for other in range(rank_first[r], rank_first[r + 1]):
+                if memory[other] > 0 and head[other] < count[other] and values[number(other, head[other])] < value:
+                    return False
         return memory[q] <= 0 or (
             level <= limit[r]
             and (
@@ -70,9 +87,6 @@ def list_ops(
             if ready[q] < found and may_take(q, r):
                 found = ready[q]
         return max(found, free[r])
-
-    def number(q, j):  # type: ignore[no-untyped-def]
-        return op_first[q] + (count[q] - 1 - j if turned else j)
 
     def ready_time(q):  # type: ignore[no-untyped-def]
         """When the next op of queue q has all it needs; INFINITE while that is not known."""

@@ -80,7 +80,8 @@ class Plan:
         lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
         certificate: the family of schedules that the bound covers.
         seconds: spent.
-        how: what found it: "greedy", a library schedule by its name, "justified", "local search" or "exact";
+        how: what found it: "greedy", a library schedule by its name, "building block", "justified", "local search" or
+            "exact";
             "serial", "repetend" or "ends" where stages are shared.
         timeline: when each op runs, under the costs and links given.
     """

@@ -11,6 +11,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning import exact
 from penstock.planning.annealing_threads import walked
 from penstock.planning.bounds import jackson_bound, work_bound, work_is_cheap
+from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.objective import Expected
@@ -20,8 +21,8 @@ from penstock.planning.search import Search, Space, greedy, justified
 from penstock.planning.span_objective import Span, span_of
 from penstock.schedule import one_to_one
 
-JUSTIFIED_SHARE, _WALKED_SHARE = 0.1, 0.35
-"""Shares of the time after which a step ends; the last is for problems that are left to CP-SAT then."""
+JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
+"""Shares of the time that a step takes; the last is for problems that are left to CP-SAT then."""
 
 _MOST_JUSTIFIED = 5.0
 """Seconds after which justification finds little more."""
@@ -38,6 +39,7 @@ def compile_all() -> None:
     greedy(search, space)
     justified(search, space, search.seconds + EPSILON)
     walked(search, search.seconds + 1e-3)
+    repeated(search, search.seconds + 1e-3)
 
 
 def begin(
@@ -75,10 +77,12 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
             search.improve_bound(work_bound(search.bounded))
         if not search.closed and search.problem.placement.num_stages != search.problem.queues.num_ranks:
             named(search)
+        if not search.closed and hosts_several(search.problem):
+            repeated(search, search.seconds + _REPEATED_SHARE * (time_limit - search.seconds))
         if not search.closed:
-            justified(search, space, min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
+            justified(search, space, search.seconds + min(JUSTIFIED_SHARE * time_limit, _MOST_JUSTIFIED))
         if search.problem.queues.num_ops <= exact.MOST_OPS and exact.available():
-            walked(search, _WALKED_SHARE * time_limit)
+            walked(search, search.seconds + _WALKED_SHARE * (time_limit - search.seconds))
             exact.solve(search, time_limit)
         walked(search, time_limit)
         justified(search, space, time_limit)

@@ -1,0 +1,138 @@
+"""Building blocks as starts: what a microbatch does, repeated and squeezed (see `repeat`), on several threads.
+
+Greedy rules look at what is ready now. Where a rank hosts several stages and memory is short, what counts is when
+each stage's activation is freed again, which the steps of the block decide: ZB-V, V-Half and V-Min are three choices
+of the steps down and up a V; here the costs at hand choose.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.compiled import compiled
+from penstock.planning import repeat
+from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, NONE, Array, Problem
+from penstock.planning.search import Search, Space
+
+_HOT, _COLD = 0.005, 0.0002
+"""Temperatures at which a block's search begins and ends, as shares of the makespan."""
+
+_DRAWN_SHARE = 0.15
+"""Of the time, for drawing blocks to begin with."""
+
+_SLICE = 0.1
+"""Seconds between looks at the clock."""
+
+_UP, _DOWN, _BACK_DOWN, _BACK_UP, _SAME, _LATE, _NUM_STEPS = range(7)
+"""Columns of `steps_before`: ways to higher and lower ranks, forward and backward; on one rank; and of W."""
+
+
+def steps_before(problem: Problem) -> tuple[Array, Array]:
+    """Per queue, ms of the steps on a microbatch's way before it, by direction; and its place on that way."""
+    queues = problem.queues
+    classes = problem.priority_class
+    hops = np.zeros((len(queues.rank), _NUM_STEPS))
+    chain = np.zeros(len(queues.rank), np.int64)
+    first = [q for q in range(len(chain)) if queues.message_from[q] == NONE and queues.local_from[q] == NONE]
+    for q in first:
+        place = 0
+        while q != NONE:
+            chain[q] = place
+            place += 1
+            late = int(queues.local_to[q])
+            if classes[q] == BACKWARD_CLASS and late != NONE:
+                hops[late], chain[late] = hops[q], place
+                hops[late, _SAME] += queues.duration[q]
+                hops[late, _LATE] = 1.0
+            after = int(queues.message_to[q])
+            if after == NONE and classes[q] == FORWARD_CLASS:
+                after = late
+            if after != NONE:
+                higher = int(np.sign(queues.rank[after] - queues.rank[q]))
+                way = (_BACK_UP, _SAME, _BACK_DOWN) if classes[q] == BACKWARD_CLASS else (_DOWN, _SAME, _UP)
+                hops[after] = hops[q]
+                hops[after, way[higher + 1]] += queues.duration[q] + queues.delay_to[q] * (higher != 0)
+            q = after
+    return hops, chain
+
+
+def hosts_several(problem: Problem) -> bool:
+    """Whether a rank hosts several stages, of one pipeline or of several."""
+    takers = problem.queues.rank[problem.queues.memory > 0]
+    return len(takers) > len(np.unique(takers))
+
+
+class BlockSearch:
+    """One thread's block, and the compiled functions' arrays."""
+
+    def __init__(self, problem: Problem, hops: Array, chain: Array, seed: int) -> None:
+        queues = problem.queues
+        self._module: Any = compiled(repeat)
+        self._queues, self._hops, self._chain = queues, hops, chain
+        self._space = Space(problem)
+        self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
+        self._trial = np.empty_like(self.block)
+        self._step = np.empty(_NUM_STEPS)
+        self._random = np.random.default_rng(seed)
+        self._scale = float(np.mean(queues.duration))
+        work = np.bincount(queues.rank, queues.duration * queues.size, queues.num_ranks)
+        self._period = float(work.max()) / int(queues.size.max())
+        self.best, self.row = np.inf, np.empty(queues.num_ops, np.int64)
+        self.trials_per_second = 1000.0
+
+    def _room(self) -> tuple[Array, ...]:
+        space = self._space
+        return (
+            self.block, self._trial, space.wait, space.values, space.start, space.row, space.state, space.times
+        )  # fmt: skip
+
+    def draw(self, num_draws: int, target: float) -> None:
+        """Draws so many blocks and keeps the best; stops at `target` (ms)."""
+        self._module.seed(int(self._random.integers(2**31)))
+        self.best = self._module.drawn(
+            self._queues, self._hops, self._step, self._period, self._scale, num_draws, target, self.best, self.row,
+            *self._room(),
+        )  # fmt: skip
+
+    def improve(self, num_moves: int, hot: float, cold: float, target: float) -> None:
+        """Anneals the block in so many moves; temperatures are shares of the makespan."""
+        self._module.seed(int(self._random.integers(2**31)))
+        value = float(self.block[0])
+        self.best = self._module.improved(
+            self._queues, self._hops, self._chain, self._scale, num_moves, hot * value, cold * value, target,
+            self.best, self.row, *self._room(),
+        )  # fmt: skip
+
+    def go(self, seconds: float, done: float, part: float, target: float) -> None:
+        """Goes on for about so long, where `done` of the whole search is done and `part` is this one's share."""
+        before, num = time.perf_counter(), max(1, int(seconds * self.trials_per_second))
+        if done < _DRAWN_SHARE or not np.isfinite(self.block[0]):
+            self.draw(num, target)
+        else:
+            hot, cold = (_HOT * (_COLD / _HOT) ** min(1.0, share) for share in (done, done + part))
+            self.improve(num, hot, cold, target)
+        spent = max(time.perf_counter() - before, 1e-6)
+        self.trials_per_second = min(4 * self.trials_per_second, max(10.0, num / spent))
+
+
+def repeated(search: Search, until: float, num_threads: int | None = None) -> None:
+    """Searches building blocks until `until` (seconds since the search began)."""
+    if search.problem.queues.num_ops == 0 or search.closed:
+        return
+    num_threads = num_threads or min(2, os.cpu_count() or 1)
+    hops, chain = steps_before(search.problem)
+    blocks = [BlockSearch(search.problem, hops, chain, search.seed + k) for k in range(num_threads)]
+    began, length = search.seconds, max(until - search.seconds, 1e-9)
+    with ThreadPoolExecutor(num_threads) as pool:
+        while not search.closed and (done := (search.seconds - began) / length) < 1:
+            part = min(_SLICE / length, 1 - done)
+            list(pool.map(lambda each: each.go(part * length, done, part, search.target), blocks))  # noqa: B023
+            for each in blocks:
+                if np.isfinite(each.best):
+                    search.take(each.best, each.row, "building block")
+            search.report("building block")

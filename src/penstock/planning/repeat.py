@@ -1,0 +1,178 @@
+"""Search over building blocks: one microbatch's pattern, repeated every period and squeezed. Written to be compiled.
+
+A building block says when each op of microbatch 0 would run; microbatch j follows j periods later:
+
+    offset of   F0 F1 I1 I0        op j of a queue: offset + j * period
+    rank 0      0  .  .  6
+    rank 1      .  1  3  .
+
+These moments are wishes. List scheduling takes them as values, least first, and with the true times, delays and caps
+moves every op to the front as far as they let it (the "squeeze" of Qi et al. 2024, "Pipeline Parallelism with
+Controllable Memory"): filling, draining and microbatches that differ in nothing but their number need no rules of
+their own. Simulated annealing then changes a few numbers of the block at a time, and with them the whole schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from penstock.planning import listing, min_tree
+from penstock.planning.listing import list_ops
+
+OPTIONS = {"nogil": True}
+"""For numba: searches on several threads do not wait for one another."""
+
+COMPILED_WITH = (min_tree, listing)
+
+Array = Any
+
+
+def seed(number: int) -> None:
+    """Seeds the random numbers of this thread's compiled functions."""
+    np.random.seed(number)
+
+
+def squeezed(
+    p: Any, block: Array, wait: Array, values: Array, start: Array, row: Array, state: Array, times: Array
+) -> float:
+    """The makespan of a block, repeated and squeezed; the order is left in `row`. -1 where the ranks are stuck."""
+    first = 3 + len(p.cap)
+    wait[:] = block[3:first]
+    for q in range(len(p.rank)):
+        for j in range(p.size[q]):
+            values[p.op_first[q] + j] = block[first + q] + block[1] * j
+    return list_ops(p, values, wait, False, start, row, state, times, block[2] > 0)
+
+
+def drawn(
+    p: Any,
+    hops: Array,
+    step: Array,
+    period: float,
+    scale: float,
+    num_draws: int,
+    target: float,
+    best: float,
+    best_row: Array,
+    block: Array,
+    trial: Array,
+    wait: Array,
+    values: Array,
+    start: Array,
+    row: Array,
+    state: Array,
+    times: Array,
+) -> float:
+    """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
+
+    Args:
+        hops: per queue, ms of the steps before it: forward to higher and to lower ranks, backward to lower and to
+            higher ones, on the same rank, and of waiting between I and W (1 for W).
+        step: room for one factor per column.
+        period: ms between microbatches that the work allows at best. scale: ms of an op, for waits.
+        best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
+        block: in and out, of the best drawn here: the makespan, the period, whether memory is taken in
+            turn, the wait of each rank, and offsets.
+        trial: room for one like it. The others are room for `list_ops`.
+    """
+    num_ranks, num_queues = len(p.cap), len(p.rank)
+    for _ in range(num_draws):
+        for k in range(len(step) - 2):
+            step[k] = 1.0 + 0.5 * max(0, np.random.randint(-1, 7))
+        step[-2] = 1.0
+        step[-1] = scale * (0.0 if np.random.random() < 0.4 else 2.0 ** np.random.uniform(-1.0, 5.0))
+        trial[1] = period * np.random.uniform(0.6, 1.3)
+        base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
+        trial[2] = 1.0 if np.random.random() < 0.7 else 0.0
+        trial[3 : 3 + num_ranks] = base
+        for q in range(num_queues):
+            offset = 0.0
+            for k in range(len(step)):
+                offset += step[k] * hops[q, k]
+            trial[3 + num_ranks + q] = offset + trial[1] * p.pipeline[q] / (1.0 + p.pipeline.max())
+        made = squeezed(p, trial, wait, values, start, row, state, times)
+        if made < 0:
+            continue
+        trial[0] = made
+        if made < block[0]:
+            block[:] = trial
+        if made < best * (1 - 1e-12):
+            best = made
+            best_row[:] = row
+            if best <= target:
+                return best
+    return best
+
+
+def improved(
+    p: Any,
+    hops: Array,
+    chain: Array,
+    scale: float,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    target: float,
+    best: float,
+    best_row: Array,
+    block: Array,
+    trial: Array,
+    wait: Array,
+    values: Array,
+    start: Array,
+    row: Array,
+    state: Array,
+    times: Array,
+) -> float:
+    """Anneals the block that is given, from temperature `hot` to `cold` (ms); returns the best makespan.
+
+    Args:
+        chain: per queue, its place on its microbatch's way down the stages and back.
+
+    The others are those of `drawn`.
+    """
+    num_ranks, num_queues = len(p.cap), len(p.rank)
+    first = 3 + num_ranks
+    for move in range(num_moves):
+        trial[:] = block
+        size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
+        change = size * (1.0 if np.random.random() < 0.5 else -1.0)
+        kind, chosen = np.random.random(), np.random.randint(num_queues)
+        if kind < 0.35:  # one queue
+            trial[first + chosen] += change
+        elif kind < 0.6:  # all of its pipeline from there on
+            for q in range(num_queues):
+                if p.pipeline[q] == p.pipeline[chosen] and chain[q] >= chain[chosen]:
+                    trial[first + q] += change
+        elif kind < 0.75:  # a way as a whole
+            k = np.random.randint(hops.shape[1])
+            largest = 1e-9
+            for q in range(num_queues):
+                largest = max(largest, hops[q, k])
+            for q in range(num_queues):
+                trial[first + q] += 3.0 * change * hops[q, k] / largest
+        elif kind < 0.85:
+            trial[1] *= math.exp(np.random.uniform(-0.1, 0.1))
+        elif kind < 0.92:  # how long one rank waits for a better op
+            r = np.random.randint(num_ranks)
+            trial[3 + r] = max(0.0, trial[3 + r] + 0.5 * change)
+        else:
+            more = 0.2 * change
+            for r in range(num_ranks):
+                trial[3 + r] = max(0.0, trial[3 + r] + more)
+        made = squeezed(p, trial, wait, values, start, row, state, times)
+        if made < 0:
+            continue
+        trial[0] = made
+        worse = made - block[0]
+        if worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves))):
+            block[:] = trial
+        if made < best * (1 - 1e-12):
+            best = made
+            best_row[:] = row
+            if best <= target:
+                return best
+    return best

@@ -1,0 +1,99 @@
+"""Building blocks: what microbatch 0 does, repeated and squeezed, where a rank hosts several stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
+from penstock.planning.library_starts import fits, named
+from penstock.planning.problem import Problem, pose
+from penstock.planning.search import Search, Space, greedy, time_of
+from penstock.program.placements import bidirectional, wave
+from penstock.schedule import Placement, circular, one_to_one, v_shape
+
+
+def posed(placement: Placement, num_ranks: int, num_microbatches: int, cap: float, split: bool = True) -> Problem:
+    costs = ps.Costs.uniform(placement.num_stages)
+    held = [(1.0, 0.0)] * placement.num_stages
+    return pose(costs, placement, num_ranks, num_microbatches, ps.Links(), held, [cap] * num_ranks, split)
+
+
+def drawn(problem: Problem, num_draws: int = 300) -> BlockSearch:
+    blocks = BlockSearch(problem, *steps_before(problem), seed=0)
+    blocks.draw(num_draws, 0.0)
+    return blocks
+
+
+def test_steps_of_a_v_go_up_and_down_and_back() -> None:
+    problem = posed(v_shape(2), 2, 1, 4.0)
+    hops, chain = steps_before(problem)
+    by_op = {(kind, stage): q for q, (kind, stage) in enumerate(zip(problem.kind, problem.stage, strict=True))}
+    up, down, back_down, back_up, same, late = range(6)
+    assert [int(chain[by_op["F", stage]]) for stage in range(4)] == [0, 1, 2, 3]
+    assert [int(chain[by_op["I", stage]]) for stage in range(4)] == [7, 6, 5, 4]
+    last = hops[by_op["I", 0]]
+    assert (last[up], last[down], last[back_down], last[back_up], last[same], last[late]) == (1, 1, 1, 1, 3, 0)
+    assert hops[by_op["W", 0]][late] == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_ranks", "cap", "several"),
+    [
+        (one_to_one(4), 4, 4.0, False),
+        (v_shape(4), 4, 6.0, True),
+        (circular(4, 8), 4, 6.0, True),
+        (bidirectional(one_to_one(4)), 4, 4.0, True),
+    ],
+)
+def test_blocks_are_orders_within_the_caps(placement: Placement, num_ranks: int, cap: float, several: bool) -> None:
+    problem = posed(placement, num_ranks, 8, cap)
+    assert hosts_several(problem) == several
+    blocks = drawn(problem)
+    assert fits(problem, blocks.row)
+    assert time_of(problem, blocks.row) == blocks.best
+    ps.check(problem.schedule(blocks.row, "block"))
+    before = blocks.best
+    blocks.improve(200, 0.005, 0.0002, 0.0)
+    assert blocks.best <= before
+    assert fits(problem, blocks.row)
+
+
+@pytest.mark.parametrize("cap", [10.0, 12.0])
+def test_blocks_are_shorter_than_what_greedy_rules_find(cap: float) -> None:
+    problem = posed(v_shape(8), 8, 16, cap)
+    search = Search(problem, 0.0)
+    greedy(search, Space(problem))
+    assert drawn(problem).best < 0.85 * search.value
+
+
+def test_the_same_seed_draws_the_same_blocks() -> None:
+    problem = posed(v_shape(4), 4, 6, 6.0)
+    assert np.array_equal(drawn(problem).row, drawn(problem).row)
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [
+        (bidirectional(one_to_one(4)), "chimera"),
+        (wave(4, 2), "hanayo"),
+        (bidirectional(circular(4, 8)), "bitpipe"),
+        (bidirectional(v_shape(4)), "vchimera"),
+    ],
+)
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+def test_library_schedules_start_plans_in_both_their_forms(placement: Placement, name: str, split: bool) -> None:
+    problem = posed(placement, 4, 8, 64.0, split)
+    search = Search(problem, 0.0)
+    greedy(search, Space(problem))
+    starts = set()
+
+    def take(value: float, row: Any, how: str) -> None:
+        starts.add(how)
+
+    search.take = take  # type: ignore[method-assign]
+    named(search)
+    assert name in starts
