@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, Mesh, Ring, costs_preset
+from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, Mesh, Ring, Uneven, costs_preset
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.passes import repeat_windows
@@ -115,6 +115,7 @@ __all__ = [
     "StepResult",
     "Stepper",
     "Timeline",
+    "Uneven",
     "Updates",
     "View",
     "breadth_first",

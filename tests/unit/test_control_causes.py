@@ -49,7 +49,7 @@ def after(job: Job, conditions: LinkConditions) -> tuple[list[Decision], float]:
             controller.feed(Switched(controller.waiting.number))
         links = conditions if number >= 10 else LinkConditions()
         ran = run_once(job, controller.now, links, now)
-        for event in measured_events(ran, number, COSTS.message_bytes):
+        for event in measured_events(ran, number, COSTS):
             made += controller.feed(event)
         now += ran.makespan
     return made, ran.makespan

@@ -52,7 +52,7 @@ SLOW = LinkConditions.parse("2:3=latency:steps:0ms/0ms,5000ms/60ms")
 
 
 def events_of(controller: Controller, links: ps.Links, number: int) -> list[Event]:
-    return measured_events(run_once(controller.job, controller.now, links), number, COSTS.message_bytes)
+    return measured_events(run_once(controller.job, controller.now, links), number, COSTS)
 
 
 def drive(controller: Controller, delays: Sequence[ps.Links], first: int = 0) -> list[Decision]:

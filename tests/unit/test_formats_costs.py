@@ -39,7 +39,7 @@ def test_numbers_stand_for_every_stage() -> None:
         (
             {"speed": 1},
             "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, update_bytes, take_over, "
-            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute and other",
+            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute, other and uneven",
         ),
     ],
 )
@@ -82,7 +82,6 @@ def test_a_kind_that_costs_something_on_one_stage_alone_costs_nothing_on_others(
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
-        (ps.Costs([1], [1], [1], uneven=[1, 2]), "uneven microbatches"),
         (ps.Costs([1], [1], [1], other={"OFFLOAD": (1.0, -1.0)}), "kind OFFLOAD takes memory"),
     ],
 )

@@ -84,7 +84,7 @@ def test_slow_ops_are_simulated_as_they_were_measured() -> None:
     slow = replace(COSTS, w=(10.0, 10.0, 25.0, 10.0), b=(20.0, 20.0, 35.0, 20.0))
     timeline = ps.simulate(job().start.schedule, slow)
     for number in range(3):
-        for event in measured_events(timeline, number, COSTS.message_bytes):
+        for event in measured_events(timeline, number, COSTS):
             controller.feed(event)
     story = read_story(lines, name="slow ops")
     assert [each.simulated for each in story.iterations] == pytest.approx([timeline.makespan] * 3, rel=1e-3)

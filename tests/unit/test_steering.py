@@ -181,7 +181,7 @@ def test_the_filter_decides_what_the_controller_decides_and_writes_its_log() -> 
         late = 60.0 if number >= 8 else 0.0
         links = ps.Links({(2, 3): late, (3, 2): late})
         timeline = ps.simulate(ZB, COSTS, links=links, transport="blocking")
-        events += measured_events(timeline, number, COSTS.message_bytes)
+        events += measured_events(timeline, number, COSTS)
     want: list[str] = []
     controller = Controller(JOB, log=want.append)
     for event in events:

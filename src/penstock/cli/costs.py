@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +36,14 @@ FreedByInput = Annotated[
 ]
 MessageBytes = Annotated[
     str | None, typer.Option("--message-bytes", metavar="BYTES", help="What one forward sends on.")
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="NUMBERS",
+        help="Length of each microbatch: 512,2048. Times, activations and messages are in proportion to it.",
+    ),
 ]
 CostsSource = Annotated[
     str | None,
@@ -84,6 +92,7 @@ class GivenCosts:
     activation: str | None = None
     message_bytes: str | None = None
     freed_by_input: float | None = None
+    lengths: str | None = None
     of: str = "stage"
 
     def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
@@ -93,6 +102,14 @@ class GivenCosts:
             Misuse: costs given twice, or lists of another length.
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
+        costs = self._even(num_ranks, placement)
+        if self.lengths is None:
+            return costs
+        if costs.factors:
+            raise Misuse(f"--costs {self.source} and --lengths both say how microbatches differ; use one of them")
+        return replace(costs, uneven=ps.Uneven.lengths(numbers("--lengths", self.lengths)))
+
+    def _even(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
         num_stages = placement.num_stages
         texts = {name: getattr(self, name) for name in ROWS}
         if self.source is None:

@@ -28,6 +28,7 @@ from penstock.cli.options import (
     numbers,
 )
 from penstock.cli.output import in_colour, print_json, table
+from penstock.formats.costs import uneven_json
 
 if TYPE_CHECKING:
     from penstock.runtime import Emulation
@@ -50,6 +51,7 @@ def simulate(
     activation: costs_options.Activation = None,
     freed_by_input: costs_options.FreedByInput = None,
     message_bytes: costs_options.MessageBytes = None,
+    lengths: costs_options.Lengths = None,
     costs: costs_options.CostsSource = None,
     link: costs_options.Link = None,
     default_delay: costs_options.DefaultDelay = 0.0,
@@ -80,7 +82,7 @@ def simulate(
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
     plan = source.read_or_build(schedule, given_counts)
     ps.check(plan, memory_limit=memory_limit)
-    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input)
+    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
     chosen = given.read(plan.num_ranks, plan.placement)
     assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
@@ -164,7 +166,8 @@ def _as_json(
         "costs": {
             name: getattr(costs, name)
             for name in ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
-        },
+        }
+        | {"uneven": uneven_json(costs)},
         "assumed": assumed,
         "links": _links_json(links),
     }

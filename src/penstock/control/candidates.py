@@ -14,7 +14,7 @@ link is delegated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -206,8 +206,15 @@ def _made(
     try:
         if initial:
             counts = initial_warmups(costs.num_stages, num_microbatches, caps, costs.activation)
+        # Microbatches that differ are counted when it is tried: see `fits`.
         return slow_link_schedule(
-            costs, num_microbatches, links, warmup=counts, memory_limit=caps, rule=rule, prove=False
+            replace(costs, uneven=()),
+            num_microbatches,
+            links,
+            warmup=counts,
+            memory_limit=caps,
+            rule=rule,
+            prove=False,
         )
     except (CostError, ScheduleError):
         if initial:

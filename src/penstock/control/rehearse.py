@@ -9,7 +9,7 @@ It answers what a job would gain, before a job runs; the runtime then closes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.control.configuration import Configuration, Job
@@ -67,14 +67,13 @@ def run_once(job: Job, configuration: Configuration, links: Links | LinkConditio
     )
 
 
-def measured_events(timeline: Timeline, number: int, message_bytes: Sequence[float]) -> list[Event]:
+def measured_events(timeline: Timeline, number: int, costs: Costs) -> list[Event]:
     """What the ranks would report of an iteration: times of its messages, waiting left out, and of its ops."""
     blocked = {(timed.rank, timed.op): timed.blocked for timed in timeline.ops if timed.blocked}
     rows: dict[Link, list[tuple[float, float, float]]] = {}
     for message in timeline.messages:
         left = message.sent + blocked.get((message.source_rank, message.source), 0.0)
-        # A gradient weighs what the activation weighed that went the other way.
-        size = message_bytes[min(message.source.stage, message.target.stage)]
+        size = costs.message_size(message.source, message.target)
         rows.setdefault((message.source_rank, message.target_rank), []).append((size, left, message.arrived))
     ops: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for timed in timeline.ops:
@@ -116,7 +115,7 @@ def rehearse(
         real = job if costs is None else replace(job, costs=costs(now))
         timeline = run_once(real, controller.now, conditions, now)
         iterations.append(Rehearsed(number, now, timeline.makespan, in_force, timeline.peak_activations))
-        for event in measured_events(timeline, number, job.costs.message_bytes):
+        for event in measured_events(timeline, number, job.costs):
             if made := controller.feed(event):
                 decisions += made
                 when = number + 1 + delay

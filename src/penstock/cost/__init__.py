@@ -1,13 +1,15 @@
 """Durations, memory and links: assumed, preset or measured."""
 
 from penstock.cost.conditions import LinkCondition, LinkConditions
-from penstock.cost.costs import FREED_BY_INPUT, CostError, Costs
+from penstock.cost.costs import FREED_BY_INPUT, Costs
+from penstock.cost.errors import CostError
 from penstock.cost.links import Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.presets import costs_preset
 from penstock.cost.ring import Ring
+from penstock.cost.uneven import Uneven
 
 __all__ = [
     "FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "LinkConditions", "Links", "Mesh", "Ring",
-    "costs_preset",
+    "Uneven", "costs_preset",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from numbers import Integral
 from random import Random
 from typing import NamedTuple
 
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 from penstock.cost.links import Links
 from penstock.cost.over_time import (
     RATE,

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from penstock.cost.errors import CostError
+from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, WEIGHT
 from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
@@ -18,12 +21,10 @@ if TYPE_CHECKING:
 FREED_BY_INPUT = 0.5
 """Share of a stage's activation that I frees where nothing else is said; W frees the rest."""
 
+BY_MICROBATCH = {"f": "F", "i": "I", "w": "W", "b": "B", "activation": "activation", "message_bytes": "message"}
+"""Rows that may say more than one number a stage, and the factors they then come to."""
 _OPTIONAL_ROWS = ("update_bytes", "take_over", "weight_bytes", "gradient_bytes", "optimizer_bytes")
 """What stays empty where it is not given."""
-
-
-class CostError(ValueError):
-    """Costs or links that make no sense: negative, not a number, of the wrong length."""
 
 
 def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[float, ...]:
@@ -36,17 +37,6 @@ def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[
     for stage, value in enumerate(result):
         if not math.isfinite(value) or value < 0:
             raise CostError(f"{name} of stage {stage} is {value}: give a number of at least 0")
-    return result
-
-
-def _uneven(values: Sequence[float]) -> tuple[float, ...]:
-    try:
-        result = tuple(float(v) for v in values)
-    except (TypeError, ValueError, OverflowError):
-        raise CostError(f"uneven is {reprlib.repr(values)}: give one number a microbatch") from None
-    for microbatch, value in enumerate(result):
-        if not 0 <= value < math.inf:
-            raise CostError(f"uneven of microbatch {microbatch} is {value}: give a number of at least 0")
     return result
 
 
@@ -94,8 +84,10 @@ class Costs:
         gradient_bytes: of a buffer of their gradients; `weight_bytes` where not given.
         optimizer_bytes: of what only the optimizer keeps: moments, and parameters in full precision where ops read
             shorter ones; 0 a stage where not given.
-        uneven: how many times as long the ops of each microbatch take, as those of long and short sequences do; 1 for
-            those not given. Runs, simulated or emulated, take it; schedules are made as if all were 1.
+        uneven: how much more or less than this the single microbatches cost: `Uneven`, or what it is made from. One
+            number per microbatch says how many times as long its ops take on every stage;
+            {"time": ..., "activation": ..., "message": ...} says more. Runs, simulated or emulated, take it, and so
+            do `ps.plan` and `ps.order_microbatches`; other schedules are made as if all microbatches cost alike.
 
     The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
     time: `Links` says how late they arrive.
@@ -113,7 +105,7 @@ class Costs:
     kept_by_recompute: float = 0.0
     other: OtherCosts = field(default=())
     message_bytes: Sequence[float] = ()
-    uneven: Sequence[float] = ()
+    uneven: Uneven | Mapping[str, Factors] | Sequence[float] = EVEN
     update_bytes: Sequence[float] = ()
     take_over: Sequence[float] = ()
     weight_bytes: Sequence[float] = ()
@@ -142,7 +134,9 @@ class Costs:
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
-        object.__setattr__(self, "uneven", _uneven(self.uneven))
+        uneven = Uneven.of(self.uneven)
+        uneven.check_stages(len(f))
+        object.__setattr__(self, "uneven", uneven)
         for name, value in rows.items():
             object.__setattr__(self, name, value)
 
@@ -164,6 +158,51 @@ class Costs:
         return cls([f] * n, [i] * n, [w] * n, [] if b is None else [b] * n, [activation] * n, freed_by_input)
 
     @classmethod
+    def by_microbatch(cls, **rows: Any) -> Costs:
+        """Costs of single ops, as they were measured: one entry a stage, each a number or one number a microbatch.
+
+        Takes what `Costs` takes. Of `f`, `i`, `w`, `b`, `activation` and `message_bytes` a stage may have a number
+        for each of its microbatches: the stage then costs their mean, and `uneven` says how each differs from it.
+
+            Costs.by_microbatch(f=[[10, 20], 15], i=[10, 10], w=[10, 10])     f=[15, 15], F0 of stage 0 takes 10
+
+        Raises:
+            CostError: what `Costs` refuses; `uneven` besides; rows of different lengths.
+        """
+        if rows.get("uneven"):
+            raise CostError("costs by microbatch say already how microbatches differ; leave `uneven` out")
+        means, factors = {}, {}
+        for name, what in BY_MICROBATCH.items():
+            given = rows.get(name, ())
+            try:
+                nested = [isinstance(each, Sequence) and not isinstance(each, str) for each in given]
+            except TypeError:
+                raise CostError(f"{name} is {reprlib.repr(given)}: give one entry a stage") from None
+            if not any(nested):
+                continue
+            num = max(len(each) for each, is_row in zip(given, nested, strict=True) if is_row)
+            per_stage = [
+                _validated(f"{name} of stage {stage}", each if is_row else [each] * num, None)
+                for stage, (each, is_row) in enumerate(zip(given, nested, strict=True))
+            ]
+            if short := [stage for stage, row in enumerate(per_stage) if len(row) != num]:
+                raise CostError(
+                    f"{name} of stage {short[0]} has {len(per_stage[short[0]])} entries, one a microbatch is needed: "
+                    f"{num}"
+                )
+            means[name] = [sum(row) / num for row in per_stage]
+            factors[what] = [
+                [each / mean for each in row] if mean else [1.0] * num
+                for row, mean in zip(per_stage, means[name], strict=True)
+            ]
+        uneven = Uneven(
+            {kind: each for kind, each in factors.items() if kind in "FIWB"},
+            factors.get("activation", ()),
+            factors.get("message", ()),
+        )
+        return cls(**{**rows, **means, "uneven": uneven})
+
+    @classmethod
     def assumed(cls, num_ranks: int, placement: Placement) -> Costs:
         """What is assumed where no costs are given: each rank's share of the model takes F = I = W = 1 ms.
 
@@ -182,8 +221,64 @@ class Costs:
     def num_stages(self) -> int:
         return len(self.f)
 
-    def duration(self, kind: str, stage: int, owns: bool = True) -> float:
-        """Milliseconds of one op; of an update, on the copy that owns the stage or on another."""
+    @property
+    def factors(self) -> Uneven:
+        """`uneven`, of which nothing is said where all microbatches cost alike."""
+        return cast("Uneven", self.uneven)
+
+    def duration(self, kind: str, stage: int, microbatch: int | None = None, *, owns: bool = True) -> float:
+        """Milliseconds of one op; of a kind and stage, where no microbatch is given, before any factor.
+
+        Args:
+            owns: of an update, whether its copy owns the stage.
+        """
+        ms = self._even_duration(kind, stage, owns)
+        return ms if microbatch is None or not self.factors.time else ms * self._time_factor(kind, stage, microbatch)
+
+    def memory_change(self, kind: str, stage: int, microbatch: int | None = None) -> float:
+        """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.
+
+        F adds the whole activation; where an R of its own adds all but what is kept, F adds only that. Where no
+        microbatch is given, it is that of a kind and stage before any factor.
+        """
+        held = self._even_memory(kind, stage)
+        if microbatch is None or not self.factors.activation:
+            return held
+        return held * self.factors.factor("activation", kind, stage, microbatch)
+
+    def message_size(
+        self, producer: tuple[str, int] | tuple[str, int, int], consumer: tuple[str, int] | tuple[str, int, int]
+    ) -> float:
+        """Bytes of the message from one op to another, each as (kind, stage, microbatch), or as (kind, stage) before
+        any factor. A gradient weighs what it is of.
+
+        Other messages than activations and gradients tell that an op has run and weigh nothing.
+        """
+        if producer[0] == consumer[0] == FORWARD:
+            return self._sent(FORWARD, producer)
+        if producer[0] in (BACKWARD, INPUT) and consumer[0] in (BACKWARD, INPUT):
+            return self._sent(BACKWARD, consumer)
+        if consumer[0] == "U":
+            return self.update_bytes[consumer[1]] if self.update_bytes else 0.0
+        return 0.0
+
+    def time_factors(self, kind: str, num_microbatches: int) -> Array:
+        """By how much longer each op of a kind takes, (num_stages, num_microbatches)."""
+        uneven, size = self.factors, (self.num_stages, num_microbatches)
+        if not self._has_halves_only(kind):
+            return uneven.table("time", kind, *size)
+        i, w = (uneven.table("time", half, *size) for half in (INPUT, WEIGHT))
+        found = uneven.table("time", ALL, *size)
+        for stage in range(self.num_stages):
+            if (whole := self.i[stage] + self.w[stage]) > 0:
+                found[stage] = (self.i[stage] * i[stage] + self.w[stage] * w[stage]) / whole
+        return found
+
+    def activation_factors(self, kind: str, num_microbatches: int) -> Array:
+        """By how much more each op of a kind adds to or takes from what is held, (num_stages, num_microbatches)."""
+        return self.factors.table("activation", kind, self.num_stages, num_microbatches)
+
+    def _even_duration(self, kind: str, stage: int, owns: bool) -> float:
         if kind == "U" and not owns:
             return self.take_over[stage] if self.take_over else 0.0
         by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b}
@@ -193,15 +288,19 @@ class Costs:
             return self.f[stage]
         return self._other_cost(kind, stage)[0]
 
-    def factor(self, kind: str, microbatch: int) -> float:
-        """How many times as long as others of its kind an op of a microbatch takes; registered kinds are even."""
-        return self.uneven[microbatch] if kind in "FBIWR" and 0 <= microbatch < len(self.uneven) else 1.0
+    def _time_factor(self, kind: str, stage: int, microbatch: int) -> float:
+        uneven = self.factors
+        if self._has_halves_only(kind) and (whole := self.i[stage] + self.w[stage]) > 0:
+            i, w = (uneven.factor("time", half, stage, microbatch) for half in (INPUT, WEIGHT))
+            return (self.i[stage] * i + self.w[stage] * w) / whole
+        return uneven.factor("time", kind, stage, microbatch)
 
-    def memory_change(self, kind: str, stage: int) -> float:
-        """What one op adds to (F, R) or takes from (I, W, B) the activations its rank holds.
+    def _has_halves_only(self, kind: str) -> bool:
+        """Whether a full backward takes what its halves take together: they have factors of their own, B has none."""
+        given = self.factors.rows_of("time")
+        return kind == BACKWARD and BACKWARD not in given and (INPUT in given or WEIGHT in given)
 
-        F adds the whole activation; where an R of its own adds all but what is kept, F adds only that.
-        """
+    def _even_memory(self, kind: str, stage: int) -> float:
         share = {
             "F": 1.0,
             "I": -self.freed_by_input,
@@ -213,18 +312,11 @@ class Costs:
             return share[kind] * self.activation[stage]
         return self._other_cost(kind, stage)[1]
 
-    def message_size(self, producer: tuple[str, int], consumer: tuple[str, int]) -> float:
-        """Bytes of the message from one op to another, each as (kind, stage). A gradient weighs what it is of.
-
-        Other messages than activations and gradients tell that an op has run and weigh nothing.
-        """
-        if producer[0] == consumer[0] == "F":
-            return self.message_bytes[producer[1]]
-        if producer[0] in ("B", "I") and consumer[0] in ("B", "I"):
-            return self.message_bytes[consumer[1]]
-        if consumer[0] == "U":
-            return self.update_bytes[consumer[1]] if self.update_bytes else 0.0
-        return 0.0
+    def _sent(self, kind: str, op: tuple[str, int] | tuple[str, int, int]) -> float:
+        size = self.message_bytes[op[1]]
+        if len(op) == 2 or not self.factors.message:
+            return size
+        return size * self.factors.factor("message", kind, op[1], op[2])
 
     def with_other(self, other: Mapping[tuple[str, int], float | tuple[float, float]]) -> Costs:
         """The same costs with those of more registered ops, by (kind, stage)."""

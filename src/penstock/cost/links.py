@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 from penstock.schedule.short_repr import short_repr
 
 

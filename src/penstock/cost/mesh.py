@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.cost.conditions import LinkCondition, LinkConditions
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 from penstock.schedule.short_repr import short_repr
 
 Node = int

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 
 Unit = dict[str, float]
 TIME: Unit = {"us": 1e-3, "ms": 1.0, "s": 1e3, "min": 60e3, "": 1.0}

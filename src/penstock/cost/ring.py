@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.cost.conditions import LinkCondition, LinkConditions, Queue
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 from penstock.schedule.short_repr import short_repr
 
 

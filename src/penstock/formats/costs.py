@@ -4,6 +4,7 @@
 
 `b`, `activation`, `message_bytes`, what is about updates and the model's state, `freed_by_input` and
 `kept_by_recompute` may be there too, and what `other` kinds of op take; `format` and `version` may be left out.
+Microbatches that differ: "uneven" has their factors; or a stage's entry is a list with one number per microbatch.
 A profile's file, and the name of a preset, stand for costs too (`read_costs`).
 """
 
@@ -14,14 +15,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import CostError, Costs
+from penstock.cost import CostError, Costs, Uneven
+from penstock.cost.costs import BY_MICROBATCH
 from penstock.cost.presets import PRESETS, is_preset, parse_preset
+from penstock.cost.uneven import ALL
 from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1
 
 _STATE_ROWS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 _ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes", "take_over", *_STATE_ROWS)
+UNEVEN = ("time", "activation", "message")
 _SHARES = ("freed_by_input", "kept_by_recompute")
 
 
@@ -38,26 +42,28 @@ def costs_from_json(text: str, num_stages: int) -> Costs:
     version = value.get("version", VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
         raise CostError(f"version is {version!r}: this Penstock reads up to {VERSION}")
-    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "format", "version"}):
-        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))} and other")
+    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "uneven", "format", "version"}):
+        raise CostError(f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))}, other and uneven")
     if missing := [name for name in ("f", "i", "w") if name not in value]:
         raise CostError(f"field {missing[0]!r} is missing: f, i and w are needed")
     rows: dict[str, Any] = {name: _row(name, value[name], num_stages) for name in _ROWS if name in value}
+    uneven = _uneven_costs(value.get("uneven", []))
     for name in _SHARES:
         if isinstance(value.get(name), bool):
             raise CostError(f"{name} is a yes or no: give a share from 0 to 1")
     shares = {name: value[name] for name in _SHARES if name in value}
-    return Costs(**rows, **shares, other=_other_costs(value.get("other", {}), num_stages))
+    other = _other_costs(value.get("other", {}), num_stages)
+    if any(isinstance(each, list) for name in BY_MICROBATCH if name in rows for each in rows[name]):
+        return Costs.by_microbatch(**rows, **shares, other=other, uneven=uneven)
+    return Costs(**rows, **shares, other=other, uneven=uneven)
 
 
 def costs_to_json(costs: Costs) -> str:
     """What `costs_from_json` reads back as equal costs.
 
     Raises:
-        CostError: costs that a file cannot hold: uneven microbatches, other kinds of op that take memory.
+        CostError: costs that a file cannot hold: other kinds of op that take memory.
     """
-    if costs.uneven:
-        raise CostError("uneven microbatches are a run's, not a file's; leave them out (replace(costs, uneven=()))")
     value: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     value |= {name: list(row) for name in _ROWS if (row := getattr(costs, name))}
     value |= {name: getattr(costs, name) for name in _SHARES}
@@ -66,6 +72,8 @@ def costs_to_json(costs: Costs) -> str:
         if memory:
             raise CostError(f"kind {kind} takes memory, which a file of costs cannot say; give its time alone")
         kinds.setdefault(kind, {})[stage] = ms
+    if uneven := uneven_json(costs):
+        value["uneven"] = uneven
     if kinds:
         stages = range(costs.num_stages)
         value["other"] = {
@@ -73,6 +81,25 @@ def costs_to_json(costs: Costs) -> str:
             for kind, ms in kinds.items()
         }
     return json.dumps(value)
+
+
+def uneven_json(costs: Costs) -> dict[str, Any]:
+    """The factors as a file has them, of all kinds alike or by kind, one row for all stages or one a stage."""
+    value: dict[str, Any] = {}
+    for what in UNEVEN:
+        found = {kind: rows[0] if len(rows) == 1 else rows for kind, rows in costs.factors.rows_of(what).items()}
+        if found:
+            value[what] = found[ALL] if found.keys() == {ALL} else found
+    return value
+
+
+def _uneven_costs(value: Any) -> Uneven:
+    if not isinstance(value, list | dict):
+        raise CostError(
+            "field 'uneven': expected one factor per microbatch, like [1, 2.5], or {\"time\": [1, 2.5], "
+            '"activation": ..., "message": ...}'
+        )
+    return Uneven.of(value)
 
 
 def _other_costs(value: Any, num_stages: int) -> dict[str | tuple[str, int], float]:
@@ -121,9 +148,10 @@ def load_costs(path: str | Path, num_stages: int) -> Costs:
         raise CostError(f"{path}: {error}") from None
 
 
-def _row(name: str, value: Any, num_stages: int) -> list[float]:
+def _row(name: str, value: Any, num_stages: int) -> list[Any]:
     values = value if isinstance(value, list) else [value] * num_stages
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+    each = [v for row in values for v in (row if isinstance(row, list) and name in BY_MICROBATCH else [row])]
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in each):
         raise CostError(f"field {name!r}: expected a number or one number a stage, got {json.dumps(value)[:60]}")
     if len(values) != num_stages:
         raise CostError(f"field {name!r} has {len(values)} entries, one a stage is needed: {num_stages}")

@@ -83,7 +83,7 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
         op = schedule.order[rank][step[rank]]
         step[rank] += 1
         rows[rank].append(op)
-        free[rank] = end[op] = start + (_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op[:2]))
+        free[rank] = end[op] = start + (_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op))
         if (send := send_of(op)) is not None:
             receive = other_end(send)
             if 0 <= receive.stage < schedule.num_stages and schedule.rank_of(receive.stage, op.microbatch) != rank:

@@ -117,7 +117,7 @@ class _Merging:
     ) -> None:
         for node in nodes:
             weight = self._weight[node]
-            durations[node], durations[weight] = self._costs.duration("B", self._net.graph.ops[node].stage), 0.0
+            durations[node], durations[weight] = self._costs.duration("B", *self._net.graph.ops[node][1:]), 0.0
             place[weight] = node
             if forget:
                 del self._weight[node]
@@ -159,7 +159,7 @@ class _Merging:
             adder = self._adder_before.get(weight)
             if adder is not None and place.get(adder, adder) > node:
                 continue
-            end = start + self._costs.duration("B", net.graph.ops[node].stage)
+            end = start + self._costs.duration("B", *net.graph.ops[node][1:])
             if end > latest[weight] + durations[weight] + margin:
                 continue
             if any(end + late > latest[t] + margin for t, late in net.after[node] if t != weight):

@@ -14,7 +14,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import require_no_streams
-from penstock.schedule.updates import OWNER
+from penstock.simulate.runner import durations as durations_of
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
         for o in range(graph.first[rank] + 1, graph.first[rank + 1]):
             row_before[node_of[o]].append(node_of[o - 1])
             row_after[node_of[o - 1]].append(node_of[o])
-    table: dict[tuple[str, int, bool], float] = {}
-    durations = []
-    for op in graph.ops:
-        key = op.kind, op.stage, op.kind != "U" or schedule.pipeline_of(op) == OWNER
-        if key not in table:
-            table[key] = costs.duration(*key)
-        durations.append(table[key])
+    durations = durations_of(schedule, graph, costs).tolist()
     order = _order(schedule, node_of, before, after, row_before, row_after)
     return Network(graph, durations, node_of, order, before, after, row_before, row_after)
 

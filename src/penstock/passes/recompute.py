@@ -105,7 +105,7 @@ class _Row:
             elif op.kind in ("B", "I") and key in start:
                 # While R itself runs, right before the backward, all is held again: the last step saved is the
                 # one before the op before it.
-                amount, time = costs.memory_change("R", op.stage), costs.duration("R", op.stage)
+                amount, time = costs.memory_change("R", *key), costs.duration("R", *key)
                 if amount > 0 and step - 2 >= start[key]:
                     self._savings.append(_Saving(key, start[key], step - 2, amount, time))
 

@@ -118,7 +118,7 @@ def _relisted(schedule: Schedule, costs: Costs, links: Links, caps: list[float])
     net = network(joined, costs, links)
     split = {net.graph.number[Op("B", op.stage, op.microbatch)] for op in loose}
     durations = [
-        costs.duration("I", net.graph.ops[node].stage) if node in split else duration
+        costs.duration("I", *net.graph.ops[node][1:]) if node in split else duration
         for node, duration in enumerate(net.durations)
     ]
     _, least = net.earliest(durations)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+
+import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import slack
@@ -12,6 +14,7 @@ from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.merge import merged
 from penstock.passes.network import Network, network
 from penstock.schedule import Op, Schedule, check, require_no_updates
+from penstock.schedule.columns import Array
 
 _HORIZONS = 4
 """How many makespans are aimed at, from the one that no order of the weight gradients can beat."""
@@ -91,11 +94,18 @@ class Separation:
     ) -> None:
         self.net, self.memory = net, memory
         graph = net.graph
-        stages = range(schedule.num_stages)
-        self.time_i = [costs.duration("I", s) for s in stages]
-        self.time_w = [costs.duration("W", s) for s in stages]
-        self.frees_i = [costs.memory_change("I", s) for s in stages]
-        self.frees_w = [costs.memory_change("W", s) for s in stages]
+        num = schedule.num_microbatches
+
+        def by_op(
+            value: Callable[[str, int], float], kind: str, factors: Callable[[str, int], Array]
+        ) -> list[list[float]]:
+            even = np.array([[value(kind, stage)] for stage in range(schedule.num_stages)])
+            found: list[list[float]] = (even * factors(kind, num)).tolist()
+            return found
+
+        # By stage and microbatch.
+        self.time_i, self.time_w = (by_op(costs.duration, kind, costs.time_factors) for kind in "IW")
+        self.frees_i, self.frees_w = (by_op(costs.memory_change, kind, costs.activation_factors) for kind in "IW")
         self.can_split = [
             op.kind == "B" and graph.gang[o] < 0 and (only is None or o in only) for o, op in enumerate(graph.ops)
         ]
@@ -147,7 +157,7 @@ class Separation:
                 return split, durations, makespan
             split |= found
             for node in found:
-                durations[node] = self.time_i[graph.ops[node].stage]
+                durations[node] = self.time_i[graph.ops[node].stage][graph.ops[node].microbatch]
 
     def _follow_back(
         self,
@@ -169,7 +179,7 @@ class Separation:
             causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - margin]
             causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - margin]
             for cause in causes:
-                if self.can_split[cause] and durations[cause] > self.time_i[ops[cause].stage]:
+                if self.can_split[cause] and durations[cause] > self.time_i[ops[cause].stage][ops[cause].microbatch]:
                     found.add(cause)
             pending += causes
 
@@ -181,7 +191,10 @@ class Separation:
         for rank in range(graph.num_ranks):
             nodes = [net.node_of[o] for o in range(graph.first[rank], graph.first[rank + 1])]
             if nodes:
-                work = sum(durations[n] + (self.time_w[graph.ops[n].stage] if n in split else 0.0) for n in nodes)
+                work = sum(
+                    durations[n] + (self.time_w[graph.ops[n].stage][graph.ops[n].microbatch] if n in split else 0.0)
+                    for n in nodes
+                )
                 bound = max(bound, starts[nodes[0]] + work)
         return bound
 
@@ -226,7 +239,8 @@ class Filling:
         """Runs weight halves in the bubble before an op that is ready then and must start by `latest`."""
         while self._eager or self._free[rank] < ready - self._margin:
             room = latest + self._margin - self._free[rank]
-            fitting = [stage for stage in self._heads(rank) if self._parts.time_w[stage] <= room]
+            waiting, time_w = self._waiting[rank], self._parts.time_w
+            fitting = [s for s in self._heads(rank) if time_w[s][waiting[s][0][1].microbatch] <= room]
             if not fitting:
                 return
             self._run_weight(rank, fitting[0])
@@ -266,7 +280,8 @@ class Filling:
             halves = self._waiting[ranks[0]].setdefault(op.stage, deque())
             halves.append((len(self._rows[ranks[0]]), Op("W", op.stage, op.microbatch)))
             op = Op("I", op.stage, op.microbatch)
-            duration, change, counted = parts.time_i[op.stage], parts.frees_i[op.stage], 0
+            duration, counted = parts.time_i[op.stage][op.microbatch], 0
+            change = parts.frees_i[op.stage][op.microbatch]
         for rank in ranks:
             self._rows[rank].append(op)
             self._free[rank] = start + duration
@@ -277,6 +292,6 @@ class Filling:
     def _run_weight(self, rank: int, stage: int) -> None:
         _, op = self._waiting[rank][stage].popleft()
         self._rows[rank].append(op)
-        self._free[rank] += self._parts.time_w[op.stage]
-        self._held[rank] += self._parts.frees_w[op.stage]
+        self._free[rank] += self._parts.time_w[op.stage][op.microbatch]
+        self._held[rank] += self._parts.frees_w[op.stage][op.microbatch]
         self._count[rank] -= 1

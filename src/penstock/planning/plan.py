@@ -160,7 +160,7 @@ def plan(
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
-    if any(factor != 1 for factor in costs.uneven):
+    if costs.factors:
         raise CostError("ps.plan takes microbatches that cost alike; leave `uneven` out of the costs")
     if placement.shared:
         if goal != "makespan" or mode.is_dynamic:

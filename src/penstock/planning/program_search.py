@@ -131,8 +131,13 @@ def search_space(
 
     Raises:
         ScheduleError: a shape that is not there, or no point that can run under the limit.
-        CostError: costs in a number of parts that does not divide among the ranks.
+        CostError: costs in a number of parts that does not divide among the ranks, or uneven microbatches.
     """
+    if costs.factors:
+        raise CostError(
+            "search_space takes microbatches that cost alike; leave `uneven` out, and order the microbatches of what "
+            "is found with ps.order_microbatches"
+        )
     layouts = placements_of(num_ranks, _parts(costs, num_ranks, shared_ends), shared_ends)
     if unknown := [name for name in shapes or () if name not in layouts]:
         raise ScheduleError(f"no placement named {unknown[0]!r} here: there are {', '.join(layouts)}", rule="options")

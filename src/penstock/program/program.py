@@ -18,7 +18,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
-from penstock.cost import Costs, Links
+from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.dispatch.tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
 from penstock.program.new_op import Branch, NewOp, StageName
@@ -303,6 +303,14 @@ class Program:
 
     def tables(self, graph: QueueGraph) -> Tables:
         """The graph's tables with the rules filled in. Raises ScheduleError for limits that nothing can meet."""
+        if self.all_costs.factors.activation and any(
+            self.rules_of(rank).memory_limit is not None for rank in range(self.num_ranks)
+        ):
+            raise CostError(
+                "a program with a memory_limit takes microbatches that keep alike, as it is made before it is known "
+                "which of them come together; leave `uneven` out, and then order the microbatches with "
+                "ps.order_microbatches(schedule, costs, max_held=...)"
+            )
         tables = graph.tables.copy()
         for rank, record in enumerate(tables.ranks[: self.num_ranks]):  # streams take what is ready
             rules = self.rules_of(rank)

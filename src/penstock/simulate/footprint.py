@@ -186,9 +186,7 @@ def _message_peaks(timeline: Timeline, costs: Costs) -> list[float]:
     ends = {(timed.rank, timed.op): timed.end for timed in timeline.ops}
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for message in timeline.messages:
-        size = costs.message_size(
-            (message.source.kind, message.source.stage), (message.target.kind, message.target.stage)
-        )
+        size = costs.message_size(message.source, message.target)
         used_up = ends[message.target_rank, message.target]
         for rank, since, until in (
             (message.source_rank, message.sent, message.arrived),

@@ -98,7 +98,7 @@ def _is_plain(links: LinkConditions, used: Sequence[tuple[int, int]]) -> bool:
 def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
     ops, base = order.graph.ops, order.base
     producer, consumer = ops[base[source]], ops[base[order.ints["edge_to"][edge]]]
-    return costs.message_size(producer[:2], consumer[:2])
+    return costs.message_size(producer, consumer)
 
 
 def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[int, float], float]:

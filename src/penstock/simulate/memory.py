@@ -25,15 +25,20 @@ def memory_changes(graph: Graph, costs: Costs) -> list[float]:
             again = (columns.kind == F) & np.isin(cell, cell[columns.kind == R])
             for stage in np.unique(columns.stage[again]).tolist():
                 changes[again & (columns.stage == stage)] -= costs.memory_change("R", stage)
+        if costs.factors.activation:
+            changes *= by_op(columns, costs.activation_factors)
         found: list[float] = changes.tolist()
         return found
     recomputed = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
-    table = {key: costs.memory_change(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
-    changes = [table[op.kind, op.stage] for op in graph.ops]
+    if costs.factors.activation:
+        changes = [costs.memory_change(*op) for op in graph.ops]
+    else:
+        table = {key: costs.memory_change(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+        changes = [table[op.kind, op.stage] for op in graph.ops]
     if recomputed:
         for number, op in enumerate(graph.ops):
             if op.kind == "F" and (op.stage, op.microbatch) in recomputed:
-                changes[number] -= costs.memory_change("R", op.stage)
+                changes[number] -= costs.memory_change("R", op.stage, op.microbatch)
     return changes
 
 
@@ -45,6 +50,16 @@ def by_kind_and_stage(columns: Columns, value: Callable[[str, int], float]) -> A
     for each in np.flatnonzero(np.bincount(pair, minlength=len(table))).tolist():
         table[each] = value(KINDS[each // num_stages], each % num_stages)
     return table[pair]
+
+
+def by_op(columns: Columns, factors: Callable[[str, int], Array]) -> Array:
+    """Of each op its factor; `factors` says those of a kind, by stage and microbatch, of so many microbatches."""
+    found = np.ones(columns.num_ops)
+    num_microbatches = int(columns.microbatch.max(initial=0)) + 1
+    for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
+        ops = columns.kind == code
+        found[ops] = factors(KINDS[code], num_microbatches)[columns.stage[ops], columns.microbatch[ops]]
+    return found
 
 
 def frozen_peaks(graph: Graph, change: Sequence[float]) -> list[float]:

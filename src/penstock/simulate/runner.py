@@ -32,7 +32,7 @@ from penstock.schedule.updates import OWNER
 from penstock.simulate import engine
 from penstock.simulate.link_arrays import depths, passed
 from penstock.simulate.lowered import Order
-from penstock.simulate.memory import by_kind_and_stage, memory_changes
+from penstock.simulate.memory import by_kind_and_stage, by_op, memory_changes
 from penstock.simulate.transport import Blocking, Transport
 
 
@@ -70,14 +70,16 @@ def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
     """Of each op of a lowered schedule, ms."""
     columns = graph.columns
     if columns is not None:
-        factor = np.ones(max(schedule.num_microbatches, len(costs.uneven)))
-        factor[: len(costs.uneven)] = costs.uneven
-        return by_kind_and_stage(columns, costs.duration) * factor[columns.microbatch]
-    known = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
-    found = [known[op[:2]] * costs.factor(op.kind, op.microbatch) for op in graph.ops]
+        even = by_kind_and_stage(columns, costs.duration)
+        return even if not costs.factors.time else even * by_op(columns, costs.time_factors)
+    if costs.factors.time:
+        found = [costs.duration(*op) for op in graph.ops]
+    else:
+        known = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+        found = [known[op[:2]] for op in graph.ops]
     for number, op in enumerate(graph.ops if schedule.updates is not None else ()):
         if op.kind == "U":
-            found[number] = costs.duration("U", op.stage, schedule.pipeline_of(op) == OWNER)
+            found[number] = costs.duration("U", op.stage, owns=schedule.pipeline_of(op) == OWNER)
     return np.array(found, np.float64)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from penstock.cost.costs import CostError
+from penstock.cost.errors import CostError
 
 HALF, FLOAT = 2, 4  # bytes
 VOCAB_MULTIPLE = 128

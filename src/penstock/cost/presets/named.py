@@ -20,8 +20,9 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from penstock.cost.conditions import LinkCondition, LinkConditions
-from penstock.cost.costs import CostError, Costs
+from penstock.cost.costs import Costs
 from penstock.cost.cut import partition
+from penstock.cost.errors import CostError
 from penstock.cost.over_time import Constant
 from penstock.cost.presets.accelerator import A800, A800_HEADS_OF_50, DEVICES, H800, Accelerator
 from penstock.cost.presets.bert import BERTShape

@@ -123,7 +123,7 @@ class EmulatedDevice:
             return Payload([])
         if edge.producer != self._op:
             raise RuntimeFailure(f"{edge.producer} has not just run, and can send nothing to {edge.consumer}")
-        size = int(self._costs.message_size(edge.producer[:2], edge.consumer[:2]))
+        size = int(self._costs.message_size(edge.producer, edge.consumer))
         stamp = torch.tensor(self._stamp(edge))
         if not size:
             return Payload.gradients([stamp])
@@ -136,7 +136,7 @@ class EmulatedDevice:
     def _takes(self, op: Op) -> float:
         """Milliseconds of an op; an update takes longest on the copy that owns its stage."""
         owns = op.kind != UPDATE or self._wiring.schedule.pipeline_of(op) == OWNER
-        return self._costs.duration(op.kind, op.stage, owns) * self._costs.factor(op.kind, op.microbatch)
+        return self._costs.duration(*op, owns=owns)
 
     def _stamp(self, edge: Edge) -> list[int]:
         """What tells a message from all others."""

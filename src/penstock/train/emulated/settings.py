@@ -95,6 +95,11 @@ class EmulatedSettings(RunSettings):
         Without ZeRO a copy of a stage makes each update itself, which takes as long as on its owner.
         """
         costs = self._whole_costs(schedule)
+        if costs.factors.message and self.is_cut(schedule):
+            raise SettingsError(
+                f"some messages of these costs are larger than --message-cap {self.message_cap}, and they differ by "
+                "microbatch; raise --message-cap, or leave the message factors out of the costs"
+            )
         if self.zero == "off":
             steps = [costs.duration(UPDATE, stage) for stage in range(costs.num_stages)]
             costs = dataclasses.replace(costs, take_over=steps)
@@ -107,7 +112,10 @@ class EmulatedSettings(RunSettings):
     def is_cut(self, schedule: Schedule) -> bool:
         """Whether messages are larger than `message_cap`. Raises SettingsError."""
         costs = self._whole_costs(schedule)
-        sent = [*costs.message_bytes, *(costs.update_bytes if schedule.updates is not None else ())]
+        count, sizes = schedule.num_microbatches, costs.message_bytes
+        heaviest = [costs.factors.table("message", kind, costs.num_stages, count).max(axis=1) for kind in "FB"]
+        sent = [size * factor for row in heaviest for size, factor in zip(sizes, row.tolist(), strict=True)]
+        sent += costs.update_bytes if schedule.updates is not None else ()
         return max(sent) > self.most_bytes
 
     def _whole_costs(self, schedule: Schedule) -> Costs:

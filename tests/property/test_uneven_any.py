@@ -1,0 +1,87 @@
+"""Any schedule over any microbatches that differ: caps hold what is really held, and no run under one gets stuck."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.passes import reorder_microbatches
+from penstock.simulate.runner import Runner
+
+NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v", "v-half", "chimera", "hanayo", "dualpipe")
+POLICIES = ("frozen", "hinted", "hinted:0.5", "hinted:1", "dynamic")
+
+
+def runs(seed: int) -> tuple[ps.Schedule, ps.Costs, ps.Links, np.random.Generator]:
+    """A schedule, costs that differ by kind, stage and microbatch in all ways, and late links."""
+    draw = np.random.default_rng(seed)
+    num_ranks = int(draw.choice([2, 4]))
+    num = int(draw.choice([2, 3]) * num_ranks)
+    schedule = ps.build(str(draw.choice(NAMES)), num_ranks, num)
+    stages = schedule.num_stages
+
+    def factors() -> list[list[float]]:
+        rows = int(draw.choice([1, stages]))
+        return (np.exp(draw.normal(0, 0.8, (rows, num))) * (draw.random((rows, num)) > 0.1)).tolist()
+
+    costs = ps.Costs(
+        *(draw.uniform(1, 20, (3, stages)).tolist()),
+        activation=draw.uniform(0.5, 3, stages).tolist(),
+        freed_by_input=float(draw.choice([0.0, 0.3, 1.0])),
+        uneven={"time": {kind: factors() for kind in "FIW"}, "activation": factors(), "message": factors()},
+    )
+    delays = {(a, b): float(draw.exponential(15)) for a, b in itertools.permutations(range(num_ranks), 2)}
+    return schedule, costs, ps.Links(delays), draw
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, seed: int) -> None:
+    schedule, costs, links, draw = runs(seed)
+    peaks = Runner(costs).order(schedule).peaks
+    caps = [peak * float(draw.choice([1.0, 1.2, 2.0])) for peak in peaks]
+    timeline = ps.simulate(schedule, costs, links=links, dispatch=policy, max_held=caps)
+    assert Counter(timed.op for timed in timeline.ops) == Counter(op for row in schedule.order for op in row)
+    for rank, cap in enumerate(caps):
+        assert timeline.peak_activations[rank] <= cap * (1 + 1e-9)
+        held = peak = 0.0
+        kinds = {timed.op.kind for timed in timeline.ops}
+        for timed in timeline.rows[rank]:
+            held += costs.memory_change(*timed.op)
+            peak = max(peak, held)
+        assert kinds <= set("FBIW")
+        assert held == pytest.approx(0, abs=1e-6)
+        assert timeline.peak_activations[rank] == pytest.approx(peak)
+    lowest = [peak * 0.99 for peak in peaks]
+    with pytest.raises(ps.ScheduleError, match="raise max_held"):
+        ps.simulate(schedule, costs, links=links, dispatch=policy, max_held=lowest)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_another_order_of_microbatches_is_the_same_schedule_over_their_costs(seed: int) -> None:
+    """Renumbered rows under the costs run as the rows did under costs in that order: what the planner counts on."""
+    schedule, costs, links, draw = runs(seed)
+    if schedule.placement.num_pipelines > 1:
+        return
+    order = draw.permutation(schedule.num_microbatches).tolist()
+    renumbered = reorder_microbatches(schedule, order, order)
+    moved = {
+        what: {kind: [[row[m] for m in order] for row in rows] for kind, rows in costs.factors.rows_of(what).items()}
+        for what in ("time", "message")
+    }
+    moved["activation"] = {"F": [[row[m] for m in order] for row in costs.factors.rows_of("activation")[""]]}
+    for policy in ("frozen", "hinted", "dynamic"):
+        one = ps.simulate(renumbered, costs, links=links, dispatch=policy)
+        other = ps.simulate(schedule, replace(costs, uneven=moved), links=links, dispatch=policy)
+        assert one.makespan == other.makespan
+        assert one.peak_activations == other.peak_activations
+        assert [(t.start, t.end) for t in one.ops] == [(t.start, t.end) for t in other.ops]
