@@ -147,6 +147,7 @@ def test_all_train_as_many_steps() -> None:
         ("1f1b zb-v --window 4", ["--window", "none is compared"]),
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
         ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),
+        ("--costs {place}/costs.json zb-v 1f1b", ["costs.json has times per stage", "1f1b has 4 stages"]),
         ("--costs nowhere", ["nowhere", "neither a file nor a preset"]),
         ("--batch 3", ["batch of 3"]),
         ("--steps -1", ["--steps"]),

@@ -25,6 +25,7 @@ from penstock.train.compare.contenders import STEPS, USUAL, contenders
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:
+    from penstock.schedule import Schedule
     from penstock.train.compare.result import Comparison
     from penstock.train.compare.run import Source
 
@@ -113,10 +114,25 @@ def compare(
 
 def _given(costs: str) -> Source:
     """Costs by a preset's name or from a file."""
-    from penstock.formats.costs import read_costs
+    from penstock.cost import CostError, Costs
+    from penstock.formats.costs import are_of_a_model, read_costs
     from penstock.train.compare.run import Source
 
-    return Source(f"the costs of {costs}", False, lambda schedule: read_costs(costs, schedule.num_stages))
+    stages: dict[int, str] = {}
+
+    def costing(schedule: Schedule) -> Costs:
+        read = read_costs(costs, schedule.num_stages)
+        stages.setdefault(schedule.num_stages, schedule.name)
+        if len(stages) > 1 and not are_of_a_model(costs):
+            (few, one), (many, other) = sorted(stages.items())
+            raise CostError(
+                f"{costs} has times per stage, and {one} has {few} stages where {other} has {many}: their models "
+                "would be of unequal size. Give a preset or a profile, whose layers are cut for each "
+                "schedule, or compare schedules with as many stages"
+            )
+        return read
+
+    return Source(f"the costs of {costs}", False, costing)
 
 
 def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> Source:

@@ -136,6 +136,11 @@ def read_costs(source: str, num_stages: int) -> Costs:
     return load_costs(path, num_stages)
 
 
+def are_of_a_model(source: str) -> bool:
+    """Whether costs that `read_costs` reads are those of one model, however many stages it is cut into."""
+    return is_preset(source) or is_profile(json.loads(Path(source).read_text(encoding="utf-8")))
+
+
 def load_costs(path: str | Path, num_stages: int) -> Costs:
     """Reads a costs file. Raises CostError that names the file and what is wrong in it."""
     try:
