@@ -80,9 +80,10 @@ def drawn(
     """
     num_ranks, num_queues = len(p.cap), len(p.rank)
     for _ in range(num_draws):
-        for k in range(len(step) - 2):
-            step[k] = 1.0 + 0.5 * max(0, np.random.randint(-1, 7))
-        step[-2] = 1.0
+        alike = np.random.random() < 0.5  # the ways back as the ways there
+        for k in range(4):
+            step[k] = step[k - 2] if alike and k >= 2 else 1.0 + 0.5 * max(0, np.random.randint(-2, 6))
+        step[4] = 1.0 if np.random.random() < 0.5 else np.random.uniform(1.0, 4.0)
         step[-1] = scale * (0.0 if np.random.random() < 0.4 else 2.0 ** np.random.uniform(-1.0, 5.0))
         trial[1] = period * np.random.uniform(0.6, 1.3)
         base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
