@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import fits, named
+from penstock.planning.library_starts import STARTS, fits, named
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, greedy, time_of
 from penstock.program.placements import bidirectional, wave
@@ -97,3 +98,22 @@ def test_library_schedules_start_plans_in_both_their_forms(placement: Placement,
     search.take = take  # type: ignore[method-assign]
     named(search)
     assert name in starts
+
+
+def test_every_library_schedule_with_several_stages_per_rank_is_a_start() -> None:
+    for name in sorted(set(SCHEDULES) - set(ASYNCHRONOUS) - {"mllm", "distmm"}):  # these two have graphs of stages
+        schedule = ps.build(name, 4, 8)
+        several = schedule.num_stages > 4 or schedule.placement.num_pipelines > 1
+        assert (name in STARTS) == several, name
+        if several:
+            assert STARTS[name][0](4, schedule.num_stages) == schedule.placement
+
+
+def test_the_order_of_a_library_schedule_is_adopted_as_a_block() -> None:
+    problem = posed(v_shape(4), 4, 16, 6.0)
+    row = problem.row(ps.build("v-half", 4, 16))
+    blocks = BlockSearch(problem, *steps_before(problem), seed=0)
+    blocks.adopt(row)
+    assert blocks.best <= 1.06 * time_of(problem, row)
+    assert fits(problem, blocks.row)
+    assert time_of(problem, blocks.row) == blocks.best

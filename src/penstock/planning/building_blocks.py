@@ -7,6 +7,7 @@ of the steps down and up a V; here the costs at hand choose.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import numpy as np
 from penstock.engine.compiled import compiled
 from penstock.planning import repeat
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, NONE, Array, Problem
-from penstock.planning.search import Search, Space
+from penstock.planning.search import Search, Space, time_of
 
 _HOT, _COLD = 0.005, 0.0002
 """Temperatures at which a block's search begins and ends, as shares of the makespan."""
@@ -73,7 +74,7 @@ class BlockSearch:
     def __init__(self, problem: Problem, hops: Array, chain: Array, seed: int) -> None:
         queues = problem.queues
         self._module: Any = compiled(repeat)
-        self._queues, self._hops, self._chain = queues, hops, chain
+        self._problem, self._queues, self._hops, self._chain = problem, queues, hops, chain
         self._space = Space(problem)
         self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
         self._trial = np.empty_like(self.block)
@@ -90,6 +91,29 @@ class BlockSearch:
         return (
             self.block, self._trial, space.wait, space.values, space.start, space.row, space.state, space.times
         )  # fmt: skip
+
+    def adopt(self, row: Array) -> None:
+        """Takes up the block that an order comes nearest to repeating, if it is the best so far."""
+        queues, first = self._queues, 3 + self._queues.num_ranks
+        start = np.empty(queues.num_ops)
+        time_of(self._problem, row, start)
+        each = [start[queues.op_first[q] : queues.op_first[q + 1]] for q in range(len(queues.rank))]
+        paces = [float(np.median(np.diff(times))) for times in each if len(times) > 1]
+        for in_turn in (1.0, 0.0):
+            trial = self._trial
+            trial[1] = max(float(np.median(paces)), 1e-9) if paces else self._period
+            trial[2], trial[3:first] = in_turn, 0.0
+            for q, times in enumerate(each):
+                trial[first + q] = float(np.median(times - trial[1] * np.arange(len(times)))) if len(times) else 0.0
+            space = self._space
+            made = self._module.squeezed(
+                queues, trial, space.wait, space.values, space.start, space.row, space.state, space.times
+            )
+            if 0 <= made < self.block[0]:
+                trial[0] = made
+                self.block[:] = trial
+                if made < self.best:
+                    self.best, self.row[:] = float(made), space.row
 
     def draw(self, num_draws: int, target: float) -> None:
         """Draws so many blocks and keeps the best; stops at `target` (ms)."""
@@ -127,6 +151,8 @@ def repeated(search: Search, until: float, num_threads: int | None = None) -> No
     num_threads = num_threads or min(2, os.cpu_count() or 1)
     hops, chain = steps_before(search.problem)
     blocks = [BlockSearch(search.problem, hops, chain, search.seed + k) for k in range(num_threads)]
+    for each, row in itertools.product(blocks, search.good_rows()):
+        each.adopt(row)
     began, length = search.seconds, max(until - search.seconds, 1e-9)
     with ThreadPoolExecutor(num_threads) as pool:
         while not search.closed and (done := (search.seconds - began) / length) < 1:

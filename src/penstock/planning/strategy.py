@@ -75,7 +75,7 @@ def run(search: Search, time_limit: float, goal: str | Expected = "makespan") ->
     with suppress(KeyboardInterrupt):
         if not search.closed and work_is_cheap(search.problem):
             search.improve_bound(work_bound(search.bounded))
-        if not search.closed and search.problem.placement.num_stages != search.problem.queues.num_ranks:
+        if not search.closed and hosts_several(search.problem):
             named(search)
         if not search.closed and hosts_several(search.problem):
             repeated(search, search.seconds + _REPEATED_SHARE * (time_limit - search.seconds))
