@@ -49,14 +49,19 @@ def decide(
     cap: Array,
     warmup_left: Array,
     gang: Array,
+    num_ranks: int,
+    ending: Array,
+    place: Array,
 ) -> int:
-    """The op that `rank` starts now, NOTHING where it waits.
+    """The op that `rank` starts now, NOTHING where it waits. `rank` is a rank, or `num_ranks` plus one: its stream.
 
     An op that several ranks run together is taken only when its turn in the frozen order has come, so that all
     of them take these in the same order.
 
-    `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations; `warmup_left[rank]` is how
-    many forwards must still run before anything else may. Ops of a rank are numbered in its order.
+    `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations, and `ending[rank]` is what the ops
+    under way on a rank and its stream free when they end; `warmup_left[rank]` is how many forwards must still run
+    before anything else may. Ops of a row are numbered in its order; `place[op]` is where an op stands in the order
+    of its rank, those of the stream among the others.
     """
     if policy == FROZEN:
         op = next_frozen[rank]
@@ -72,7 +77,9 @@ def decide(
             continue
         if best != NOTHING and not is_preferred(policy, op, best, priority):
             continue
-        if memory_change[op] > 0 and not fits(rank, op, done, next_frozen, memory_change, held, cap):
+        if memory_change[op] > 0 and not fits(
+            rank, op, first, done, next_frozen, memory_change, held, cap, num_ranks, ending, place
+        ):
             continue
         best = op
     return best
@@ -105,21 +112,53 @@ def wait_until(
     return now
 
 
-def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:
+def fits(
+    rank: int,
+    op: int,
+    first: Array,
+    done: Array,
+    next_frozen: Array,
+    memory_change: Array,
+    held: Array,
+    cap: Array,
+    num_ranks: int,
+    ending: Array,
+    place: Array,
+) -> bool:
     """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
 
-    Running it early raises the memory of every op that the frozen order has before it.
+    Running it early raises the memory of every op that the frozen order has before it. Where the rank has a stream,
+    that is the order of both together, each op ending before the next: what is under way will end.
     """
-    level = held[rank] + memory_change[op]
-    limit = cap[rank] + EPSILON * cap[rank]
+    holder = rank % num_ranks
+    level = held[holder] + memory_change[op]
+    limit = cap[holder] + EPSILON * cap[holder]
     if level > limit:
         return False
-    for earlier in range(next_frozen[rank], op):
+    if len(first) - 1 == num_ranks:
+        for earlier in range(next_frozen[rank], op):
+            if done[earlier] == 0:
+                level += memory_change[earlier]
+                if level > limit:
+                    return False
+        return True
+    level += ending[holder]
+    own, apart = next_frozen[holder], next_frozen[holder + num_ranks]
+    while True:
+        has_own = own < first[holder + 1] and place[own] < place[op]
+        has_apart = apart < first[holder + num_ranks + 1] and place[apart] < place[op]
+        if has_own and (not has_apart or place[own] < place[apart]):
+            earlier = own
+            own += 1
+        elif has_apart:
+            earlier = apart
+            apart += 1
+        else:
+            return True
         if done[earlier] == 0:
             level += memory_change[earlier]
             if level > limit:
                 return False
-    return True
 
 
 def start(
@@ -134,6 +173,8 @@ def start(
     memory_change: Array,
     held: Array,
     warmup_left: Array,
+    num_ranks: int,
+    ending: Array,
 ) -> None:
     """Takes note that `rank` starts `op`: it leaves its queue, and a forward's activation is held."""
     done[op] = 1
@@ -141,12 +182,15 @@ def start(
     while next_frozen[rank] < first[rank + 1] and done[next_frozen[rank]] == 1:
         next_frozen[rank] += 1
     if memory_change[op] > 0:
-        held[rank] += memory_change[op]
+        held[rank % num_ranks] += memory_change[op]
+    else:
+        ending[rank % num_ranks] += memory_change[op]
     if priority[op] == 1 and warmup_left[rank] > 0:
         warmup_left[rank] -= 1
 
 
-def finish(rank: int, op: int, memory_change: Array, held: Array) -> None:
+def finish(rank: int, op: int, memory_change: Array, held: Array, num_ranks: int, ending: Array) -> None:
     """Takes note that `op` ended: what it frees is free."""
     if memory_change[op] < 0:
-        held[rank] += memory_change[op]
+        held[rank % num_ranks] += memory_change[op]
+        ending[rank % num_ranks] -= memory_change[op]

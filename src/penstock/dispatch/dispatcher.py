@@ -30,8 +30,9 @@ class Dispatcher:
         self._next_frozen = list(graph.first[:-1])
         self._head = list(graph.queue_first[:-1])
         self._memory_change = memory_change
-        self._held = [0.0] * graph.num_rows
-        self._cap = [cap] * graph.num_rows
+        self._held = [0.0] * graph.num_ranks
+        self._ending = [0.0] * graph.num_ranks
+        self._cap = [cap] * graph.num_ranks
         self._warmup_left = [0] * graph.num_rows
         self._left = graph.first[rank + 1] - graph.first[rank]
         self._rows: tuple[int, ...] = (rank,)
@@ -63,7 +64,7 @@ class Dispatcher:
         op = core.decide(
             self._policy, rank, graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head,
             graph.priority, self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
-            self._warmup_left, graph.gang,
+            self._warmup_left, graph.gang, graph.num_ranks, self._ending, graph.place,
         )  # fmt: skip
         return None if op == core.NOTHING else self._take(rank, op)
 
@@ -72,7 +73,7 @@ class Dispatcher:
         graph = self.graph
         core.start(
             rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
-            self._memory_change, self._held, self._warmup_left,
+            self._memory_change, self._held, self._warmup_left, graph.num_ranks, self._ending,
         )  # fmt: skip
         self._left -= 1
         self.log.append(("run", op))
@@ -80,7 +81,7 @@ class Dispatcher:
 
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        core.finish(self.graph.rank[op], op, self._memory_change, self._held)
+        core.finish(self.graph.rank[op], op, self._memory_change, self._held, self.graph.num_ranks, self._ending)
         self.log.append(("finish", op))
         for successor in self.successors(op):
             if self.graph.rank[successor] in self._rows:

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.schedule import Op, Schedule, ScheduleError
-from penstock.schedule.async_ops import launches, rows_of
+from penstock.schedule.async_ops import launches, memory_edges, rows_of
 from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
 from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered, starts_of
@@ -63,15 +63,17 @@ class Graph:
             `queue_ops[queue_first[q]:queue_first[q + 1]]` in frozen order; rank r has queues
             `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
         queue_of, priority: op -> its queue, op -> its priority class.
+        place: op -> where it stands in the order of its rank, those of the rank's stream among the others.
         gang: op -> which ops several ranks run together it belongs to, ALONE for the others.
         gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
         num_ranks: how many rows are ranks.
+        holds: (kind, stage) -> the stage activations that a registered op takes, or gives back (below 0).
         columns: the ops as numbers; None where some are not plain.
     """
 
     rank, first, num_needed, edge_first, edge_to = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
     queue_rank_first, queue_first, queue_ops, queue_of = _AsList(), _AsList(), _AsList(), _AsList()
-    priority, gang, gang_first, gang_ops = _AsList(), _AsList(), _AsList(), _AsList()
+    priority, place, gang, gang_first, gang_ops = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
 
     def __init__(
         self,
@@ -80,8 +82,10 @@ class Graph:
         arrays: Mapping[str, Array],
         number: dict[Op, int] | None = None,
         columns: Columns | None = None,
+        holds: Mapping[tuple[str, int], float] | None = None,
     ) -> None:
         self._rows, self.num_ranks, self.arrays, self.columns = rows, num_ranks, arrays, columns
+        self.holds = holds or {}
         if number is not None:
             self.__dict__["number"] = number
 
@@ -147,6 +151,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     _check_closed(number, edges)
     between: Iterator[tuple[int, int]]
     pairs = [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]
+    pairs += [] if schedule.memory_limit is None else memory_edges(schedule, schedule.memory_limit)
     if numbers or schedule.asynchronous:
         between = _between_gangs(schedule, pairs, number, numbers, rank)
     else:
@@ -169,9 +174,10 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         "edge_first": np.array(edge_first, np.int64),
         "edge_to": np.array([t for edges_from in successors for t in edges_from], np.int64),
         "priority": priority,
+        "place": _places(schedule, rows),
     }
     arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind) | _gangs(len(ops), list(numbers.values()))
-    return Graph(rows, schedule.num_ranks, arrays, number)
+    return Graph(rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds)
 
 
 def _lower_columns(schedule: Schedule) -> Graph | None:
@@ -193,10 +199,19 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
         "edge_first": starts_of(producer, num_ops),
         "edge_to": consumer[np.argsort(producer, kind="stable")],
         "priority": priority,
+        "place": np.arange(num_ops),
     }
     own_kind = (columns.kind == R).astype(np.int64)
     arrays |= _queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind) | _gangs(num_ops, [])
     return Graph(schedule.order, schedule.num_ranks, arrays, columns=columns)
+
+
+def _places(schedule: Schedule, rows: Sequence[Sequence[Op]]) -> Array:
+    """Where each op stands in the order of its rank."""
+    if len(rows) == schedule.num_ranks:
+        return np.arange(sum(map(len, rows)))
+    at = [{op: place for place, op in enumerate(row)} for row in schedule.order]
+    return np.array([at[r % schedule.num_ranks][op] for r, row in enumerate(rows) for op in row], np.int64)
 
 
 def _queues(rank: Array, num_rows: int, priority: Array, stage: Array, own_kind: Array) -> dict[str, Array]:

@@ -53,7 +53,7 @@ def standing(q: int, time: float, queues: Records, ranks: Records, hosts: Number
         return WAITS if queues[q].started < queues[q].length else DONE
     if queues[q].memory > 0 or queues[q].count > 0:
         for h in range(queues[q].host_first, queues[q].host_last):
-            rank = hosts[h]
+            rank = ranks[hosts[h]].holder
             needed = ranks[rank].memory + queues[q].memory + queues[q].reserve
             if needed > ranks[rank].cap_memory * (1 + EPSILON):
                 return FULL
@@ -209,8 +209,13 @@ def begin(
         rank = hosts[h]
         ranks[rank].free_at = ends_at
         ranks[rank].wake = ends_at
-        ranks[rank].memory += queues[q].memory
-        ranks[rank].in_flight += queues[q].count
+        holder = ranks[rank].holder
+        if queues[q].late == 0:
+            ranks[holder].memory += queues[q].memory
+            ranks[holder].in_flight += queues[q].count
+        elif ranks[rank].beside >= 0:
+            beside = ranks[rank].beside
+            ranks[beside].wake = min(ranks[beside].wake, max(ends_at, ranks[beside].free_at))
         note_turn(rank, queues[q].op_class, ranks)
         note_interval(rank, q, queues, slots, slot_queues)
     queues[q].ready_at = ready_time(q, queues, needs, start_time)
@@ -226,6 +231,33 @@ def begin(
             rank = hosts[h]
             ranks[rank].wake = min(ranks[rank].wake, max(ready, ranks[rank].free_at))
     return started_at
+
+
+def give_back(
+    rank: int, time: float, queues: Records, ranks: Records, hosts: Numbers, own: Numbers, start_time: Numbers
+) -> float:
+    """Takes what ops have freed by `time` off the memory that a rank and its stream share; returns when the next of
+    those under way ends, NEVER where there is none.
+    """
+    soonest = NEVER
+    row = ranks[rank].holder
+    while row >= 0:
+        for s in range(ranks[row].own_first, ranks[row].own_last):
+            q = own[s]
+            if queues[q].late == 0:
+                continue
+            while queues[q].freed < queues[q].started:
+                ends_at = start_time[queues[q].first_op + queues[q].freed] + queues[q].duration
+                if ends_at > time:
+                    soonest = min(soonest, ends_at)
+                    break
+                queues[q].freed += 1
+                for h in range(queues[q].host_first, queues[q].host_last):
+                    holder = ranks[hosts[h]].holder
+                    ranks[holder].memory += queues[q].memory
+                    ranks[holder].in_flight += queues[q].count
+        row = ranks[row].beside if row == ranks[rank].holder else NOTHING
+    return soonest
 
 
 def note_turn(rank: int, kind: int, ranks: Records) -> None:
@@ -261,9 +293,15 @@ def note_interval(rank: int, q: int, queues: Records, slots: Records, slot_queue
         slots[slot].stepped = 1
 
 
-def next_wake(rank: int, time: float, queues: Records, ranks: Records, own: Numbers) -> float:
-    """When a rank that found nothing at `time` may find something: as its next op becomes ready."""
+def next_wake(
+    rank: int, time: float, queues: Records, ranks: Records, hosts: Numbers, own: Numbers, start_time: Numbers
+) -> float:
+    """When a rank that found nothing at `time` may find something: as its next op becomes ready, or, where it shares
+    its memory with a stream, as an op frees some.
+    """
     soonest = NEVER
+    if ranks[rank].beside >= 0:
+        soonest = give_back(rank, time, queues, ranks, hosts, own, start_time)
     for s in range(ranks[rank].own_first, ranks[rank].own_last):
         ready = queues[own[s]].ready_at
         if time < ready < soonest:

@@ -12,7 +12,8 @@ A rank's order is then a row of queue numbers: `listing` decides them by rules, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd, inf
@@ -31,6 +32,7 @@ from penstock.dispatch.tables import (
     SlotRecord,
     Tables,
 )
+from penstock.engine.tolerance import slack
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined
 
@@ -82,8 +84,18 @@ class QueueGraph:
         plain = kind in CLASS_OF and not (self.stage_graph and self.stage_graph.num_microbatches)
         return Op(kind, stage, self.microbatches[pipeline][index] if plain else index)
 
-    def schedule(self, name: str, rows: Sequence[Sequence[int]], memory_limit: float | None = None) -> Schedule:
-        """The schedule whose ranks, and streams, run the rows of queue numbers."""
+    def schedule(
+        self,
+        name: str,
+        rows: Sequence[Sequence[int]],
+        memory_limit: float | None = None,
+        start_time: Sequence[float] | None = None,
+    ) -> Schedule:
+        """The schedule whose ranks, and streams, run the rows of queue numbers.
+
+        Args:
+            start_time: of each op, queue by queue: so that what an asynchronous op takes again is not taken before.
+        """
         order: list[tuple[Op, ...]] = []
         graph = self.stage_graph
         own_counts = bool(graph and graph.num_microbatches)
@@ -99,8 +111,30 @@ class QueueGraph:
             order.append(tuple(ops))
         made = tuple(order)
         if graph is not None and len(order) > self.num_ranks:
-            made = joined(graph, order[: self.num_ranks], order[self.num_ranks :])
+            after = {} if start_time is None else self._taken_after(rows, order, start_time)
+            made = joined(graph, order[: self.num_ranks], order[self.num_ranks :], after)
         return Schedule(name, self.placement, made, self.microbatch_pipeline, memory_limit, graph)
+
+    def _taken_after(
+        self, rows: Sequence[Sequence[int]], order: Sequence[Sequence[Op]], start_time: Sequence[float]
+    ) -> dict[tuple[Op, int], Op]:
+        """By (asynchronous op that takes memory, rank) the last op of the rank that had ended when it began."""
+        found: dict[tuple[Op, int], Op] = {}
+        holds = self.stage_graph.holds if self.stage_graph else {}
+        for rank in range(self.num_ranks):
+            stream = rank + self.num_ranks
+            starts = [list(self._starts(rows[row], start_time)) for row in (rank, stream)]
+            ends = [s + self.tables.queues[q].duration for s, q in zip(starts[0], rows[rank], strict=True)]
+            for op, start in zip(order[stream], starts[1], strict=True):
+                if holds.get(op[:2], 0.0) > 0 and (ended := bisect_right(ends, start + slack(start))):
+                    found[op, rank] = order[rank][ended - 1]
+        return found
+
+    def _starts(self, row: Sequence[int], start_time: Sequence[float]) -> Iterator[float]:
+        seen = [0] * self.num_queues
+        for q in row:
+            yield float(start_time[self.tables.queues[q].first_op + seen[q]])
+            seen[q] += 1
 
 
 def queue_graph(
@@ -170,9 +204,13 @@ def queue_graph(
     classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
     memory = [costs.memory_change(kind, stage) for _, kind, stage in labels]
     count = [{FORWARD: 1.0, WEIGHT: -1.0}.get(c, 0.0) for c in classes]
-    for q, (_, kind, _) in enumerate(labels):
+    for q, (_, kind, stage) in enumerate(labels):
         if kind == "B":
             count[q] = -1.0
+        if share := graph.holds.get((kind, stage)):
+            memory[q] += share * costs.activation[stage]
+            count[q] = share
+    shares_memory = any((kind, stage) in graph.holds for _, kind, stage in asynchronous)
     release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
     own: list[list[int]] = [[] for _ in range(num_rows)]
     for q, ranks in enumerate(rows):
@@ -181,8 +219,9 @@ def queue_graph(
     of_stage = _depths(graph)
     depths = [of_stage[stage] for _, _, stage in labels]
     forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
-    reserve = _reserves(memory, forwards, hosts, depths, num_ranks)
-    reserve_count = _reserves(count, forwards, hosts, depths, num_ranks)
+    taken_again = [q for q, (_, kind, stage) in enumerate(labels) if graph.holds.get((kind, stage), 0.0) > 0]
+    reserve = _reserves(memory, [taken_again, forwards], hosts, depths, num_ranks)
+    reserve_count = _reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
     unlocks: list[list[int]] = [[] for _ in labels]
     for q, found in enumerate(needs):
         for p, _, _ in found:
@@ -213,10 +252,19 @@ def queue_graph(
                 need_last=starts["need"][q + 1],
                 unlock_first=starts["unlock"][q],
                 unlock_last=starts["unlock"][q + 1],
+                late=int(shares_memory and (memory[q] < 0 or count[q] < 0)),
             )
             for q, label in enumerate(labels)
         ],
-        ranks=[RankRecord(starts["own"][r], starts["own"][r + 1]) for r in range(num_rows)],
+        ranks=[
+            RankRecord(
+                starts["own"][r],
+                starts["own"][r + 1],
+                r % num_ranks,
+                (r + num_ranks) % num_rows if shares_memory else -1,
+            )
+            for r in range(num_rows)
+        ],
         slots=[SlotRecord(slot_first[s], slot_first[s + 1]) for s in range(len(slot_rows))],
         slot_queues=_flat(slot_rows),
         hosts=_flat(rows),
@@ -295,27 +343,29 @@ def _depths(graph: StageGraph) -> list[int]:
 
 
 def _reserves(
-    added: list[float], forwards: list[int], hosts: list[tuple[int, ...]], depths: list[int], num_ranks: int
+    added: list[float], taking: list[list[int]], hosts: list[tuple[int, ...]], depths: list[int], num_ranks: int
 ) -> list[float]:
     """Of each queue, the room that must stay free on its ranks when an F of it starts, so that one of each deeper
-    F queue there can still run, and so on downwards; 0 for other kinds.
+    F queue there can still run, and so on downwards; 0 for kinds that take nothing.
 
     With it no cap locks stages out. Take the deepest F that a cap holds back on some rank. All that the rank holds
     is of less deep stages (what is deeper moves on), and when the last of those started, room for this F was left.
+    What was given back must be taken again before a backward, the deepest first: every F leaves room for that.
 
     Args:
         added: what an op of each queue adds to what its ranks hold.
-        forwards: the F queues; `depths` of each queue.
+        taking: the queues that take again what was given back, then the F queues; `depths` of each queue.
     """
     reserve = [0.0] * len(added)
     room = [0.0] * num_ranks
-    for _, group in groupby(sorted(forwards, key=lambda q: -depths[q]), key=lambda q: depths[q]):
-        queues = list(group)
-        for q in queues:
-            reserve[q] = max(room[rank] for rank in hosts[q])
-        for q in queues:
-            for rank in hosts[q]:
-                room[rank] = max(room[rank], added[q] + reserve[q])
+    for queues_of in taking:
+        for _, group in groupby(sorted(queues_of, key=lambda q: -depths[q]), key=lambda q: depths[q]):
+            queues = list(group)
+            for q in queues:
+                reserve[q] = max(room[rank] for rank in hosts[q])
+            for q in queues:
+                for rank in hosts[q]:
+                    room[rank] = max(room[rank], added[q] + reserve[q])
     return reserve
 
 

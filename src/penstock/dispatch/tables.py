@@ -37,6 +37,8 @@ class QueueRecord:
         unlock_first, unlock_last: who waits for it in `unlocks`.
         started: ops that have started; ready_at: when the next has all it needs (infinite: not known yet).
         refused: 1 where the user's check refuses the next op.
+        late: 1 where what an op frees counts from its end, for other rows than its own use the same memory; freed:
+            how many of those ops have been counted.
     """
 
     length: int
@@ -58,6 +60,8 @@ class QueueRecord:
     started: int = 0
     ready_at: float = INFINITY
     refused: int = 0
+    late: int = 0
+    freed: int = 0
 
 
 @dataclass(slots=True)
@@ -76,6 +80,8 @@ class RankRecord:
 
     Attributes:
         own_first, own_last: its queues in `own`.
+        holder: the rank whose memory its ops use: itself, or the rank whose stream it is.
+        beside: the other row that uses the same memory, -1 where there is none.
         mode: which of backward and forward it prefers; strict: 1 where it waits for the kind whose turn it is.
         unit_forward, unit_backward: how many of a kind run at one go.
         cap_memory, cap_count: most memory, most forwards in flight.
@@ -88,6 +94,8 @@ class RankRecord:
 
     own_first: int
     own_last: int
+    holder: int
+    beside: int = -1
     mode: int = 0
     strict: int = 0
     unit_forward: int = 1

@@ -112,7 +112,10 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
             for row in panel.streams
             for t in row
         ],
-        "held": [[[_ms(time - panel.origin), held] for time, held in held_over_time(row)] for row in panel.rows],
+        "held": [
+            [[_ms(time - panel.origin), held] for time, held in held_over_time(row, panel.schedule.graph.holds)]
+            for row in (list(own) + list(apart) for own, apart in zip(panel.rows, panel.streams, strict=True))
+        ],
     }
 
 

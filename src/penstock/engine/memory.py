@@ -1,8 +1,12 @@
-"""What rows hold as they run in a given order. Timing has no part in it: a row runs one op at a time."""
+"""What rows hold as they run in a given order. Timing has no part in it: a row runs one op at a time, and where some
+ops run beside it, on a stream of its own, the most that it may hold is counted, however late these are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,3 +32,55 @@ def levels(change: Array, first: Sequence[int], row: int) -> list[float]:
     """What a row holds from the start of each of its ops; after its end, where the op gives back."""
     found: list[float] = np.cumsum(np.asarray(change)[first[row] : first[row + 1]]).tolist()
     return found
+
+
+def levels_at_most(
+    changes: Sequence[float], is_apart: Sequence[bool], awaited: Sequence[int], room: float = math.inf
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """What a rank holds at most from the start of each op of its order, however late its stream is.
+
+    Args:
+        changes: of each op, what it takes at its start or gives back at its end.
+        is_apart: whether it is on the stream.
+        awaited: how many of the stream's ops have ended when the rank starts an op, by what that needs.
+        room: more than that is not held where waiting helps.
+
+    Returns:
+        The levels, and (place of an op, how many ops of the stream it waits for besides) of those that wait for room.
+    """
+    levels: list[float] = []
+    waits: list[tuple[int, int]] = []
+    own = before = 0.0  # what the ops of the row hold together, and those of the stream that have ended for sure
+    open_ones: deque[float] = deque()  # the changes of those of the stream that it came to, and may not have ended
+    come_to = ended = 0
+    for place, change in enumerate(changes):
+        if is_apart[place]:
+            levels.append(own + before + sum(open_ones) + max(change, 0.0))
+            open_ones.append(change)
+            come_to += 1
+            continue
+        while ended < awaited[place]:
+            before += open_ones.popleft()
+            ended += 1
+        found = own + change + before + _most(open_ones)
+        if change > 0 and found > room:
+            left = list(open_ones)
+            for more in range(1, len(left) + 1):
+                if (later := own + change + before + sum(left[:more]) + _most(left[more:])) <= room:
+                    waits.append((place, ended + more))
+                    for _ in range(more):
+                        before += open_ones.popleft()
+                    ended, found = ended + more, later
+                    break
+        own += change
+        levels.append(found)
+    return levels, waits
+
+
+def _most(changes: Iterable[float]) -> float:
+    """Most that ops one after the other hold, from before the first to after the last."""
+    held = most = 0.0
+    for change in changes:
+        most = max(most, held + change)
+        held += change
+    return most

@@ -26,11 +26,17 @@ Version 6 adds, only where there are some, the orders of microbatches that are n
 pipeline, on some stages:
 
  "microbatch_orders": [["B", 0, [0, 1], [2, 1, 0]]]
+
+Version 7 adds, only where some are, that registered ops hold or give back stage activations, by one entry more; and
+kinds whose names have digits:
+
+ "registered": [["OFFLOAD", 1, 2, [], true, -1.0]]
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -50,13 +56,13 @@ from penstock.schedule import (
 )
 from penstock.schedule.microbatch_order import grouped, ungrouped
 
-FORMAT, VERSION = "penstock-schedule", 6
+FORMAT, VERSION = "penstock-schedule", 7
 MAX_FLOAT = sys.float_info.max
 
 
 def to_json(schedule: Schedule) -> str:
     """The schedule as native JSON."""
-    graph = schedule.stage_graph
+    graph, told = schedule.stage_graph, 5 if schedule.asynchronous else 4
     value: dict[str, Any] = {
         "format": FORMAT,
         "version": _version(schedule),
@@ -73,7 +79,7 @@ def to_json(schedule: Schedule) -> str:
             "edges": graph.edges,
             "num_microbatches": graph.num_microbatches,
             "registered": [
-                [r.kind, r.stage, r.num_ops, r.ranks, *([r.asynchronous] if schedule.asynchronous else [])]
+                [r.kind, r.stage, r.num_ops, r.ranks, r.asynchronous, r.holds][: 6 if graph.holds else told]
                 for r in graph.registered
             ],
             "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
@@ -89,6 +95,9 @@ def to_json(schedule: Schedule) -> str:
 
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
+    graph = schedule.stage_graph
+    if graph is not None and (graph.holds or any(re.search("[0-9]", r.kind) for r in graph.registered)):
+        return 7
     if schedule.microbatch_orders:
         return 6
     if schedule.asynchronous:
@@ -197,10 +206,13 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
         "num_microbatches": (_is_int, "counts, one a stage, or none"),
         "registered": (
             lambda r: (
-                _is_row(r, entry) or (version > 4 and _is_row(r, (*entry, lambda flag: isinstance(flag, bool))))
+                _is_row(r, entry)
+                or (version > 4 and _is_row(r, (*entry, _is_bool)))
+                or (version > 6 and _is_row(r, (*entry, _is_bool, _is_amount)))
             ),
             "lists of a kind, its stage, its number of ops and its ranks"
-            + (", and whether it is asynchronous" if version > 4 else ""),
+            + (", and whether it is asynchronous" if version > 4 else "")
+            + (", and what it holds" if version > 6 else ""),
         ),
         "needs": (
             lambda n: _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_int, _is_int)),
@@ -216,8 +228,8 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
         tuple((a, b) for a, b in graph["edges"]),
         tuple(graph["num_microbatches"]),
         tuple(
-            Registered(kind, stage, num, tuple(ranks), *flag)
-            for kind, stage, num, ranks, *flag in graph["registered"]
+            Registered(kind, stage, num, tuple(ranks), *more)
+            for kind, stage, num, ranks, *more in graph["registered"]
         ),
         tuple(Needs((k, s), (k2, s2), a, b) for k, s, k2, s2, a, b in graph["needs"]),
     )
@@ -243,6 +255,14 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_FLOAT
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_FLOAT
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ link to the op that needed it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.schedule import Op
@@ -90,15 +90,19 @@ def messages_of(timeline: Timeline) -> list[Message]:
     return implied
 
 
-def held_over_time(row: Sequence[TimedOp]) -> list[tuple[float, int]]:
-    """How many stage activations a rank holds, as (time, count) at every change: F takes one, its B or W frees it."""
-    changes: dict[float, int] = {}
+def held_over_time(
+    row: Sequence[TimedOp], holds: Mapping[tuple[str, int], float] | None = None
+) -> list[tuple[float, float]]:
+    """How many stage activations a rank holds, as (time, count) at every change: F takes one, its B or W frees it,
+    and registered ops take and free what `holds` says.
+    """
+    changes: dict[float, float] = {}
     for timed in row:
-        if timed.op.kind == "F":
-            changes[timed.start] = changes.get(timed.start, 0) + 1
-        elif timed.op.kind in ("B", "W"):
-            changes[timed.end] = changes.get(timed.end, 0) - 1
-    held = 0
+        share = {"F": 1, "B": -1, "W": -1}.get(timed.op.kind) or (holds or {}).get(timed.op[:2], 0)
+        if share:
+            moment = timed.start if share > 0 else timed.end
+            changes[moment] = changes.get(moment, 0) + share
+    held: float = 0
     steps = []
     for time in sorted(changes):
         if changes[time]:
@@ -183,7 +187,7 @@ class _Trace:
         }
 
     def _held(self, rank: int, row: Sequence[TimedOp]) -> Iterator[Event]:
-        for time, count in held_over_time(row):
+        for time, count in held_over_time([*row, *self.timeline.streams[rank]], self.timeline.schedule.graph.holds):
             yield {
                 "ph": "C",
                 "name": "activations",

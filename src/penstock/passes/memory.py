@@ -11,7 +11,7 @@ from penstock.dispatch import Graph
 from penstock.engine.memory import levels
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.liveness import activations_added
+from penstock.schedule.async_ops import activations_added
 from penstock.simulate.simulate import memory_changes
 
 
@@ -27,7 +27,7 @@ class Memory:
     """
 
     change: list[float]
-    count: list[int]
+    count: list[float]
     caps: list[float]
     max_count: float
 
@@ -51,7 +51,7 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
     """
     most = math.inf if schedule.memory_limit is None else schedule.memory_limit
     again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
-    count = [activations_added(op, again) for op in graph.ops]
+    count = [activations_added(op, again, graph.holds) for op in graph.ops]
     return Memory(memory_changes(graph, costs), count, _caps(schedule, memory_limit), most)
 
 

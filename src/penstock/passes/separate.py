@@ -213,7 +213,7 @@ class Filling:
         self._rows: list[list[Op]] = [[] for _ in range(num_ranks)]
         self._free = [0.0] * num_ranks
         self._held = [0.0] * num_ranks
-        self._count = [0] * num_ranks
+        self._count = [0.0] * num_ranks
         self._waiting: list[dict[int, deque[tuple[int, Op]]]] = [{} for _ in range(num_ranks)]
         """Of each rank, by stage, the weight halves that wait, with their turns."""
 

@@ -31,6 +31,8 @@ class NewOp:
         on: stages whose ranks run it together; those of `stage` where not given.
         num_ops: how many there are; counted from `after` or `before` where not given.
         time: milliseconds; memory: held from its start if above 0, freed at its end if below.
+        holds: the same as a share of its stage's activation: -1 for an offload to host memory, 1 for the reload. What
+            `memory` says comes on top, in the unit of the costs.
         last: run it when nothing else can run, instead of before everything else.
         asynchronous: its ranks start it as soon as it may begin and go on computing; it runs beside them, the
             asynchronous ops of a rank one after the other, and what needs it waits for its end.
@@ -48,6 +50,7 @@ class NewOp:
     last: bool = False
     run: Callable[..., Any] | None = None
     asynchronous: bool = False
+    holds: float = 0.0
 
     __repr__ = short_repr
 
@@ -72,8 +75,9 @@ class NewOp:
             )
         if self.asynchronous and (self.memory or self.last):
             raise ScheduleError(
-                f"op kind {self.kind} is asynchronous and has memory={self.memory:g}, last={self.last}: it holds no "
-                "memory of its own, and starts as soon as it may; leave both out",
+                f"op kind {self.kind} is asynchronous and has memory={self.memory:g}, last={self.last}: say what "
+                "it holds in stage activations (holds=), which can be proved; it starts as soon as it may, so leave "
+                "both out",
                 rule="kind",
             )
 

@@ -220,7 +220,7 @@ class Program:
             stage = self.stage(op.stage)
             num_ops = self._count(op, graph, registered)
             hosts = tuple(dict.fromkeys(rank for at in op.on for rank in self.placement.hosts(0, self.stage(at))))
-            registered.append(Registered(op.kind, stage, num_ops, hosts, op.asynchronous))
+            registered.append(Registered(op.kind, stage, num_ops, hosts, op.asynchronous, op.holds))
             needs += [Needs((kind, self.stage(at)), (op.kind, stage), n, 1) for (kind, at), n in op.after.items()]
             needs += [Needs((op.kind, stage), (kind, self.stage(at)), 1, n) for (kind, at), n in op.before.items()]
         return replace(graph, registered=tuple(registered), needs=tuple(needs))
@@ -381,11 +381,35 @@ class Program:
         return schedule
 
     def _limit(self) -> float | None:
-        """The limit that the schedule keeps, where it is one number for all ranks."""
+        """The limit that the schedule keeps, where it is one number for all ranks.
+
+        Raises ScheduleError for limits of another form where asynchronous ops give memory back: what waits for the
+        room is known by the schedule's limit alone.
+        """
+        if any(op.asynchronous and op.holds for op in self.ops):
+            return self._limit_with_streams()
         if isinstance(self.rules, Mapping) or not isinstance(self.rules.max_in_flight, Real):
             return None
         cap = float(self.rules.max_in_flight)
         return cap if cap < INFINITY else None
+
+    def _limit_with_streams(self) -> float | None:
+        costs, rules = self.all_costs, self.rules
+        if not isinstance(rules, Mapping):
+            most, memory = rules.max_in_flight, rules.memory_limit
+            if most is None and memory is None:
+                return None
+            if memory is None and isinstance(most, Real):
+                return float(most)
+            if most is None and isinstance(memory, Real) and len(set(costs.activation)) == 1:
+                return float(memory) / costs.activation[0]
+        kinds = ", ".join(sorted({op.kind for op in self.ops if op.asynchronous and op.holds}))
+        raise ScheduleError(
+            f"ops of kind {kinds} hold memory and are asynchronous, so ranks wait for room by the schedule's limit, "
+            "which is one number of stage activations: give max_in_flight=number (which counts what such ops give "
+            "back), or memory_limit=number where the activations of all stages are alike",
+            rule="memory",
+        )
 
 
 def _is_count(value: object) -> bool:

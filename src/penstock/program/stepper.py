@@ -95,7 +95,7 @@ class Stepper:
 
     def schedule(self) -> Schedule:
         """What the ranks have run so far."""
-        return self.graph.schedule(self.program.name, self.rows, self.program._limit())
+        return self.graph.schedule(self.program.name, self.rows, self.program._limit(), self._start_time)
 
     def _steps(self, explain: bool) -> Iterator[Step]:
         t = self._tables
@@ -122,7 +122,9 @@ class Stepper:
             q = self._decide(rank, time)
             step = self._explained(rank, time, q) if explain else None
             if q == NOTHING:
-                t.ranks[rank].wake = listing.next_wake(rank, time, t.queues, t.ranks, t.own)
+                t.ranks[rank].wake = listing.next_wake(
+                    rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time
+                )
                 if rank < self.graph.num_ranks and self.program.rules_of(rank).has_functions:
                     self._asking.add(rank)
             else:
@@ -145,6 +147,8 @@ class Stepper:
 
     def _decide(self, rank: int, time: float) -> int:
         t = self._tables
+        if t.ranks[rank].beside >= 0:
+            listing.give_back(rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time)
         if rank >= self.graph.num_ranks:  # a stream, which takes what is ready
             return listing.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
         rules = self.program.rules_of(rank)

@@ -8,19 +8,33 @@ A rank comes to such an op when all before it in its row have ended. From then o
 begins when what it needs is there and the asynchronous ops before it have ended; one of several ranks, when it may
 begin on all of them. So everything that runs an order runs rows: those of the ranks, and where there are asynchronous
 ops as many streams, whose ops also wait until the rank has come to them.
+
+Asynchronous ops may hold memory, like an offload to host memory and the reload. What one takes it holds from its
+start; what one gives back is free at its end, and held until then. So under a memory limit what needs the room waits
+for that end, like F2 here:
+
+    limit 2    rank 0 | F0 D0* F1 F2          (D0 gives back what F0 keeps)
+    runs as    rank 0 | F0 F1 .  F2
+               stream |    D0===
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
 
+from penstock.engine.memory import levels_at_most
+from penstock.engine.tolerance import EPSILON
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import Op
+from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import StageGraph
 
-__all__ = ["joined", "launches", "require_no_streams", "rows_of", "with_launches"]
+__all__ = [
+    "activations_added", "joined", "launches", "memory_edges", "require_no_streams", "rows_of",
+    "walk_memory", "with_launches",
+]  # fmt: skip
 
 
 def rows_of(schedule: Schedule) -> tuple[tuple[Op, ...], ...]:
@@ -73,14 +87,74 @@ def joined(
         place = {op: number for number, op in enumerate(row)}
         put: list[list[Op]] = [[] for _ in range(len(row) + 1)]
         latest = -1
-        for op in stream:
+        before = _needed_before(graph, row, stream, present)
+        for op, needing in zip(stream, before, strict=True):
             needed = predecessors(op, graph, present)
             if (op, rank) in after:
-                needed.append(after[op, rank])
+                latest = max(latest, min(place[after[op, rank]], needing - 1))
             latest = max([latest, *(place[each] for each in needed if each in place)])
             put[latest + 1].append(op)
         found.append((*put[0], *(each for op, more in zip(row, put[1:], strict=True) for each in (op, *more))))
     return tuple(found)
+
+
+def _needed_before(
+    graph: StageGraph, row: Sequence[Op], stream: Sequence[Op], present: Mapping[Op, int]
+) -> list[int]:
+    """Of each op of a stream, the first place of the row that waits for it or for one after it."""
+    number = {op: index for index, op in enumerate(stream)}
+    found = [len(row)] * len(stream)
+    for place, op in reversed(list(enumerate(row))):
+        for each in predecessors(op, graph, present):
+            if each in number:
+                found[number[each]] = place
+    for index in range(len(found) - 1, 0, -1):
+        found[index - 1] = min(found[index - 1], found[index])
+    return found
+
+
+def activations_added(
+    op: Op, recomputed: Set[tuple[int, int]], holds: Mapping[tuple[str, int], float] | None = None
+) -> float:
+    """What `op` adds to the stage activations its rank holds: they live from F (or R) to B or W.
+
+    `recomputed` holds (stage, microbatch) of every R: those F keep only their input, which is not counted. `holds` is
+    that of the stage graph.
+    """
+    if op.kind == FORWARD:
+        return 0 if (op.stage, op.microbatch) in recomputed else 1
+    if op.kind == RECOMPUTE:
+        return 1
+    if op.kind in (BACKWARD, WEIGHT):
+        return -1
+    return holds.get(op[:2], 0) if holds else 0
+
+
+def memory_edges(schedule: Schedule, limit: float) -> list[tuple[Op, Op]]:
+    """(asynchronous op, later op of the same rank) where the later one needs the room that the first gives back.
+
+    With these no rank holds more than `limit` while it follows its order, whatever comes late. There are none where
+    waiting does not help: `check` says what is wrong then.
+    """
+    if not any(name in schedule.asynchronous for name in schedule.graph.holds):
+        return []
+    return [edge for row in schedule.order for edge in walk_memory(schedule, row, limit)[1]]
+
+
+def walk_memory(
+    schedule: Schedule, row: Sequence[Op], limit: float | None
+) -> tuple[list[float], list[tuple[Op, Op]]]:
+    """The stage activations that a rank holds at most from the start of each op of its row, and its memory edges."""
+    apart, graph = schedule.asynchronous, schedule.graph
+    again = {(op.stage, op.microbatch) for op in row if op.kind == RECOMPUTE}
+    stream = [op for op in row if op[:2] in apart]
+    number = {op: index for index, op in enumerate(stream, start=1)}
+    present = dict.fromkeys(row, 0)
+    awaited = [max([0, *(number.get(each, 0) for each in predecessors(op, graph, present))]) for op in row]
+    changes = [activations_added(op, again, graph.holds) for op in row]
+    room = math.inf if limit is None else limit * (1 + EPSILON)
+    levels, waits = levels_at_most(changes, [op in number for op in row], awaited, room)
+    return levels, [(stream[index - 1], row[place]) for place, index in waits]
 
 
 def require_no_streams(schedule: Schedule, what: str) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from penstock.engine.memory import peaks
-from penstock.schedule.async_ops import launches, rows_of
+from penstock.schedule.async_ops import activations_added, launches, memory_edges, rows_of
 from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import ranks_together
 
@@ -51,6 +51,9 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
     reached: dict[Op, list[Op]] = {}
     for before, op, _ in launches(schedule):
         reached.setdefault(op, []).append(before)
+    if schedule.memory_limit is not None:
+        for before, op in memory_edges(schedule, schedule.memory_limit):
+            reached.setdefault(op, []).append(before)
     graph = schedule.graph
     steps = [0] * len(rows)
     done: set[Op] = set()
@@ -162,7 +165,7 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
 def needed_channel_depth(schedule: Schedule) -> int:
     """The smallest depth of every channel with which a schedule that `check` accepts still completes."""
     if schedule.has_shared_ops or schedule.asynchronous:
-        return max(peak_in_flight(schedule))
+        return int(max(_peaks(schedule, {})))
     if not run_untimed(schedule, 1).blocked:
         return 1
     depths = range(2, most_ahead(schedule) + 1)
@@ -180,20 +183,16 @@ def most_ahead(schedule: Schedule) -> int:
     return most
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most stage activations each rank holds at once when they live from F to B or W."""
+def peak_in_flight(schedule: Schedule) -> tuple[float, ...]:
+    """Most stage activations each rank holds at once when they live from F to B or W.
+
+    Those that registered ops give back do not count, from the place of such an op in the order.
+    """
+    return _peaks(schedule, schedule.graph.holds)
+
+
+def _peaks(schedule: Schedule, holds: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
     again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
     first = list(accumulate(map(len, schedule.order), initial=0))
-    return tuple(map(int, peaks([activations_added(op, again) for row in schedule.order for op in row], first)))
-
-
-def activations_added(op: Op, recomputed: Set[tuple[int, int]]) -> int:
-    """What `op` adds to the stage activations its rank holds: they live from F (or R) to B or W.
-
-    `recomputed` holds (stage, microbatch) of every R: those F keep only their input, which is not counted.
-    """
-    if op.kind == FORWARD:
-        return 0 if (op.stage, op.microbatch) in recomputed else 1
-    if op.kind == RECOMPUTE:
-        return 1
-    return -1 if op.kind in KINDS and op.kind != INPUT else 0
+    changes = [activations_added(op, again, holds) for row in schedule.order for op in row]
+    return tuple(int(peak) if peak == int(peak) else peak for peak in peaks(changes, first))

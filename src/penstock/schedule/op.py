@@ -23,13 +23,21 @@ KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 BUILT_IN = (*KINDS, RECOMPUTE, UPDATE, *COMMUNICATION)
 
-_OP = re.compile(r"(?P<stage>[0-9]{1,9})?(?P<kind>[A-Z]|[A-Z][A-Z_]+[A-Z])(?P<microbatch>[0-9]{1,9})")
+KIND_NAME = r"[A-Z]|[A-Z][A-Z0-9_]+[A-Z]|[A-Z][A-Z0-9_]*[0-9]"
+"""How a kind may be called."""
+_OP = re.compile(
+    rf"(?P<stage>[0-9]{{1,9}})?(?P<kind>{KIND_NAME})(?:(?<=[A-Z])|(?<=[0-9])\.)(?P<microbatch>[0-9]{{1,9}})"
+)
+
+
+_DIGITS = frozenset("0123456789")
 
 
 class Op(NamedTuple):
     """An op of `stage` (counted over the whole model) on `microbatch`; `kind` is F, B, I, W or another (above).
 
-    The microbatch of a registered op, and of U, is its number among its like.
+    The microbatch of a registered op, and of U, is its number among its like. It is written after the kind, and after
+    a dot where the kind's name ends with a digit: 1A2A0, 1GATHER2.0.
     """
 
     kind: str
@@ -37,11 +45,11 @@ class Op(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.short()}"
 
     def short(self) -> str:
         """The op without its stage, for rows of ranks that host just one."""
-        return f"{self.kind}{self.microbatch}"
+        return f"{self.kind}{'.' if self.kind[-1] in _DIGITS else ''}{self.microbatch}"
 
 
 def parse_op(text: str, default_stage: int | None = None) -> Op:

@@ -13,18 +13,20 @@ registered here: how many there are, on which stage or ranks, and what waits for
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
+from numbers import Real
 
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BUILT_IN
+from penstock.schedule.op import BUILT_IN, KIND_NAME
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import Windows
 
-_NAME = re.compile(r"[A-Z]|[A-Z][A-Z_]+[A-Z]")
+_NAME = re.compile(KIND_NAME)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,12 @@ class Registered:
     """Ops of a kind of the user's own: `num_ops` of them on `stage`, numbered from 0.
 
     Attributes:
-        kind: one upper-case letter, or at least three letters or `_`; none of the built-in kinds.
+        kind: one upper-case letter, or at least three letters, digits or `_`, or two of which the second is a digit;
+            none of the built-in kinds.
         ranks: the ranks that run it together; empty for those that host the stage.
-        asynchronous: a rank starts it and goes on; what needs it waits for its end. See `streams`.
+        asynchronous: a rank starts it and goes on; what needs it waits for its end. See `async_ops`.
+        holds: the stage activations that it takes at its start (above 0), or gives back at its end (below 0), on each
+            rank that runs it: -1 for an offload, 1 for the reload.
     """
 
     kind: str
@@ -73,16 +78,24 @@ class Registered:
     num_ops: int
     ranks: tuple[int, ...] = ()
     asynchronous: bool = False
+    holds: float = 0.0
 
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.kind) or self.kind in BUILT_IN:
             raise ScheduleError(
-                f"op kind {self.kind!r}: give an upper-case letter or word (of three letters or more), "
-                f"other than {', '.join(BUILT_IN)}",
+                f"op kind {self.kind!r}: give an upper-case letter or word (of three letters or more, digits among "
+                f"them), other than {', '.join(BUILT_IN)}",
                 rule="kind",
             )
+        if not isinstance(self.holds, Real) or not math.isfinite(self.holds):
+            raise ScheduleError(
+                f"kind {self.kind} of stage {self.stage} holds {self.holds!r}: give a number of stage activations, "
+                "below 0 for what it gives back",
+                rule="memory",
+            )
+        object.__setattr__(self, "holds", float(self.holds))
         if self.num_ops < 1:
             raise ScheduleError(f"kind {self.kind} of stage {self.stage} has {self.num_ops} ops: give at least 1")
         if len(set(self.ranks)) != len(self.ranks) or any(rank < 0 for rank in self.ranks):
@@ -179,6 +192,11 @@ class StageGraph:
     def registered_of(self) -> dict[tuple[str, int], Registered]:
         """The registered ops by (kind, stage)."""
         return {(r.kind, r.stage): r for r in self.registered}
+
+    @cached_property
+    def holds(self) -> dict[tuple[str, int], float]:
+        """The registered ops that hold or give back activations, by (kind, stage)."""
+        return {(r.kind, r.stage): r.holds for r in self.registered if r.holds}
 
     @property
     def is_chain(self) -> bool:

@@ -39,19 +39,20 @@ _SHARED = re.compile(r"stage (?P<stage>[0-9]{1,7}): shared by ranks (?P<ranks>[0
 _EDGES = re.compile(r"edges (?P<edges>none|[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[0-9]{1,7})*)")
 _COUNTS = re.compile(r"microbatches of stages (?P<counts>[0-9]{1,7}(?: [0-9]{1,7})*)")
 _KIND = re.compile(
-    r"kind (?P<kind>[A-Z_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
+    r"kind (?P<kind>[A-Z0-9_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
     r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?(?P<asynchronous>, asynchronous)?"
+    r"(?:, holds (?P<holds>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))?"
 )
 _NEEDS = re.compile(
-    r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z_]+) of stage (?P<from>[0-9]{1,7}) before "
-    r"(?P<num_after>[0-9]{1,7}) (?P<after>[A-Z_]+) of stage (?P<to>[0-9]{1,7})"
+    r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z0-9_]+) of stage (?P<from>[0-9]{1,7}) before "
+    r"(?P<num_after>[0-9]{1,7}) (?P<after>[A-Z0-9_]+) of stage (?P<to>[0-9]{1,7})"
 )
 _UPDATES = re.compile(
     r"updates every (?P<window>[0-9]{1,9}) microbatch(?:es)?(?:, mismatch at most (?P<most>[0-9]{1,9}))?"
     r"(?:, weights by (?P<rule>[a-z0-9-]{1,40}))?"
 )
 _ORDER = re.compile(
-    r"order of (?P<kind>[A-Z_]+) on stages? (?P<stages>[0-9]{1,7}(?: [0-9]{1,7})*)"
+    r"order of (?P<kind>[A-Z0-9_]+) on stages? (?P<stages>[0-9]{1,7}(?: [0-9]{1,7})*)"
     r"(?: of pipeline (?P<pipeline>[0-9]{1,7}))?: (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*)"
 )
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
@@ -132,6 +133,10 @@ def _plural(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def _short(number: float) -> str:
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
+
+
 def to_text(schedule: Schedule) -> str:
     """The whole text grid; `parse` reads it back to an equal schedule."""
     head = (
@@ -140,8 +145,7 @@ def to_text(schedule: Schedule) -> str:
         f"{_plural(schedule.num_microbatches, 'microbatch', 'microbatches')}"
     )
     if schedule.memory_limit is not None:
-        limit = schedule.memory_limit
-        head += f", memory limit {f'{limit:g}' if float(f'{limit:g}') == limit else repr(limit)}"
+        head += f", memory limit {_short(schedule.memory_limit)}"
     lines = [head]
     for k, ranks in enumerate(schedule.placement.pipelines):
         line = f"pipeline {k}: stages on ranks {' '.join(map(str, ranks))}"
@@ -176,6 +180,7 @@ def _graph_lines(graph: StageGraph | None) -> list[str]:
     for r in graph.registered:
         where = f", on ranks {' '.join(map(str, r.ranks))}" if r.ranks else ""
         how = ", asynchronous" if r.asynchronous else ""
+        how += f", holds {_short(r.holds)}" if r.holds else ""
         lines.append(f"kind {r.kind} of stage {r.stage}: {_plural(r.num_ops, 'op')}{where}{how}")
     for n in graph.needs:
         lines.append(
@@ -241,6 +246,7 @@ def parse(text: str) -> Schedule:
                     int(match["ops"]),
                     _numbers(match["ranks"]),
                     match["asynchronous"] is not None,
+                    float(match["holds"] or 0),
                 )
             )
         elif match := _NEEDS.fullmatch(line):

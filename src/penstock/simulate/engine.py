@@ -64,12 +64,17 @@ def run(
     late_ms: Array,
     line_free: Array,
     line_last: Array,
+    num_ranks: int,
+    ending: Array,
+    place: Array,
     arrival: Any = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
+    Rows are the `num_ranks` ranks and, where ops are asynchronous, as many streams; memory is the ranks'.
+
     In: `policy`, one of the core's; `wait`, `due` per op (0: no waiting, see `core.wait_until`); `duration` and
-    `memory_change` per op (ms, activations); `delay[a * num_ranks + b]` (ms), and alike `depth`, how many messages a
+    `memory_change` per op (ms, activations); `delay[a * num_rows + b]` (ms), and alike `depth`, how many messages a
     link may hold under way before its sender blocks (0: no bound; `bounded` says whether any has one). Where `lines`
     is true links have conditions instead of `delay`: see `cross`. Where `arrival` is there (never when compiled), it
     says by edge and time of sending when a message arrives.
@@ -80,20 +85,20 @@ def run(
     how many ranks stand ready for gang g, which starts with the last of them; `missing` and the rest are the core's
     state.
     """
-    num_ops, num_ranks, num_edges = len(duration), len(first) - 1, len(edge_to)
+    num_ops, num_rows, num_edges = len(duration), len(first) - 1, len(edge_to)
     started = ended = 0
     time = 0.0
-    last_on = [-1] * num_ranks
+    last_on = [-1] * num_rows
     # A heap of (time, code): an op's end, then an edge's arrival, then the end of a rank's wait.
     events = [(0.0, 0)]
     events.pop()
     while True:
-        for rank in range(num_ranks):
+        for rank in range(num_rows):
             if state[rank] != IDLE:
                 continue
             op = decide(
                 policy, rank, first, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
-                next_frozen, memory_change, held, cap, warmup_left, gang,
+                next_frozen, memory_change, held, cap, warmup_left, gang, num_ranks, ending, place,
             )  # fmt: skip
             if op == core.NOTHING:
                 continue
@@ -104,8 +109,11 @@ def run(
                         wake[rank] = until
                         heapq.heappush(events, (until, num_ops + num_edges + rank))
                     continue
-            start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
-            peak[rank] = max(peak[rank], held[rank])
+            start(
+                rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left,
+                num_ranks, ending,
+            )  # fmt: skip
+            peak[rank % num_ranks] = max(peak[rank % num_ranks], held[rank % num_ranks])
             turn[op] = started
             started += 1
             last_on[rank] = op
@@ -132,7 +140,7 @@ def run(
             code = heapq.heappop(events)[1]
             if code < num_ops:
                 rank = rank_of[code]
-                finish(rank, code, memory_change, held)
+                finish(rank, code, memory_change, held, num_ranks, ending)
                 ended += 1
                 unsent[rank] = edge_first[code]
                 state[rank] = BLOCKED
@@ -142,8 +150,8 @@ def run(
                 missing[target] -= 1
                 arrival_time[edge] = time
                 if bounded:
-                    in_transit[edge_link(edge, num_ranks, rank_of, edge_first, edge_to)] -= 1
-        for rank in range(num_ranks):
+                    in_transit[edge_link(edge, num_rows, rank_of, edge_first, edge_to)] -= 1
+        for rank in range(num_rows):
             if state[rank] != BLOCKED:
                 continue
             op = last_on[rank]
@@ -154,7 +162,7 @@ def run(
                     missing[target] -= 1
                     arrival_time[edge] = time
                     continue
-                link = rank * num_ranks + rank_of[target]
+                link = rank * num_rows + rank_of[target]
                 if bounded and depth[link] > 0 and in_transit[link] >= depth[link]:
                     state[rank] = BLOCKED
                     unsent[rank] = edge

@@ -60,7 +60,7 @@ class Listed:
 
     def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
         """The schedule that was made."""
-        return self.graph.schedule(name, self.copy_rows(), memory_limit)
+        return self.graph.schedule(name, self.copy_rows(), memory_limit, self.start_time)
 
 
 class Lister:

@@ -7,7 +7,7 @@ queue by queue. Rows are laid out rank by rank: rank r's queue numbers are `rows
 from __future__ import annotations
 
 from penstock.dispatch import listing
-from penstock.dispatch.listing import NEVER, NOTHING, begin, decide, next_wake, ready_time
+from penstock.dispatch.listing import NEVER, NOTHING, begin, decide, give_back, next_wake, ready_time
 from penstock.dispatch.tables import Numbers, Records
 
 COMPILED_WITH = (listing,)
@@ -51,9 +51,11 @@ def run(
         time = ranks[rank].wake
         if time == NEVER:
             return started
+        if ranks[rank].beside >= 0:
+            give_back(rank, time, queues, ranks, hosts, own, start_time)
         q = decide(rank, time, queues, ranks, slots, slot_queues, hosts)
         if q == NOTHING:
-            ranks[rank].wake = next_wake(rank, time, queues, ranks, own)
+            ranks[rank].wake = next_wake(rank, time, queues, ranks, hosts, own, start_time)
             replay(rank, winners, ranks)
             continue
         begin(q, time, queues, ranks, slots, slot_queues, hosts, needs, unlocks, start_time)
@@ -63,6 +65,8 @@ def run(
             rows[row_first[host] + filled[host]] = q
             filled[host] += 1
             replay(host, winners, ranks)
+            if ranks[host].beside >= 0:
+                replay(ranks[host].beside, winners, ranks)
         for u in range(queues[q].unlock_first, queues[q].unlock_last):
             target = unlocks[u]
             for h in range(queues[target].host_first, queues[target].host_last):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.dispatch import Graph
-from penstock.engine.memory import peaks
 from penstock.schedule import Schedule
+from penstock.simulate.memory import frozen_peaks
 
 Array = Any
 """A numpy array."""
@@ -56,7 +56,7 @@ class Order:
     @cached_property
     def peaks(self) -> list[float]:
         """Most activations each rank holds when it follows its frozen order."""
-        return peaks(self.change, self.graph.first[: self.num_ranks + 1])
+        return frozen_peaks(self.graph, self.change)
 
     @cached_property
     def crossing(self) -> tuple[Array, Array, Array]:

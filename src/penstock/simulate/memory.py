@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph
-from penstock.engine.memory import peaks
+from penstock.engine.memory import levels_at_most, peaks
 from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
 from penstock.schedule.columns import KINDS, Array, Columns, F, R
@@ -35,6 +37,12 @@ def memory_changes(graph: Graph, costs: Costs) -> list[float]:
     else:
         table = {key: costs.memory_change(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
         changes = [table[op.kind, op.stage] for op in graph.ops]
+    if graph.holds:
+        counts = Counter(op[:2] for op in graph.ops)
+        for number, op in enumerate(graph.ops):
+            if share := graph.holds.get(op[:2], 0.0):
+                alike = counts[op[:2]] == counts["F", op.stage]  # one a microbatch, and so of that microbatch
+                changes[number] += share * costs.memory_change("F", op.stage, op.microbatch if alike else None)
     if recomputed:
         for number, op in enumerate(graph.ops):
             if op.kind == "F" and (op.stage, op.microbatch) in recomputed:
@@ -63,17 +71,49 @@ def by_op(columns: Columns, factors: Callable[[str, int], Array]) -> Array:
 
 
 def frozen_peaks(graph: Graph, change: Sequence[float]) -> list[float]:
-    """Most activations each rank holds when it follows its frozen order."""
-    return peaks(change, graph.first[: graph.num_ranks + 1])
+    """Most activations each rank holds when it follows its frozen order, however late what it does not wait for."""
+    if not graph.has_streams:
+        return peaks(change, graph.first[: graph.num_ranks + 1])
+    awaited = [0] * graph.num_ops
+    for rank in range(graph.num_ranks):
+        stream = rank + graph.num_ranks
+        for number, op in enumerate(range(graph.first[stream], graph.first[stream + 1]), start=1):
+            for target in graph.edge_to[graph.edge_first[op] : graph.edge_first[op + 1]]:
+                if graph.rank[target] == rank:
+                    awaited[target] = max(awaited[target], number)
+    most = []
+    for rank in range(graph.num_ranks):
+        order = _in_order(graph, rank)
+        is_apart = [graph.rank[op] != rank for op in order]
+        levels, _ = levels_at_most([change[op] for op in order], is_apart, [awaited[op] for op in order])
+        most.append(max(levels, default=0.0))
+    return most
+
+
+def _in_order(graph: Graph, rank: int) -> list[int]:
+    """The ops of a rank, those of its stream among the others."""
+    rows = (range(graph.first[row], graph.first[row + 1]) for row in (rank, rank + graph.num_ranks))
+    return sorted(itertools.chain(*rows), key=graph.place.__getitem__)
+
+
+def order_peaks(graph: Graph, change: Sequence[float]) -> list[float]:
+    """Most activations each rank holds when it follows its frozen order and waits for the end of every asynchronous
+    op at its place: the least that a cap may be.
+    """
+    if not graph.has_streams:
+        return frozen_peaks(graph, change)
+    orders = [_in_order(graph, rank) for rank in range(graph.num_ranks)]
+    first = list(itertools.accumulate(map(len, orders), initial=0))
+    return peaks([change[op] for order in orders for op in order], first)
 
 
 def frozen_caps(
     graph: Graph, change: Sequence[float], max_held: float | Sequence[float] | None = None
 ) -> list[float]:
     """The caps of a dynamic run: the frozen peaks, or what the user gave if the frozen order fits in it."""
-    own = frozen_peaks(graph, change)
     if max_held is None:
-        return own
+        return frozen_peaks(graph, change)
+    own = order_peaks(graph, change)
     try:
         single = isinstance(max_held, int | float)
         caps = [float(max_held)] * graph.num_ranks if single else list(map(float, max_held))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@
     deadlock      the ranks, run together with bounded channels, all reach their last op
     mismatch      no more updates between a forward and its backward than the schedule allows
     versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
-    memory        no rank holds more activations than the limit
+    memory        no rank holds more activations than the limit, or gives back more than it holds
 
 Each rule is asked of all ops at once where the schedule has columns (`check_arrays`). Where it has none, or a rule is
 broken, the ops are gone through one by one, which says where.
@@ -24,8 +24,10 @@ far ahead of the lower one's use of its messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from penstock.schedule.async_ops import rows_of
+from penstock.engine.tolerance import is_within, slack
+from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.check.arrays import (
     are_covered,
     are_in_local_order,
@@ -46,7 +48,7 @@ from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.error_context import error_at, name_of, spot_of
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.liveness import UntimedRun, activations_added, peak_in_flight, run_untimed
+from penstock.schedule.liveness import UntimedRun, peak_in_flight, run_untimed
 from penstock.schedule.op import (
     BACKWARD,
     BUILT_IN,
@@ -104,6 +106,8 @@ def check(
         check_mismatch(schedule, most)
     check_two_buffers(schedule)
     limit = schedule.memory_limit if memory_limit is None else memory_limit
+    if schedule.graph.holds:
+        _check_given_back(schedule)
     if limit is not None and (columns is None or not are_within(columns, limit)):
         _check_memory(schedule, limit)
 
@@ -348,11 +352,47 @@ def _step_of(row: Sequence[Op], op: Op) -> int | str:
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:
-    again = {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == RECOMPUTE}
+    """No rank holds more than the limit in its order, in which ops wait for room under the schedule's own limit."""
     for rank, row in enumerate(schedule.order):
-        held = 0
-        for step, op in enumerate(row):
-            held += activations_added(op, again)
-            if held > limit:
-                message = f"the rank would hold {held} stage activations, the limit is {limit:g}"
+        levels, _ = walk_memory(schedule, row, schedule.memory_limit)
+        for step, (op, held) in enumerate(zip(row, levels, strict=True)):
+            if not is_within(held, limit):
+                message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}"
+                if schedule.asynchronous and schedule.memory_limit is None and not _is_over(schedule, row, limit):
+                    message += "; give the schedule that memory_limit, so that ops wait for what is given back"
                 raise error_at(schedule, "memory", rank, step, op, message)
+
+
+def _is_over(schedule: Schedule, row: Sequence[Op], limit: float) -> bool:
+    return not is_within(max(walk_memory(schedule, row, limit)[0]), limit)
+
+
+def _check_given_back(schedule: Schedule) -> None:
+    """What registered ops hold: never less than nothing is held, and each asynchronous one could end at its place.
+
+    The second is why no cap can lock ranks: whatever they do out of turn leaves them able to go on in their order,
+    each op ending before the next.
+    """
+    for rank, row in enumerate(schedule.order):
+        again = {(op.stage, op.microbatch) for op in row if op.kind == RECOMPUTE}
+        held: dict[int, float] = {}
+        for step, op in enumerate(row):
+            held[op.stage] = held.get(op.stage, 0.0) + activations_added(op, again, schedule.graph.holds)
+            if held[op.stage] < -slack(1):
+                message = f"it gives back {-held[op.stage]:g} stage activations more than stage {op.stage} holds"
+                raise error_at(schedule, "memory", rank, step, op, message)
+    graph = schedule.stage_graph
+    if graph is None or not any(name in schedule.asynchronous for name in graph.holds):
+        return
+    there = tuple(replace(r, asynchronous=r.asynchronous and not r.holds) for r in graph.registered)
+    in_place = replace(schedule, stage_graph=replace(graph, registered=there))
+    run = run_untimed(in_place, None)
+    for op, peer, _ in run.blocked.values():
+        raise ScheduleError(
+            f"an asynchronous op that holds memory waits for what comes after it: {name_of(op)} on rank "
+            f"{peer % schedule.num_ranks} would not be reached if it ended at its place, and a rank that is out of "
+            "memory would wait for ever (rule: memory); move it behind what it waits for",
+            rule="memory",
+            rank=peer % schedule.num_ranks,
+            op=op,
+        )
