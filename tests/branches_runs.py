@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.rng import mix
+from penstock.runtime.tensors.rng import mix
 from plain_loop import differences, seed_devices
 
 MSE = nn.MSELoss()

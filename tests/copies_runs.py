@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.rng import mix
+from penstock.runtime.tensors.rng import mix
 from plain_loop import call, cut, differences, plain_evaluate, weights
 from runtime_cases import batches, mlp
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.channel import ChannelKey, Expected, Tags
-from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.schedule import Op
 from processes import forkserver
 

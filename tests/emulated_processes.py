@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 import penstock as ps
 from emulated_ranks import Ran, ran, run_to_the_end, start_worker
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.channel import Tags, expected_by_channel
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.transports.routed import RoutedTransport
-from penstock.runtime.wiring import Wiring, num_indices
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.channel import Tags, expected_by_channel
+from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.routed import RoutedTransport
+from penstock.runtime.transport.wiring import Wiring, num_indices
 from penstock.schedule import Schedule
 
 DIGEST = zlib.crc32(b"test")

@@ -10,13 +10,13 @@ from time import perf_counter_ns
 import penstock as ps
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch, Dispatcher
-from penstock.runtime.devices.emulated import EmulatedDevice
-from penstock.runtime.measured import measured_timeline
-from penstock.runtime.transports.conditioned import Conditions
-from penstock.runtime.transports.crossing import Crossing
-from penstock.runtime.transports.mailbox import Mailbox, MailboxTransport
-from penstock.runtime.wiring import Wiring, wire
-from penstock.runtime.worker import Worker
+from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.execute.timeline import measured_timeline
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulate import Timeline
 from penstock.simulate.simulate import frozen_caps, memory_changes

@@ -82,25 +82,25 @@ def points() -> list[Fault]:
             ("penstock.runtime.pipeline:Pipeline.reconfigure", (1, 2)),
             ("penstock.runtime.pipeline:running", (2, 3)),
             ("penstock.runtime.pipeline:Pipeline._switch", (1, 2)),
-            ("penstock.runtime.ranks_here:RanksHere.run", (4, 7)),
-            ("penstock.runtime.worker:Worker.run_ready", (8,)),
+            ("penstock.runtime.execute.step_executor:RanksHere.run", (4, 7)),
+            ("penstock.runtime.execute.worker:Worker.run_ready", (8,)),
         ),
         "delegating": (
-            ("penstock.runtime.transports.delegate.transport:DelegateTransport.prepare", (1,)),
-            ("penstock.runtime.transports.delegate.process:DelegateProcess._begin", (1, 2, 4)),
-            ("penstock.runtime.transports.routed:RoutedTransport.route", (4, 5, 7)),
-            ("penstock.runtime.transports.delegate.transport:DelegateTransport.send", (1, 3)),
-            ("penstock.runtime.transports.delegate.transport:DelegateTransport.take", (1, 4)),
-            ("penstock.runtime.transports.delegate.transport:DelegateTransport.end", (1,)),
-            ("penstock.runtime.transports.delegate.transport:DelegateTransport.close", (1,)),
+            ("penstock.runtime.transport.delegate.transport:DelegateTransport.prepare", (1,)),
+            ("penstock.runtime.transport.delegate.process:DelegateProcess._begin", (1, 2, 4)),
+            ("penstock.runtime.transport.routed:RoutedTransport.route", (4, 5, 7)),
+            ("penstock.runtime.transport.delegate.transport:DelegateTransport.send", (1, 3)),
+            ("penstock.runtime.transport.delegate.transport:DelegateTransport.take", (1, 4)),
+            ("penstock.runtime.transport.delegate.transport:DelegateTransport.end", (1,)),
+            ("penstock.runtime.transport.delegate.transport:DelegateTransport.close", (1,)),
         ),
         "handing over": (
-            ("penstock.runtime.rerank:device_mesh", (2, 3)),
-            ("penstock.runtime.rerank:Placed._require_fresh", (1, 2)),
+            ("penstock.runtime.migrate:device_mesh", (2, 3)),
+            ("penstock.runtime.migrate:Placed._require_fresh", (1, 2)),
             ("penstock.runtime.pipeline:hand_over", (1, 2)),
-            ("penstock.runtime.handing_over:sendings", (1,)),
-            ("penstock.runtime.handing_over:_exchange", (1, 2)),
-            ("penstock.runtime.rerank:end_groups", (1, 2)),
+            ("penstock.runtime.checkpoint.state_transfer:sendings", (1,)),
+            ("penstock.runtime.checkpoint.state_transfer:_exchange", (1, 2)),
+            ("penstock.runtime.migrate:end_groups", (1, 2)),
         ),
     }
     return [
@@ -350,7 +350,7 @@ class _Moves:
 
     def __init__(self) -> None:
         import penstock as ps
-        from penstock.runtime.rerank import Placed
+        from penstock.runtime.migrate import Placed
 
         self._placed = Placed(lambda mesh: _pipeline("1f1b", 2, mesh=mesh), ps.Mesh(2, 2))
 

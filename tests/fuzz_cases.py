@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.split.slot as slot_module
+import penstock.runtime.stage.split.slot as slot_module
 from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied, real
 from penstock.library.build import SCHEDULES
-from penstock.runtime.rng import mix
-from penstock.runtime.shards import whole
+from penstock.runtime.tensors.dtensor import whole
+from penstock.runtime.tensors.rng import mix
 from plain_loop import call, cut, seed_devices, weights
 
 D = 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize, tied_parameters
-from penstock.runtime.shards import whole
+from penstock.runtime.tensors.dtensor import whole
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 NUM_RANKS, NUM = 4, 8

@@ -41,7 +41,7 @@ from penstock.models import (
 )
 from penstock.passes import reorder_microbatches
 from penstock.runtime import partition
-from penstock.runtime.shards import whole
+from penstock.runtime.tensors.dtensor import whole
 from plain_loop import call, cut, plain_evaluate, plain_step, weights
 
 MODELS = ("gpt", "bert", "clip")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.split.slot as slot_module
-from penstock.runtime.rng import mix
+import penstock.runtime.stage.split.slot as slot_module
+from penstock.runtime.tensors.rng import mix
 from plain_loop import cut, differences, seed_devices, weights
 from runtime_cases import W, mlp
 

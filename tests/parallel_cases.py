@@ -23,7 +23,7 @@ from penstock.models import (
 )
 from penstock.models.block import MLP
 from penstock.models.seeded import built, generator_of
-from penstock.runtime.sharded import Sharding
+from penstock.runtime.tensor_parallel import Sharding
 from penstock.train.tasks.layers import recomputed
 
 GPT = GPTConfig(vocab_size=27, context=8, depth=2, width=32, num_heads=4)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.rng import mix
+from penstock.runtime.tensors.rng import mix
 
 Model = nn.Sequential | Sequence[nn.Module]
 

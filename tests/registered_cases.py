@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.runtime.registered import OpCall
+from penstock.runtime.stage.registered_ops import OpCall
 from penstock.schedule.dependencies import predecessors
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

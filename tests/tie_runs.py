@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import penstock as ps
 from copies_runs import grouped_step
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.shards import whole
+from penstock.runtime.tensors.dtensor import whole
 from plain_loop import differences, plain_step
 
 WIDTH = 6

@@ -32,10 +32,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.channel import ChannelKey, Expected, Tags
-from penstock.runtime.transports.delegate import DelegateTransport
-from penstock.runtime.wire_format import Packet, Spec
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.wire_format import Packet, Spec
 from penstock.schedule import Op
 
 SIZES = {"16 MB": 16 << 20, "1 MB": 1 << 20, "64 KB": 64 << 10}

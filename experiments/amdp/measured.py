@@ -34,7 +34,7 @@ def measure(trial: Trial, stretch: float = 1.0) -> Row:
     Args:
         stretch: seconds of the clock to one of an op. What is returned is as if it were 1.
     """
-    from penstock.runtime.emulated_pipeline import EmulatedPipeline  # here, so that simulation starts without torch
+    from penstock.runtime.emulation.pipeline import EmulatedPipeline  # here, so that simulation starts without torch
 
     num_steps = STEPS if trial.num_windows == 1 else 1
     with EmulatedPipeline(trial.schedule, trial.costs, links=trial.links, stretch=stretch) as pipe:

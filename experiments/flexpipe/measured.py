@@ -19,7 +19,7 @@ def measure(run: Run | ClipRun, stretch: float = 1.0) -> float:
     Args:
         stretch: seconds of the clock to one of an op. What is returned is as if it were 1.
     """
-    from penstock.runtime.emulated_pipeline import EmulatedPipeline  # here, so that simulation starts without torch
+    from penstock.runtime.emulation.pipeline import EmulatedPipeline  # here, so that simulation starts without torch
 
     with EmulatedPipeline(run.schedule, run.costs, links=run.links, stretch=stretch) as pipe:
         timelines = [pipe.step().timeline for _ in range(STEPS)]

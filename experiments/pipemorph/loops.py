@@ -116,7 +116,7 @@ def links(job: Job) -> list[tuple[int, int]]:
 
 def steering_of(job: Job) -> Any:
     """How the runtime is told what a job says."""
-    from penstock.runtime.steering import Steering  # here, so that simulation starts without torch
+    from penstock.runtime.adapt import Steering  # here, so that simulation starts without torch
 
     return Steering(
         costs=job.costs,

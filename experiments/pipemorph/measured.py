@@ -16,10 +16,10 @@ from typing import Any
 
 from penstock.control import Configuration
 from penstock.cost import Costs, LinkConditions
-from penstock.runtime.emulated_pipeline import EmulatedPipeline
+from penstock.runtime.adapt import Steering
+from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.launch import init_process, launch
-from penstock.runtime.steering import Steering
-from penstock.runtime.transport_choice import DelegateOptions
+from penstock.runtime.transport.choose import DelegateOptions
 
 TOLD = ("number", "iteration", "action", "reason", "ms_now", "ms_then")
 """What is kept of a decision."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from delegate_ranks import Chain, run_delegate_ranks
-from penstock.runtime.message import Payload
-from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.delegate import DelegateTransport
 from plain_loop import plain_step
 from processes import run_ranks
 

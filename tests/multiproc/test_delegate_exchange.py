@@ -11,8 +11,8 @@ import torch
 from delegate_ranks import Chain, Ended, exchange, run_delegate_ranks
 from penstock.cost import LinkConditions
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transports.conditioned import Conditions
-from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.delegate import DelegateTransport
 
 pytestmark = pytest.mark.multiproc
 
@@ -91,7 +91,7 @@ def too_large(rank: int, gather: Any) -> str:
         if rank == 0:
             chain.begin(transport, rank)
             edge, target = chain.outgoing(rank)[0]
-            from penstock.runtime.message import Payload
+            from penstock.runtime.tensors.message import Payload
 
             transport.send(edge, target, Payload([torch.zeros(1 << 20)], 0, [True]))
         return ""

@@ -19,9 +19,9 @@ import pytest
 
 from delegate_ranks import Chain, Ended, exchange, payload_of, run_delegate_ranks
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
-from penstock.runtime.transports.delegate import DelegateTransport
-from penstock.runtime.transports.delegate.carrier.frame import Frame, Lane, What, pack
-from penstock.runtime.transports.delegate.listeners import KINDS
+from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane, What, pack
+from penstock.runtime.transport.delegate.listeners import KINDS
 
 pytestmark = pytest.mark.multiproc
 
@@ -320,7 +320,7 @@ def test_a_delegate_that_stands_still_is_told_from_a_slow_link() -> None:
 SCRIPT = """
 import os, sys, time
 from delegate_ranks import Chain
-from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.transport.delegate import DelegateTransport
 transport = DelegateTransport(0, 1, lambda value: [value], Chain(1, 1).tags, 5.0)
 transport.prepare([(0, 0)])
 print(*transport.pids.values(), flush=True)

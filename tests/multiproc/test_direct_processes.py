@@ -13,13 +13,13 @@ from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
-from penstock.runtime.transports.crossing import Crossing
-from penstock.runtime.transports.delegate import DelegateTransport
-from penstock.runtime.transports.direct import ConditionedDirect, DirectTransport, require_depth
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.wiring import wire
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
 from plain_loop import gradients
 from processes import run_ranks

@@ -15,14 +15,14 @@ import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import Ran, blocked_starts
 from penstock.cost import LinkConditions
-from penstock.runtime.message import Edge
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.channel import Tags
-from penstock.runtime.transports.conditioned import ConditionedTransport, Conditions
-from penstock.runtime.transports.delegate import Counters, DelegateTransport
-from penstock.runtime.transports.direct import ConditionedDirect
-from penstock.runtime.transports.routed import Delegates, RoutedTransport
-from penstock.runtime.wiring import wire
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.bounded import ConditionedDirect
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transport.delegate import Counters, DelegateTransport
+from penstock.runtime.transport.routed import Delegates, RoutedTransport
+from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
 

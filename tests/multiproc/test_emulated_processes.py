@@ -13,10 +13,10 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cost.conditions import LinkConditions
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.conditioned import ConditionedLines, Conditions
-from penstock.runtime.transports.lines import LineTransport, lines_of
-from penstock.runtime.wiring import wire
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
+from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
 

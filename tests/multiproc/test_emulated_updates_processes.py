@@ -9,9 +9,9 @@ import torch
 
 import penstock as ps
 from penstock.cost.conditions import LinkConditions
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.conditioned import ConditionedLines, Conditions
-from penstock.runtime.transports.lines import lines_of
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
+from penstock.runtime.transport.nccl import lines_of
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -13,7 +13,7 @@ from torch import nn
 import penstock as ps
 from delegate_ranks import Chain, exchange, run_delegate_ranks
 from listening import Listener, family, listeners, shown
-from penstock.runtime.transports.delegate import DelegateTransport
+from penstock.runtime.transport.delegate import DelegateTransport
 from processes import run_ranks
 
 pytestmark = [

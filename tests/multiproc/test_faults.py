@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-DELEGATE = "penstock.runtime.transports.delegate"
+DELEGATE = "penstock.runtime.transport.delegate"
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ DELEGATE = "penstock.runtime.transports.delegate"
         ),
         Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
         pytest.param(
-            Fault("handing over", "penstock.runtime.handing_over:_exchange", 1, "before", 1),
+            Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 1),
             marks=pytest.mark.nightly,
         ),
     ],
@@ -44,7 +44,7 @@ def test_what_is_killed_goes_on_with_the_same_losses(fault: Fault, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs mounts: a disk that fills is a tmpfs of its own")
 def test_a_full_disk_ends_with_one_message_and_the_older_checkpoint_goes_on(tmp_path: Path) -> None:
-    fault = Fault("handing over", "penstock.runtime.handing_over:_exchange", 1, "before", 0, "fill")
+    fault = Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 0, "fill")
     outcome = apart(fault, tmp_path / "struck")
     assert outcome.code == 1
     assert wrong(fault, outcome, undisturbed(fault.phase, tmp_path / "plain")) == []

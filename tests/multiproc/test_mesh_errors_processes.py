@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.shards import whole
+from penstock.runtime.tensors.dtensor import whole
 from processes import appears, run_ranks
 from tie_runs import by_columns
 

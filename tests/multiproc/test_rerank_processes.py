@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.rerank import Placed
-from penstock.runtime.shards import whole
+from penstock.runtime.migrate import Placed
+from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -8,9 +8,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.lines import LineTransport, lines_of
-from penstock.runtime.wiring import wire
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
 from processes import run_ranks

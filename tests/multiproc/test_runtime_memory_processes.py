@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.runtime.stage_runner import StageRunner
-from penstock.runtime.transports import channel
-from penstock.runtime.transports.group import GroupTransport
-from penstock.runtime.wire_format import Packet
+from penstock.runtime.stage.ops import StageRunner
+from penstock.runtime.transport import channel
+from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.wire_format import Packet
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.split.slot as slot_module
+import penstock.runtime.stage.split.slot as slot_module
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.transports.lines import LineTransport, lines_of
-from penstock.runtime.wiring import wire
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.wiring import wire
 from plain_loop import differences, gradients, plain_step
 from processes import appears, run_ranks
 from registered_cases import (

@@ -17,7 +17,9 @@ import penstock as ps
 from penstock.control import replay
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.steering import clock, helm, meeting
+from penstock.runtime.adapt import agent as helm
+from penstock.runtime.adapt import clock
+from penstock.runtime.adapt import rendezvous as meeting
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.transports.delegate.carrier.lane import LaneError, Receiving, Sending
+from penstock.runtime.transport.delegate.carrier.lane import LaneError, Receiving, Sending
 
 pytestmark = pytest.mark.property
 

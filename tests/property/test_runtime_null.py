@@ -11,12 +11,12 @@ import penstock as ps
 from mutations import BASES, bases, mutants
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
-from penstock.runtime.devices.null import NullDevice
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.executors.local import run_local
-from penstock.runtime.transports.local import LocalTransport, Switchboard
-from penstock.runtime.wiring import wire
-from penstock.runtime.worker import Worker
+from penstock.runtime.execute.devices.null import NullDevice
+from penstock.runtime.execute.executors import run_local
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule.liveness import needed_channel_depth
 from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
 from strategies import RUN_TOGETHER

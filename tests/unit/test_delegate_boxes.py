@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.message import Edge
-from penstock.runtime.transports.channel import ChannelKey, Expected
-from penstock.runtime.transports.delegate.carrier.frame import Lane
-from penstock.runtime.transports.delegate.carrier.ring import Descriptor, Note
-from penstock.runtime.transports.delegate.fleet import Post
-from penstock.runtime.transports.delegate.inbox import Inbox
-from penstock.runtime.transports.delegate.outbox import MOST_WAITING, Outbox
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.channel import ChannelKey, Expected
+from penstock.runtime.transport.delegate.carrier.frame import Lane
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
+from penstock.runtime.transport.delegate.fleet import Post
+from penstock.runtime.transport.delegate.inbox import Inbox
+from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

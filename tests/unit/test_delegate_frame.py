@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.transports.delegate.carrier.frame import (
+from penstock.runtime.transport.delegate.carrier.frame import (
     HEADER_BYTES,
     Frame,
     FrameError,
@@ -20,7 +20,7 @@ from penstock.runtime.transports.delegate.carrier.frame import (
     spec_room,
     unpack,
 )
-from penstock.runtime.transports.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, Note, Ring
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, Note, Ring
 
 pytestmark = pytest.mark.unit
 

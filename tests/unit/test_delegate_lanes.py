@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transports.delegate import Counters, LaneCount, lanes_for
-from penstock.runtime.transports.delegate import __file__ as package
-from penstock.runtime.transports.delegate.carrier.frame import Lane
-from penstock.runtime.transports.delegate.carrier.ring import Descriptor, Note, Why
-from penstock.runtime.transports.delegate.health import Health
+from penstock.runtime.transport.delegate import Counters, LaneCount, lanes_for
+from penstock.runtime.transport.delegate import __file__ as package
+from penstock.runtime.transport.delegate.carrier.frame import Lane
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note, Why
+from penstock.runtime.transport.delegate.health import Health
 
 pytestmark = pytest.mark.unit
 

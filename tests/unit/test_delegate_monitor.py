@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from penstock.runtime.transports.delegate.carrier.monitor import (
+from penstock.runtime.transport.delegate.carrier.monitor import (
     AddressState,
     Interfaces,
     LinkState,

@@ -17,11 +17,11 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cost.conditions import LinkConditions
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.devices.emulated import EmulatedDevice
-from penstock.runtime.message import Payload
-from penstock.runtime.transports import conditioned
-from penstock.runtime.transports.conditioned import Conditions, Holder
-from penstock.runtime.wiring import wire
+from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport import conditioned
+from penstock.runtime.transport.conditioned import Conditions, Holder
+from penstock.runtime.transport.wiring import wire
 from penstock.simulate import Timeline
 
 pytestmark = pytest.mark.unit

@@ -11,11 +11,11 @@ from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.over_time import Constant
-from penstock.runtime.devices.emulated import EmulatedDevice
-from penstock.runtime.emulated_mesh import EmulatedMesh
-from penstock.runtime.emulated_ring import EmulatedRing
+from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation.mesh import EmulatedMesh
+from penstock.runtime.emulation.ring import EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
-from penstock.runtime.transports.conditioned import Conditions
+from penstock.runtime.transport.conditioned import Conditions
 
 pytestmark = pytest.mark.unit
 

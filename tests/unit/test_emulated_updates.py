@@ -10,11 +10,11 @@ import penstock as ps
 from penstock.cost.conditions import LinkConditions
 from penstock.passes import recompute
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.devices import emulated
-from penstock.runtime.devices.emulated import EmulatedDevice
-from penstock.runtime.measured import measured_costs
-from penstock.runtime.message import Payload
-from penstock.runtime.wiring import wire
+from penstock.runtime.emulation import device as emulated
+from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.execute.timeline import measured_costs
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wiring import wire
 from penstock.simulate import TimedOp, Timeline
 from penstock.train.emulated.settings import EmulatedSettings
 

@@ -18,14 +18,14 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.devices.null import NullDevice
-from penstock.runtime.executors.local import run_local
-from penstock.runtime.meeting import Meeting
-from penstock.runtime.message import Edge, Payload
-from penstock.runtime.streams import Awaited
-from penstock.runtime.transports.local import LocalTransport, Switchboard
-from penstock.runtime.wiring import wire
-from penstock.runtime.worker import Worker
+from penstock.runtime.execute.async_ops import Awaited
+from penstock.runtime.execute.devices.null import NullDevice
+from penstock.runtime.execute.executors import run_local
+from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
 from penstock.simulate.lister import Lister

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.handing_over import HeldAndWanted, sendings
+from penstock.runtime.checkpoint.state_transfer import HeldAndWanted, sendings
 
 pytestmark = pytest.mark.unit
 

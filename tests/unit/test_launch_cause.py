@@ -8,8 +8,8 @@ import pytest
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
-from penstock.runtime.launch.lost import Loss, loss_of
 from penstock.runtime.launch.message import ranks
+from penstock.runtime.launch.peer_loss import Loss, loss_of
 from penstock.runtime.launch.report import Kind, Report
 from penstock.runtime.launch.reporter import report_failure
 

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.control import Configuration, ControlError, Job, Orchestrator
 from penstock.control.configuration import peaks
 from penstock.cost.mesh import Group
-from penstock.runtime.probe import rounds
+from penstock.runtime.mesh.probe import rounds
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ from penstock.cost import LinkConditions
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.setup import dispatch_of
-from penstock.runtime.transport_choice import TransportChoice
+from penstock.runtime.execute.active_plan import dispatch_of
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulate.auto import POLICIES, choose_policy, jittered
 from penstock.simulate.runner import Runner
 from penstock.simulate.transport import Decoupled

@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.planning.program_search import search_space
-from penstock.runtime.agreement import schedule_digest
+from penstock.runtime.mesh.consistency import schedule_digest
 from penstock.schedule.short_repr import short_repr
 
 pytestmark = pytest.mark.unit

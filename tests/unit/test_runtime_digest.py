@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from penstock.runtime.digest import batch_digest, hash_of
+from penstock.runtime.tensors.digest import batch_digest, hash_of
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import pytest
 
 import penstock
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.interfaces import addresses_for, listen, local_addresses, network_name
+from penstock.runtime.mesh.interfaces import addresses_for, listen, local_addresses, network_name
 
 EVERYWHERE = ('server(("",', "server(('',", 'bind(("",', "bind(('',", "0.0.0.0")
 """How a script, which may lie in a text, binds to every address."""
@@ -64,7 +64,7 @@ def test_processes_of_one_network_use_loopback_unless_an_interface_is_named(monk
 
 
 def test_another_process_is_in_the_same_network() -> None:
-    code = "from penstock.runtime.interfaces import network_name; print(network_name())"
+    code = "from penstock.runtime.mesh.interfaces import network_name; print(network_name())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert told.stdout.strip() == network_name()
 

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.split.slot as slot_module
+import penstock.runtime.stage.split.slot as slot_module
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.devices.null import NullDevice
-from penstock.runtime.devices.torch_device import TorchDevice
-from penstock.runtime.executors.local import run_local
-from penstock.runtime.measured import measured_costs
-from penstock.runtime.transports.local import LocalTransport, Switchboard
-from penstock.runtime.wiring import wire
-from penstock.runtime.worker import Worker
+from penstock.runtime.execute.devices.null import NullDevice
+from penstock.runtime.execute.devices.torch_device import TorchDevice
+from penstock.runtime.execute.executors import run_local
+from penstock.runtime.execute.timeline import measured_costs
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
 from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
 from plain_loop import differences, gradients, plain_evaluate, plain_step

@@ -28,13 +28,13 @@ from penstock.control.configuration import peaks
 from penstock.control.events import Transfers, event_from_json
 from penstock.control.log import event_line, header
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.steering.clock import Trip, ahead
-from penstock.runtime.steering.gathering import Gathering
-from penstock.runtime.steering.measured import COUNT, FIRST, MeasuredCosts
-from penstock.runtime.steering.offer import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
-from penstock.runtime.steering.records import Records
-from penstock.runtime.steering.report import Measured, Report, lines_of, report_of
-from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.adapt.clock import Trip, ahead
+from penstock.runtime.adapt.first_costs import COUNT, FIRST, MeasuredCosts
+from penstock.runtime.adapt.report import Measured, Report, lines_of, report_of
+from penstock.runtime.adapt.report_collector import Gathering
+from penstock.runtime.adapt.run_log import Records
+from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
+from penstock.runtime.transport.transfer_record import Crossing
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

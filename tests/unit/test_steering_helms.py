@@ -16,11 +16,12 @@ from penstock.control import Configuration, Dropped, Switched, replay
 from penstock.control.configuration import peaks
 from penstock.control.events import event_from_json
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.steering import Helm, Measured, helm
-from penstock.runtime.steering.captain import Setting
-from penstock.runtime.steering.meeting import Meeting
-from penstock.runtime.stores import InProcessStore, Store, StoreLost
-from penstock.runtime.transports.crossing import Crossing
+from penstock.runtime.adapt import Helm, Measured
+from penstock.runtime.adapt import agent as helm
+from penstock.runtime.adapt.coordinator import Setting
+from penstock.runtime.adapt.rendezvous import Meeting
+from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost
+from penstock.runtime.transport.transfer_record import Crossing
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.steering.line import Line
-from penstock.runtime.stores import InProcessStore, Store, StoreLost, open_store
+from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, open_store
+from penstock.runtime.adapt.store_client import Line
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from stores import Server, free_port, running

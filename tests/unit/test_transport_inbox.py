@@ -9,8 +9,8 @@ from queue import Empty
 import pytest
 
 from penstock.runtime.errors import PeerLost
-from penstock.runtime.message import Edge
-from penstock.runtime.transports.inbox import Inbox
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.inbox import Inbox
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

@@ -13,10 +13,10 @@ from emulated_ranks import blocked_starts, in_threads, run_threads
 from penstock.cost import LinkConditions
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
-from penstock.runtime.message import Edge, Payload
-from penstock.runtime.transports.conditioned import Conditions, local_transports
-from penstock.runtime.transports.crossing import KEPT, Crossing, CrossingLog
-from penstock.runtime.transports.mailbox import Mailbox, MailboxTransport
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.conditioned import Conditions, local_transports
+from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.transfer_record import KEPT, Crossing, CrossingLog
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit

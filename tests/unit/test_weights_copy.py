@@ -14,7 +14,7 @@ from weights_loop import Loop
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.weights import CopyWeights, rule_of
+from penstock.runtime.parameters.versions import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]

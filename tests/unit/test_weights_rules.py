@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.weights import CopyWeights, rule_of
+from penstock.runtime.parameters.versions import CopyWeights, rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
 from penstock.schedule.staleness import backward_steps, forward_steps, updates_ahead
 from penstock.schedule.updates import RULES

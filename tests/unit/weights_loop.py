@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.split import Tape
-from penstock.runtime.weights import CopyWeights, rule_of
+from penstock.runtime.parameters.versions import CopyWeights, rule_of
+from penstock.runtime.stage.split import Tape
 from penstock.schedule import Op, Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]

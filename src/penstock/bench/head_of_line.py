@@ -22,8 +22,8 @@ from typing import Any
 import penstock as ps
 from penstock.bench.machine import machine
 from penstock.cost.presets import PRESETS
-from penstock.runtime.emulate import Emulation
-from penstock.runtime.emulate_processes import emulate_processes
+from penstock.runtime.emulation.emulate import Emulation
+from penstock.runtime.emulation.processes import emulate_processes
 
 NORMAL_14 = 368.0
 """Milliseconds of the iteration of Figure 14 without delay: 398 ms, "only 30 ms slowdown"."""

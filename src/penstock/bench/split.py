@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.split import Tape, prepare
+from penstock.runtime.stage.split import Tape, prepare
 from penstock.train.settle import settle_memory
 
 Row = dict[str, Any]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.runtime.sharded import largest, span, summed
-from penstock.runtime.shards import is_sharded, local
+from penstock.runtime.tensor_parallel import largest, span, summed
+from penstock.runtime.tensors.dtensor import is_sharded, local
 
 __all__ = ["CrossEntropy", "token_losses"]
 

@@ -21,7 +21,7 @@ from penstock.models.clip import CLIPConfig, TowerConfig, TowerEmbedding
 from penstock.models.dividing import ParallelError, require_heads, require_vocabulary, require_width
 from penstock.models.gpt import Embedding, GPTConfig, Head
 from penstock.models.huggingface.shards import require_parallel_decoder
-from penstock.runtime.sharded import Shardable, Sharding
+from penstock.runtime.tensor_parallel import Shardable, Sharding
 
 __all__ = ["ParallelError", "parallelize", "require_parallel"]
 

@@ -1,18 +1,18 @@
 """Runs a schedule with torch: stages, split backward, transports, updates."""
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.device_mesh import device_mesh
-from penstock.runtime.emulate import Emulation, emulate
-from penstock.runtime.emulated_mesh import EmulatedMesh
-from penstock.runtime.emulated_pipeline import EmulatedPipeline
+from penstock.runtime.adapt import Steering
+from penstock.runtime.emulation.emulate import Emulation, emulate
+from penstock.runtime.emulation.mesh import EmulatedMesh
+from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.execute.step_result import StepResult
+from penstock.runtime.mesh.device_mesh import device_mesh
+from penstock.runtime.migrate import Placed
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.registered import OpCall
-from penstock.runtime.rerank import Placed
-from penstock.runtime.stage import Stage
-from penstock.runtime.steering import Steering
-from penstock.runtime.step_result import StepResult
-from penstock.runtime.transport_choice import DelegateOptions
+from penstock.runtime.stage.registered_ops import OpCall
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.transport.choose import DelegateOptions
 
 __all__ = [
     "DeadlineExceeded",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.given_optimizer import require_steps_alone
 from penstock.schedule import Schedule
 
 
@@ -70,25 +70,6 @@ def require_arguments(
     _require(fits, "ops", ops, "a function for each registered kind of op, by its name")
 
 
-def require_steps_alone(optimizer: Any) -> None:
-    """Raises RuntimeFailure for an optimizer, or a class of them, whose step asks for arguments, as LBFGS's does."""
-    known = getattr(optimizer, "func", optimizer)  # of a partial
-    kind = known if isinstance(known, type) else type(known)
-    if not issubclass(kind, Optimizer):
-        return
-    needed = [
-        name
-        for name, parameter in list(inspect.signature(kind.step).parameters.items())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise RuntimeFailure(
-            f"{kind.__name__}.step needs {', '.join(needed)}, and a pipeline calls step() once after each batch: an "
-            "optimizer that computes the loss again has nothing to do that with; take another one"
-        )
-
-
 def _require_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         return
@@ -122,18 +103,3 @@ def _require(fits: bool, what: str, given: Any, wanted: str) -> None:
         text = repr(given)
         shown = text if len(text) <= 60 else f"a {type(given).__name__}"
         raise RuntimeFailure(f"{what} is {shown}; give {wanted}")
-
-
-Made = Callable[[list[nn.Parameter]], Optimizer]
-
-
-def made_by(given: Made, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that a function makes. Raises RuntimeFailure where it makes something else."""
-    optimizer: Any = given(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise RuntimeFailure(
-            f"optimizer= made {type(optimizer).__name__}, not a torch optimizer; give a class like "
-            "torch.optim.AdamW, or a partial of it"
-        )
-    require_steps_alone(optimizer)
-    return optimizer

@@ -17,51 +17,58 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
-from penstock.runtime import saving
-from penstock.runtime.agreement import require_same, schedule_digest
+from penstock.runtime.adapt import Helm, Steering, steer
 from penstock.runtime.arguments import require_arguments
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.handing_over import hand_over
-from penstock.runtime.held_model import HeldModel
-from penstock.runtime.junctions import has_many_ends, is_plain
-from penstock.runtime.leading import Shards
-from penstock.runtime.learner import GivenOptimizer, Learner
-from penstock.runtime.lifetime import Lifetime
-from penstock.runtime.measured import gathered_timeline, idle_share
-from penstock.runtime.mesh import read_mesh, require_meshable
-from penstock.runtime.microbatches import Microbatches, counts_of, cut_for, num_entries
-from penstock.runtime.notices import Notices
-from penstock.runtime.outcome import Outcome
-from penstock.runtime.peers import GroupPeers
-from penstock.runtime.plan import StepPlan
-from penstock.runtime.ranks_here import RanksHere
-from penstock.runtime.registered import OpFunction, calls_of, functions_of
-from penstock.runtime.replicas import reductions_of, with_reductions
-from penstock.runtime.rng import mix, restored
-from penstock.runtime.running import Running, choice_of, require_free, require_switchable, running, start_of
-from penstock.runtime.setup import (
+from penstock.runtime.checkpoint import saving
+from penstock.runtime.checkpoint.state_transfer import hand_over
+from penstock.runtime.checkpoint.training_state import state_of
+from penstock.runtime.checkpoint.user_state import Stateful
+from penstock.runtime.compatibility import (
     check_once,
-    dispatch_of,
-    kept_groups,
     require_dense,
     require_runnable,
     require_steerable,
     require_untied,
 )
-from penstock.runtime.sharing import Parallelize
-from penstock.runtime.split import DeferredShare, unprepare
-from penstock.runtime.splitting import deferred_shares, little_deferred, split_stages
-from penstock.runtime.stage import StageSource
-from penstock.runtime.stage_runner import Purpose, StepSettings
-from penstock.runtime.stages import evaluating, stages_of
-from penstock.runtime.steering import Helm, Measured, Steering, steer
-from penstock.runtime.step_result import StepResult
-from penstock.runtime.transport_choice import DelegateOptions, TransportChoice
-from penstock.runtime.transports.channel import Tags
-from penstock.runtime.transports.conditioned import Conditions
-from penstock.runtime.user_state import Stateful
-from penstock.runtime.wiring import Wiring
-from penstock.runtime.worker import Worker
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.active_plan import (
+    Running,
+    choice_of,
+    dispatch_of,
+    require_free,
+    require_switchable,
+    running,
+    start_of,
+)
+from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, split_stages
+from penstock.runtime.execute.lockstep import Shards
+from penstock.runtime.execute.notices import Notices
+from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.step_executor import RanksHere
+from penstock.runtime.execute.step_result import Outcome, StepResult
+from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.lifetime import Lifetime
+from penstock.runtime.mesh.consistency import require_same, schedule_digest
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.process_mesh import read_mesh, require_meshable
+from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions
+from penstock.runtime.parameters.given_optimizer import kept_groups
+from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.optimizer_state import GivenOptimizer, Learner
+from penstock.runtime.parameters.shared_stage import Parallelize
+from penstock.runtime.stage.branches import has_many_ends, is_plain
+from penstock.runtime.stage.cut import evaluating, stages_of
+from penstock.runtime.stage.microbatches import Microbatches, counts_of, cut_for, num_entries
+from penstock.runtime.stage.ops import Purpose, StepSettings
+from penstock.runtime.stage.registered_ops import OpFunction, calls_of, functions_of
+from penstock.runtime.stage.split import DeferredShare, unprepare
+from penstock.runtime.stage.stage import StageSource
+from penstock.runtime.tensors.rng import mix, restored
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.choose import DelegateOptions, TransportChoice
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulate import Timeline
@@ -370,7 +377,7 @@ class Pipeline:
                 self._learner.gather()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
-                self._helm.ended([Measured.of(worker, begin, end, *seen) for worker in workers])
+                self._helm.ended([measured_of(worker, begin, end, *seen) for worker in workers])
             self._notices.note(little_deferred(self._ranks.runners))
             result = self._result(batch, self._helm)
         except BaseException as error:
@@ -496,7 +503,7 @@ class Pipeline:
         self._life.require_open()
         self._learner.require_whole()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        state, place = self._learner.state(), self._mesh
+        state, place = state_of(self._learner), self._mesh
         with place.waiting():
             return saving.save(directory, state, place, counters, meta or {}, stateful or {}, keep, number)
 
@@ -516,7 +523,7 @@ class Pipeline:
         nothing is changed then.
         """
         self._life.require_open()
-        loaded = saving.load(directory, self._learner.state(), self._mesh, stateful or {}, fallback)
+        loaded = saving.load(directory, state_of(self._learner), self._mesh, stateful or {}, fallback)
         self._num_steps, self._learner.num_updates = loaded.counters["num_steps"], loaded.counters["num_updates"]
         self._seed = loaded.counters["seed"]
         self._notices.note(loaded.notices)

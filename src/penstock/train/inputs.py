@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.data import Corpus
 from penstock.models import parallelize
 from penstock.runtime import Pipeline, RuntimeFailure
-from penstock.runtime.steering import Steering
-from penstock.runtime.weights.rules import rule_of
+from penstock.runtime.adapt import Steering
+from penstock.runtime.parameters.versions.rules import rule_of
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_placement, check_ties

@@ -17,8 +17,8 @@ from penstock.control import Configuration, Job, Orchestrator, Reranking
 from penstock.control.configuration import peaks
 from penstock.cost import Costs, Mesh
 from penstock.runtime import Pipeline
-from penstock.runtime.measured import measured_costs
-from penstock.runtime.rerank import Placed
+from penstock.runtime.execute.timeline import measured_costs
+from penstock.runtime.migrate import Placed
 from penstock.simulate import Timeline
 from penstock.train.inputs import Inputs
 

@@ -17,11 +17,11 @@ import torch
 from penstock.control import Configuration
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
+from penstock.runtime.adapt import Steering
 from penstock.runtime.checkpoint import DamagedCheckpointError, set_aside
-from penstock.runtime.measured import measured_costs
-from penstock.runtime.saving import export_model
-from penstock.runtime.steering import Steering
-from penstock.runtime.transport_choice import TransportChoice
+from penstock.runtime.checkpoint.saving import export_model
+from penstock.runtime.execute.timeline import measured_costs
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import way_back

@@ -73,7 +73,7 @@ class RunSettings:
 
     def to_json(self) -> str:
         """All but the store's password, which whoever goes on with the run gives again."""
-        from penstock.runtime.stores.address import without_password  # here, for settings are read before torch is
+        from penstock.runtime.adapt.store.store import without_password  # here, for settings are read before torch is
 
         values: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
         if self.store is not None:

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.interfaces import local_addresses
+from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt.store import StoreLost, open_store
+from penstock.runtime.compatibility import require_steerable
 from penstock.runtime.launch import launch
 from penstock.runtime.launch.port import listen
-from penstock.runtime.setup import require_steerable
-from penstock.runtime.steering import Steering
-from penstock.runtime.stores import StoreLost, open_store
+from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.travel import Travel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
-from penstock.runtime.microbatches import split
+from penstock.runtime.stage.microbatches import split
 from penstock.schedule import count_mismatch
 from penstock.train.passes import Passes
 from penstock.train.tasks.task import Batches, Example

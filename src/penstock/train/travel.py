@@ -11,7 +11,7 @@ from penstock.cost.over_time import read_quantity
 from penstock.train.checks import SettingsError
 
 if TYPE_CHECKING:
-    from penstock.runtime.transport_choice import DelegateOptions
+    from penstock.runtime.transport.choose import DelegateOptions
 
 BASE, ROUTES = ("host", "direct"), ("host", "direct", "delegate", "nccl")
 STORES = re.compile(r"(rediss?|tcp)://\S+")
@@ -64,7 +64,7 @@ class Travel:
                 f"--adapt delegates single links of --transport {' or '.join(BASE)}, not of {self.transport}"
             )
         if self.store is not None and STORES.fullmatch(self.store) is None:
-            from penstock.runtime.stores.address import without_password  # here, for it imports torch
+            from penstock.runtime.adapt.store.store import without_password  # here, for it imports torch
 
             shown = without_password(self.store)
             raise SettingsError(f"store {shown!r}: write redis://HOST:PORT or tcp://HOST:PORT")
@@ -77,7 +77,7 @@ class Travel:
 
     def delegate_options(self) -> DelegateOptions:
         """How delegates carry messages. Imports torch."""
-        from penstock.runtime.transport_choice import DelegateOptions
+        from penstock.runtime.transport.choose import DelegateOptions
 
         found = DelegateOptions()
         if self.delegates is not None:

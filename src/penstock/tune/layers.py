@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs
 from penstock.runtime import Stage, partition
-from penstock.runtime.clip import global_norm, scale_gradients
-from penstock.runtime.message import Payload
-from penstock.runtime.microbatches import cut_batch
-from penstock.runtime.peers import LocalPeers
-from penstock.runtime.rng import mix
-from penstock.runtime.split import Report, Tape, prepare, unprepare
-from penstock.runtime.stage_runner import Purpose, StageRunner, StepSettings
+from penstock.runtime.mesh.peers import LocalPeers
+from penstock.runtime.parameters.clip import global_norm, scale_gradients
+from penstock.runtime.stage.microbatches import cut_batch
+from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
+from penstock.runtime.stage.split import Report, Tape, prepare, unprepare
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure, partition
-from penstock.runtime.setup import require_runnable
+from penstock.runtime.compatibility import require_runnable
 from penstock.train.mesh_sizes import check_placement
 from penstock.train.settings import Settings, SettingsError
 from penstock.tune.errors import TuneError

@@ -11,7 +11,7 @@ import torch
 from penstock.formats.native import from_json
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, tied_parameters
 from penstock.runtime import Pipeline
-from penstock.runtime.measured import measured_costs
+from penstock.runtime.execute.timeline import measured_costs
 from penstock.simulate import Timeline
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.mesh import mesh_of

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime.sharded import OnShard, entered, summed
-from penstock.runtime.shards import local
+from penstock.runtime.tensor_parallel import OnShard, entered, summed
+from penstock.runtime.tensors.dtensor import local
 
 __all__ = ["ColumnConv1D", "FusedConv1D", "RowConv1D"]
 

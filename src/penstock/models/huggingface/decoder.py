@@ -16,7 +16,7 @@ from penstock.models.huggingface.pieces import Piece, build_pieces
 from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.weights import Drawn, Given, Source, Stored, shapes_of, tied_groups
 from penstock.runtime import PartitionError, Stage, partition
-from penstock.runtime.sharded import Sharding
+from penstock.runtime.tensor_parallel import Sharding
 
 __all__ = ["Decoder"]
 

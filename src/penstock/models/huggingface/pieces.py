@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 from penstock.models.huggingface.frame import Arguments, Catcher, Stopped, hollow, stand_in
 from penstock.models.huggingface.shards import Shards
-from penstock.runtime.sharded import Sharding
+from penstock.runtime.tensor_parallel import Sharding
 
 Value = dict[str, Any]
 HIDDEN = "hidden_states"

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.models.dividing import require_heads, require_vocabulary, require_width
 from penstock.models.huggingface.conv1d import ColumnConv1D, FusedConv1D, RowConv1D
-from penstock.runtime.sharded import Sharding
+from penstock.runtime.tensor_parallel import Sharding
 
 __all__ = ["Shards", "require_parallel_decoder", "shards_of"]
 

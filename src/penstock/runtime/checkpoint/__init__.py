@@ -1,8 +1,14 @@
 """Checkpoints sharded by parameter name, that any number of ranks may read again.
 
-A checkpoint is a folder `step-00000100` with one safetensors shard a writing rank and an `index.json` that says
-which shard holds which tensor. Nothing in it can execute code. It is written beside under a hidden name and
-renamed when complete, so a kill at any moment keeps the last good one; checksums find what a disk did to it later.
+    step-00000100/  shard-...   a safetensors file per writing rank      every rank: write --> rename by rank 0
+                    index.json  which shard holds which tensor           any rank:   reader --> the names it wants
+
+Nothing in a checkpoint can execute code. It is written beside under a hidden name and renamed when complete, so a
+kill at any moment keeps the last good one; checksums find what a disk did to it later.
+
+saving           a pipeline's, all ranks or none      training_state   a pipeline's state as plain named tensors
+state_transfer   from pipeline to pipeline, no disk   user_state       what else has a `state_dict`
+folder, index, shard, write, reader, match            the files       plain, optimizer   values as named tensors
 """
 
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError

@@ -25,7 +25,7 @@ from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpoin
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.plain import pack, unpack
 from penstock.runtime.checkpoint.reader import Source
-from penstock.runtime.shards import local, own_shard
+from penstock.runtime.tensors.dtensor import local, own_shard
 
 __all__ = ["optimizer_tensors", "stage_optimizer"]
 

@@ -15,7 +15,7 @@ from penstock.runtime.checkpoint import folder
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index, compact, shard_name
 from penstock.runtime.checkpoint.shard import Spec, by_alignment, check_tensor, write_file
-from penstock.runtime.shards import is_sharded, whole
+from penstock.runtime.tensors.dtensor import is_sharded, whole
 
 __all__ = ["UNWRITTEN", "write"]
 

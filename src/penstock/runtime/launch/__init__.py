@@ -1,12 +1,16 @@
 """Rank processes on this machine: all start, all end, and one message says why.
 
+    parent --launch_env--> rank 0, rank 1, ...     child: init_process, lifeline (ends with its parent)
+       ^                        |
+       +---- report: the uncaught exception of each, of which `cause` picks the first
+
 `launch` is the parent's side, `init_process` the child's (under `torchrun` too). A child records its uncaught
 exception in a file and prints nothing; the parent, which sees every end, prints the cause once.
 """
 
 from penstock.runtime.launch.child import init_process, watch
-from penstock.runtime.launch.lost import Loss, loss_of
 from penstock.runtime.launch.parent import launch
+from penstock.runtime.launch.peer_loss import Loss, loss_of
 from penstock.runtime.launch.reporter import report_failure
 
 __all__ = ["Loss", "init_process", "launch", "loss_of", "report_failure", "watch"]

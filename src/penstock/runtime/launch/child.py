@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch import lifeline
-from penstock.runtime.launch.handover import Handover
-from penstock.runtime.launch.held import let_through
-from penstock.runtime.launch.lost import Loss, loss_of
+from penstock.runtime.launch.held_stderr import let_through
+from penstock.runtime.launch.launch_env import Handover
+from penstock.runtime.launch.peer_loss import Loss, loss_of
 from penstock.runtime.launch.reporter import FolderDesk, Reporter, StoreDesk
 
 __all__ = ["init_process", "watch"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import exit_code, explain, root_cause
-from penstock.runtime.launch.handover import Handover
-from penstock.runtime.launch.held import held_path
+from penstock.runtime.launch.held_stderr import held_path
+from penstock.runtime.launch.launch_env import Handover
 from penstock.runtime.launch.port import HOST, listen
 from penstock.runtime.launch.rank_process import RankProcess
 from penstock.runtime.launch.report import Kind, Report

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 
-from penstock.runtime import interfaces
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.interfaces import LOOPBACK
+from penstock.runtime.mesh import interfaces
+from penstock.runtime.mesh.interfaces import LOOPBACK
 
 __all__ = ["listen"]
 

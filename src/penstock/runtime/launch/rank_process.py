@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import End
-from penstock.runtime.launch.held import held_text
+from penstock.runtime.launch.held_stderr import held_text
 from penstock.runtime.launch.report import Report
 
 __all__ = ["RankProcess"]

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-import penstock
-from penstock.runtime.launch.lost import Loss, loss_of
+from penstock.runtime.launch.peer_loss import Loss, loss_of
 
 __all__ = ["CONTEXT", "Kind", "Report", "context_of"]
 
@@ -26,7 +25,7 @@ NOT_THE_USERS = tuple(
     str(Path(folder)) + os.sep
     for folder in (
         Path(torch.__file__).parent,
-        Path(penstock.__file__).parent,
+        Path(__file__).parents[2],  # penstock
         sysconfig.get_path("stdlib"),
     )
 )

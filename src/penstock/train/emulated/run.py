@@ -11,9 +11,9 @@ from statistics import median
 from penstock.cost import Costs
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.runtime.emulated_pipeline import EmulatedPipeline
-from penstock.runtime.setup import peers_of
-from penstock.runtime.steering import Steering
+from penstock.runtime.adapt import Steering
+from penstock.runtime.emulation.pipeline import EmulatedPipeline
+from penstock.runtime.mesh.peers import peers_of
 from penstock.schedule import Schedule
 from penstock.simulate import Timeline
 from penstock.train.bounds import proved_mismatch

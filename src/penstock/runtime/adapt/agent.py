@@ -1,0 +1,289 @@
+"""One process's part in steering: what its ranks measured goes out, plans come in, and a step's end settles them.
+
+    training            helm                                 threads
+    step ends     -->   ended(): put aside              -->  reports: to the store
+    collective    -->   offer(): what runs, what is held <-- plans: from the store, proved and worked out
+                  <--   settle(): run this from now on
+
+Nothing here waits for the store. What a plan needs to run is worked out in a thread before it is offered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from penstock.control import Configuration, ControlError, Dropped, Switched
+from penstock.runtime.adapt.coordinator import Captain, Plan, Setting
+from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.rendezvous import Meeting
+from penstock.runtime.adapt.report import Measured, report_of
+from penstock.runtime.adapt.store_client import Line
+from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, agree, short_digest
+from penstock.runtime.errors import RuntimeFailure
+
+WAIT = 0.1
+"""Seconds that one look at the queue of plans may last."""
+KEPT = 64
+"""Reports kept while the store is gone; older ones are dropped."""
+COMPARED = 64
+"""Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
+ENDS, GONE = 1.0, 10.0
+"""Seconds that threads have to end, and other processes to say that they have; and once the store is let go of."""
+RESEND, GIVE_UP = 1.0, 15.0
+"""Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
+
+
+@dataclass(frozen=True)
+class Readied:
+    """A plan that could run: `made` is what the pipeline worked out for it. None for both: it cannot run here."""
+
+    number: int
+    configuration: Configuration | None = None
+    made: Any = None
+
+    @property
+    def offered_digest(self) -> int:
+        return REFUSED if self.configuration is None else short_digest(self.configuration.digest)
+
+
+class Helm:
+    """Steers one process.
+
+    Args:
+        ready: works out what a configuration needs to run; called in a thread.
+        meeting: the store and what it takes to share it; see `meet`.
+
+    Attributes:
+        number: of the decision that runs; 0 is what the job started with.
+        digest: of what runs.
+        notices: what a person should know, each once.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        setting: Setting,
+        meeting: Meeting,
+        ready: Callable[[Configuration], Any],
+    ) -> None:
+        self.number, self.digest = 0, setting.start.digest
+        self.notices: list[str] = []
+        self._steering, self._ready = steering, ready
+        self._stopped: str | None = None
+        self._iteration = 0
+        self._held: Readied | None = None
+        self._offered: Readied | None = None
+        self._least = 1
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._resent = 0.0
+        self._out: SimpleQueue[tuple[int, Measured] | None] = SimpleQueue()
+        self._stretch = setting.stretch
+        self._meeting = meeting
+        self._closed = threading.Event()
+        self._captain = None
+        self._lines: list[Line] = []
+        try:
+            for _ in range(3 if meeting.first == 0 else 2):
+                self._lines.append(Line(meeting.store.another()))
+            if meeting.first == 0:
+                self._captain = Captain(
+                    steering,
+                    setting,
+                    self._lines[1],
+                    self._lines[2],
+                    meeting.reports,
+                    meeting.plans,
+                    self._take,
+                    self._stop_later,
+                    self.notices.append,
+                )
+        except BaseException:
+            self._let_go()
+            raise
+        works = {"penstock-reports": self._send}
+        if self._captain is None:
+            works["penstock-plans"] = self._receive
+        self._threads = [
+            threading.Thread(target=self._work, args=(work,), name=name, daemon=True) for name, work in works.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """All decisions so far, as the log has them; on rank 0's process."""
+        return list(self._captain.decisions) if self._captain is not None else []
+
+    @property
+    def controller(self) -> int | None:
+        """The process that decides, where it runs: rank 0's, once costs are known."""
+        return self._captain.controller if self._captain is not None else None
+
+    # In training.
+
+    def ended(self, measured: Sequence[Measured]) -> None:
+        """Takes what this process's ranks measured of a step."""
+        if self._stopped is None:
+            for each in measured:
+                self._out.put((self._iteration, each))
+        self._iteration += 1
+
+    def offer(self) -> Offer:
+        """What this process tells all others at the end of a step; their answers go to `settle`."""
+        running = self.number, short_digest(self.digest)
+        if self._stopped is None and (late := [line for line in self._lines if self._is_lost(line)]):
+            self._stopped = f"the store was gone for {self._steering.patience:g} s: {late[0].error}"
+        if self._stopped is not None:
+            return Offer(*running, STOPPED)
+        self._offered = held = self._held
+        return Offer(*running) if held is None else Offer(*running, held.number, held.offered_digest)
+
+    def settle(self, offers: Sequence[Offer]) -> Readied | None:
+        """What to run from the next step on, where that changes: the same on every rank, or nowhere.
+
+        Raises:
+            RuntimeFailure: the ranks have not run the same.
+        """
+        outcome = agree(offers)
+        if self._meeting.compare is not None and self._iteration % COMPARED == 0:
+            self._meeting.ahead = self._meeting.compare()
+        if outcome.stopped is not None:
+            self._end(self._stopped or f"rank {outcome.stopped} steers no more")
+            return None
+        if outcome.switch is not None:
+            chosen = self._offered
+            if chosen is None or chosen.configuration is None:
+                raise RuntimeFailure(f"plan {outcome.switch} is agreed on and not here; this is a bug")
+            self.number, self.digest = chosen.number, chosen.configuration.digest
+            self._forget(chosen.number)
+            if self._captain is not None:
+                self._captain.note(self._iteration, Switched(chosen.number))
+            return chosen
+        if self._captain is not None and self._offered is not None:
+            self._follow_up(self._captain, self._offered.number, outcome.refused, outcome.missing)
+        return None
+
+    def close(self) -> None:
+        """Ends the threads; what is on its way to the store may be lost."""
+        self._closed.set()
+        self._out.put(None)
+        end = time.monotonic() + ENDS
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        answers = all(line.silent() <= ENDS for line in self._lines)
+        if not answers:
+            self._let_go()  # of the store, in which a thread may stand still
+        if self._captain is not None:
+            self._captain.close()
+        if answers:
+            self._meeting.part(ENDS)
+            self._let_go()
+        self._meeting.close()
+        for thread in self._threads:
+            thread.join(GONE)
+
+    def _let_go(self) -> None:
+        for line in self._lines:
+            line.close()
+
+    def _follow_up(self, captain: Captain, number: int, refused: int | None, missing: Sequence[int]) -> None:
+        """Rank 0 sees to a plan that not all ranks hold."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = self._resent = now
+        if refused is None and now - self._since < GIVE_UP:
+            if now - self._resent >= RESEND:
+                self._resent = now
+                captain.resend([self._meeting.processes[place] for place in missing])
+            return
+        if refused is not None:
+            self.notices.append(f"plan {number} is dropped: rank {refused} cannot run it")
+        self._forget(number)
+        captain.note(self._iteration, Dropped(number))
+
+    def _forget(self, number: int) -> None:
+        """Takes no copy of a plan any more, nor of those before it."""
+        self._since = self._offered = None
+        with self._lock:
+            self._least = number + 1
+            if self._held is not None and self._held.number <= number:
+                self._held = None
+
+    def _is_lost(self, line: Line) -> bool:
+        return line.silent() > self._steering.patience
+
+    def _end(self, reason: str) -> None:
+        """Steers no more; training goes on with what runs now."""
+        if not self._closed.is_set():
+            self.notices.append(f"steering has ended, training goes on with plan {self.number}: {reason}")
+            self._closed.set()
+            self._out.put(None)
+            if self._captain is not None:
+                self._captain.stop()
+        self._stopped = reason
+
+    def _stop_later(self, reason: str) -> None:
+        """From a thread: the next step's end ends steering on every rank."""
+        if self._stopped is None and not self._closed.is_set():
+            self._stopped = reason
+
+    # In threads.
+
+    def _work(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._stop_later(f"rank {self._meeting.first} could not go on: {error!r}")
+
+    def _send(self) -> None:
+        line, waiting, failed = self._lines[0], deque[bytes](maxlen=KEPT), False
+        while not self._closed.is_set():
+            if not waiting or (failed and not self._out.empty()):
+                put = self._out.get()
+                if put is None:
+                    return
+                waiting.append(self._report(*put))
+            failed = not line.push(self._meeting.reports, waiting[0])
+            if not failed:
+                waiting.popleft()
+
+    def _report(self, iteration: int, measured: Measured) -> bytes:
+        return report_of(iteration, measured, self._meeting.ahead, self._stretch).to_json()
+
+    def _receive(self) -> None:
+        line, queue = self._lines[1], self._meeting.plans(self._meeting.first)
+        while not self._closed.is_set():
+            data = line.pop(queue, WAIT)
+            if data is not None:
+                self._take(Plan.from_json(data))
+
+    def _take(self, plan: Plan) -> None:
+        """Proves a plan and holds it, unless it is old."""
+        if self._is_news(plan.number):
+            readied = self._prove(plan)
+            with self._lock:
+                if self._is_news(plan.number):
+                    self._held = readied
+
+    def _is_news(self, number: int) -> bool:
+        held = self._held
+        return number >= self._least and (held is None or number > held.number)
+
+    def _prove(self, plan: Plan) -> Readied:
+        """Reads a plan, proves it, and works out what running it needs."""
+        try:
+            configuration = Configuration.from_json(plan.text)
+            if configuration.digest == plan.digest:
+                return Readied(plan.number, configuration, self._ready(configuration))
+            error: Exception = ControlError(f"its digest is {configuration.digest}, {plan.digest} was sent")
+        except Exception as failure:  # whatever it is, the others must hear that it will not run
+            error = failure
+        self.notices.append(f"plan {plan.number} cannot run here: {error!r}")
+        return Readied(plan.number)

@@ -1,0 +1,88 @@
+"""How far the clocks of two hosts are apart: by the shortest of some round trips, as NTP tells it.
+
+rank 2   |asked ------------------- heard|         rank 0's clock showed `told` somewhere between: in the middle,
+rank 0              |told|                         give or take half the trip
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.peers import GroupPeers
+
+ROUNDS = 8
+LIMIT = 20.0
+"""Seconds that any trip may take."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Trip(NamedTuple):
+    """A question and its answer, in nanoseconds: two moments of the asking clock, one of the other."""
+
+    asked: int
+    heard: int
+    told: int
+
+
+def ahead(trips: Sequence[Trip]) -> int:
+    """Nanoseconds that the asking clock is ahead, by the shortest trip."""
+    best = min(trips, key=lambda trip: trip.heard - trip.asked)
+    return (best.asked + best.heard) // 2 - best.told
+
+
+def clock_name() -> str:
+    """The same for all processes that share a monotonic clock: those of one machine, whatever its namespaces."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+
+
+def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
+    """Nanoseconds that this process's clock is ahead of rank 0's. Every process must call it.
+
+    Args:
+        names: every process's `clock_name`; those that share rank 0's clock are not asked.
+    """
+    mine, found = peers.here[0], 0
+    for rank in range(1, peers.num_ranks):
+        if names[rank] == names[0]:
+            continue
+        if mine == 0:
+            for _ in range(ROUNDS):
+                _receive(peers, rank)
+                _send(peers, rank, time.perf_counter_ns())
+        elif mine == rank:
+            trips = []
+            for _ in range(ROUNDS):
+                asked = time.perf_counter_ns()
+                _send(peers, 0, asked)
+                told = _receive(peers, 0)
+                trips.append(Trip(asked, time.perf_counter_ns(), told))
+            found = ahead(trips)
+    return found
+
+
+def _send(peers: GroupPeers, target: int, value: int) -> None:
+    work = dist.isend(torch.tensor([value]), group=peers.group, group_dst=target)
+    _wait(work, peers.here[0], target)
+
+
+def _receive(peers: GroupPeers, source: int) -> int:
+    value = torch.zeros(1, dtype=torch.int64)
+    _wait(dist.irecv(value, group=peers.group, group_src=source), peers.here[0], source)
+    return int(value)
+
+
+def _wait(work: dist.Work | None, rank: int, peer: int) -> None:
+    try:
+        if work is not None:
+            work.wait(timedelta(seconds=LIMIT))
+    except RuntimeError as error:
+        raise explain(error, rank, peer, "the time of its clock", LIMIT) from None

@@ -1,0 +1,246 @@
+"""Rank 0's side: gathers all reports, has the controller decide, hands plans out. All of it in threads of its own.
+
+reports --> gathering --> costs, until they are known --> decider --> decision --> a plan for every process
+                                                            ^
+news from the training: switched, dropped, not all have it -+
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from penstock.control import Configuration, Event, Job, Switched
+from penstock.control.advice import Unanswered
+from penstock.control.log import event_line
+from penstock.cost import Costs
+from penstock.runtime.adapt.controller_process import Decider
+from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
+from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.report import Report, lines_of
+from penstock.runtime.adapt.report_collector import Gathering
+from penstock.runtime.adapt.run_log import Records
+from penstock.runtime.adapt.store_client import Line
+
+WAIT = 0.05
+"""Seconds that one look at the reports may last."""
+ENDS, GONE = 1.0, 10.0
+"""Seconds that the thread has to end: it may wait for a decider that is far behind; and once nothing holds it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a job runs on, as far as deciding needs it.
+
+    Attributes:
+        start: what runs first. costs: None where they are to be measured.
+        depth, has_delegates: see `Steering.job`.
+        stretch: milliseconds of the clock to one of the costs' time.
+        processes: the first rank of each.
+    """
+
+    start: Configuration
+    costs: Costs | None
+    depth: int
+    has_delegates: bool
+    stretch: float
+    processes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision on its way to the ranks: its number, and its configuration as text, with the digest."""
+
+    number: int
+    text: str
+    digest: str
+
+    def to_json(self) -> bytes:
+        return json.dumps({"number": self.number, "text": self.text, "digest": self.digest}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Plan:
+        return cls(**json.loads(data))
+
+
+class Captain:
+    """Steers the run from rank 0's process.
+
+    Args:
+        line, plans: to the store, for reports and for plans.
+        queue: function from a process's first rank to the queue of its plans.
+        take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
+            that rank 0 always knows what it waits for.
+        stop: called where deciding cannot go on, with the reason.
+        notice: called with what a person should know.
+
+    Attributes:
+        decisions: all so far, as the log has them.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        setting: Setting,
+        line: Line,
+        plans: Line,
+        reports: str,
+        queue: Callable[[int], str],
+        take: Callable[[Plan], None],
+        stop: Callable[[str], None],
+        notice: Callable[[str], None],
+    ) -> None:
+        self.decisions: list[dict[str, Any]] = []
+        self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
+        self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
+        self._notice = notice
+        self._records = Records(steering.folder, notice)
+        self._gathering = Gathering(setting.start.schedule.num_ranks)
+        self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
+        self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        self._due: list[tuple[int, Event]] = []
+        self._digests = {0: setting.start.digest}
+        self._number = 0
+        self._num_since = 0
+        self._last: Sequence[Report] = ()
+        self._plan: Plan | None = None
+        self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
+        self._decider: Decider | None = None
+        self._closed = threading.Event()
+        try:
+            if setting.costs is not None:
+                self._begin(setting.costs)
+        except BaseException:
+            self._records.close()
+            raise
+        self._thread = threading.Thread(target=self._work, name="penstock-captain", daemon=True)
+        self._thread.start()
+
+    @property
+    def controller(self) -> int | None:
+        """The decider's process, where it runs."""
+        return self._decider.pid if self._decider is not None else None
+
+    # From rank 0's training.
+
+    def note(self, iteration: int, event: Event) -> None:
+        """Takes news of a decision, which the controller hears before what iteration `iteration` brought."""
+        self._notes.put((iteration, event))
+
+    def resend(self, processes: Sequence[int]) -> None:
+        """Hands the last plan out again, to those whose copy may be lost."""
+        self._again.put(processes)
+
+    def stop(self) -> None:
+        """Asks the thread to end; what the decider still says is not heard."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Ends the thread and the decider."""
+        self._closed.set()
+        self._thread.join(ENDS)
+        if self._decider is not None:
+            self._decider.close()
+        self._thread.join(GONE)  # it may have stood still while the decider read nothing
+        if self._decider is not None:  # it may have been started at the last moment
+            self._decider.close()
+        self._records.close()
+
+    # In threads.
+
+    def _work(self) -> None:
+        try:
+            while not self._closed.is_set():
+                data = self._line.pop(self._reports, WAIT)
+                while not self._again.empty():
+                    self._hand_out(self._line, self._again.get())
+                if data is None:
+                    continue
+                complete = self._gathering.add(Report.from_json(data))
+                if complete is not None:
+                    self._take(complete)
+        except Exception as error:
+            self._stop(f"rank 0 could not go on deciding: {error!r}")
+
+    def _take(self, reports: Sequence[Report]) -> None:
+        """Hands on what one iteration brought."""
+        iteration = reports[0].iteration
+        self._learn(iteration)
+        if self._decider is None:
+            costs = self._measuring.feed(reports)
+            if costs is not None:
+                self._begin(costs)
+        record = self._record(reports)
+        if self._decider is None:
+            self._records.iteration({**record, "simulated_ms": None})
+        else:
+            self._decider.feed(*lines_of(reports), json.dumps({"record": record}))
+        self._num_since += 1
+        if self._num_since == FIRST + 1:
+            self._records.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
+        self._last = reports
+
+    def _learn(self, iteration: int) -> None:
+        """Passes on the news that is due before an iteration's events."""
+        while True:
+            try:
+                self._due.append(self._notes.get_nowait())
+            except Empty:
+                break
+        for at, event in self._due:
+            if at > iteration or self._decider is None:
+                continue
+            if isinstance(event, Switched):
+                if self._last:
+                    self._records.timeline(self._last, self._number, f"before {event.number}")
+                self._number, self._num_since = event.number, 0
+            self._decider.feed(event_line(event))
+        self._due = [(at, event) for at, event in self._due if at > iteration]
+
+    def _record(self, reports: Sequence[Report]) -> dict[str, object]:
+        return {
+            "iteration": reports[0].iteration,
+            "ms": round(max(report.ms for report in reports), 4),
+            "number": self._number,
+            "digest": self._digests[self._number],
+            "links": {link: ms for report in reports for link, ms in (report.links or {}).items()},
+            "peaks": [report.peak for report in sorted(reports, key=lambda report: report.rank)],
+            "counters": dict(sum((Counter(report.counters or {}) for report in reports), Counter())),
+        }
+
+    def _begin(self, costs: Costs) -> None:
+        if self._closed.is_set():
+            return
+        setting = self._setting
+        job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates)
+        self._decider = Decider(job, self._steering.sensitivity, self._hear, self._stop)
+
+    def _hear(self, line: str) -> None:
+        """A line of the decider's output."""
+        value = json.loads(line)
+        if "record" in value:
+            self._records.iteration(value["record"])
+            return
+        self._records.control(line)
+        if "unanswered" in value:
+            found = Unanswered.from_json(value["unanswered"])
+            self._notice(f"after iteration {found.iteration + 1}: {found}")
+        if "decision" in value:
+            decision = value["decision"]
+            self.decisions.append(decision)
+            text = json.dumps(decision["configuration"], sort_keys=True)
+            self._digests[decision["number"]] = decision["digest"]
+            self._plan = plan = Plan(decision["number"], text, decision["digest"])
+            self._hand_out(self._plans, self._setting.processes[1:])  # at once, for iterations may be short
+            self._take_plan(plan)
+
+    def _hand_out(self, line: Line, processes: Sequence[int]) -> None:
+        plan = self._plan
+        if plan is not None:
+            for first in processes:
+                line.push(self._queue(first), plan.to_json())

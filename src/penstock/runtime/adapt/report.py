@@ -1,0 +1,117 @@
+"""What a rank tells of one iteration: when its ops ran, how its messages came in, and what became of its links.
+
+A rank's own thread turns measurements into the controller's events, so that rank 0 only hands them on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from penstock.control import Event, IterationEnded, OpTimes, Transfers
+from penstock.control.events import OP_KINDS, show_link
+from penstock.control.log import event_line
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.schedule import Op
+
+
+class Measured(NamedTuple):
+    """What a rank measured of a step.
+
+    Attributes:
+        begin, end: of the step, in nanoseconds of the rank's clock; ops: each with its start and end.
+        crossings: messages that came in. events: links that went down or came back.
+        peak: most activations the rank held; counters: what its delegates have counted so far.
+    """
+
+    rank: int
+    begin: int
+    end: int
+    ops: Sequence[tuple[Op, int, int]]
+    crossings: Sequence[Crossing] = ()
+    events: Sequence[Event] = ()
+    peak: float = 0.0
+    counters: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's iteration. All times are ms of the job, from when rank 0's clock showed 0.
+
+    Attributes:
+        iteration: from 0; rank: whose; ms: how long it took this rank.
+        ops: rows of kind, stage, microbatch, start and end.
+        events: lines for the controller, as its log has them.
+        links: the median time of a message on each link that brought any.
+        peak, counters: see `Measured`.
+    """
+
+    iteration: int
+    rank: int
+    ms: float
+    ops: Sequence[Sequence[Any]]
+    events: Sequence[str] = ()
+    links: Mapping[str, float] | None = None
+    peak: float = 0.0
+    counters: Mapping[str, int] | None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Report:
+        return cls(**json.loads(data))
+
+
+def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch: float = 1.0) -> Report:
+    """A rank's report of what it measured.
+
+    Args:
+        ahead: nanoseconds that each rank's clock is ahead of rank 0's.
+        stretch: milliseconds of the clock to one of the job's time.
+    """
+    rank, begin, end, ops, crossings, events, peak, counters = measured
+    scale, own = 1e6 * stretch, ahead[rank]
+    found: list[Event] = list(events)
+    by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for crossing in crossings:
+        row = (float(crossing.num_bytes), began(crossing, ahead) / scale, crossing.arrived / scale)
+        by_link.setdefault((crossing.source, crossing.target), []).append(row)
+    transfers = [Transfers.of(link, rows) for link, rows in sorted(by_link.items())]
+    by_stage: dict[int, list[tuple[str, float]]] = {}
+    for op, start, stop in ops:
+        if op.kind in OP_KINDS:
+            by_stage.setdefault(op.stage, []).append((op.kind, (stop - start) / scale))
+    found += transfers
+    found += [OpTimes.of(rank, stage, rows) for stage, rows in sorted(by_stage.items())]
+    return Report(
+        iteration,
+        rank,
+        (end - begin) / scale,
+        [
+            [op.kind, op.stage, op.microbatch, round((start - own) / scale, 4), round((stop - own) / scale, 4)]
+            for op, start, stop in ops
+        ],
+        [event_line(event) for event in found],
+        {show_link(each.link): round(median(each.ms), 4) for each in transfers},
+        peak,
+        counters,
+    )
+
+
+def lines_of(reports: Sequence[Report]) -> list[str]:
+    """What the controller is told of an iteration, in an order that is always the same: by rank, then its end."""
+    longest = max(report.ms for report in reports)
+    lines = [line for report in reports for line in report.events]
+    return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
+
+
+def began(crossing: Crossing, ahead: Sequence[int]) -> int:
+    """When both sides were ready for a message, in nanoseconds of its receiver's clock."""
+    further = ahead[crossing.target] - ahead[crossing.source]
+    # Where nothing was posted ahead `posted` is the moment of sending, told by the sender's clock as well.
+    posted = crossing.posted + (further if crossing.posted == crossing.sent else 0)
+    return max(crossing.sent + further, posted)

@@ -1,0 +1,173 @@
+"""What training has made, from one pipeline to another of the same model over the same processes, without a disk.
+
+    process 2, rank 1 before and after    keeps what it holds, nothing is sent
+    process 3, rank 1 -> rank 2           fetches rank 2's state from one that held it
+
+Everyone tells what it holds and what it wants, by the names of a checkpoint, and from these all work out the same
+list of sendings: each tensor from the holder with the least to send so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
+from penstock.runtime.checkpoint.training_state import MODEL, state_of
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.parameters.optimizer_state import Learner
+
+
+class Sending(NamedTuple):
+    """A tensor on its way from one process to another."""
+
+    name: str
+    source: int
+    target: int
+
+
+class HeldAndWanted(NamedTuple):
+    """What a process tells the others.
+
+    Attributes:
+        held: shape and type of each tensor that it holds, by name.
+        wanted: names. kinds: shape and type that those of the model are to have.
+    """
+
+    held: dict[str, Kind]
+    wanted: list[str]
+    kinds: dict[str, Kind]
+
+
+def sendings(told: Sequence[HeldAndWanted]) -> list[Sending]:
+    """Who sends what to whom; what a process holds already it keeps.
+
+    Raises:
+        RuntimeFailure: something is wanted that nobody holds.
+    """
+    holders: dict[str, list[int]] = {}
+    for process, each in enumerate(told):
+        for name in each.held:
+            holders.setdefault(name, []).append(process)
+    load = [0] * len(told)
+    found = []
+    for target, each in enumerate(told):
+        for name in each.wanted:
+            if name in each.held:
+                continue
+            if name not in holders:
+                raise RuntimeFailure(
+                    f"process {target} needs {name}, which no process holds: a pipeline can be handed over to one of "
+                    "the same model and kind of optimizer only"
+                )
+            source = min(holders[name], key=lambda process: (load[process], process))
+            load[source] += _num_bytes(told[source].held[name])
+            found.append(Sending(name, source, target))
+    return found
+
+
+class Carried:
+    """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
+
+    path, version = "the pipeline before", VERSION
+
+    def __init__(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        self._tensors, self.meta = tensors, {"optimizer": meta}
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors with memory of their own."""
+        return {name: self._tensors[name].clone() for name in names}
+
+
+def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
+    """Lets one go on where another is, over the same processes; every one must call this.
+
+    Returns:
+        Bytes that this process received.
+
+    Raises:
+        RuntimeFailure: they are not of one model, or updates are ops of a schedule.
+        DeadlineExceeded, PeerLost: a process is late or gone.
+    """
+    giver.require_whole()
+    if giver.updating is not None or taker.updating is not None:
+        raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
+    before, after = state_of(giver), state_of(taker)
+    held, meta = before.held()
+    parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
+    known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
+    meta = next((each for _, each in parts if each is not None), None)
+    wanted = peers.gather((after.wanted(known), after.expected()))
+    told = [HeldAndWanted(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    _require_shapes(told, known)
+    came = _exchange(sendings(told), held, known, peers)
+    mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
+    staged, said = None, None
+    try:
+        staged = after.stage(Carried(mine, meta), 0)
+        staged.try_extra()
+    except CheckpointError as error:
+        said = str(error)
+    if refusals := [each for each in peers.gather(said) if each is not None]:
+        if staged is not None:
+            staged.take_back()
+        raise RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
+    assert staged is not None
+    staged.put()
+    return sum(map(_num_bytes, (known[name] for name in came)))
+
+
+def _num_bytes(kind: Kind) -> int:
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> None:
+    """The same answer in every process."""
+    for name, (shape, _) in (each for one in told for each in one.kinds.items()):
+        if name.startswith(MODEL) and name in known and known[name][0] != shape:
+            raise RuntimeFailure(
+                f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "
+                "from one model"
+            )
+
+
+def _exchange(
+    plan: Sequence[Sending],
+    held: dict[str, Tensor],
+    known: dict[str, Kind],
+    peers: Peers,
+) -> dict[str, Tensor]:
+    """What comes to this process, by name. All is started, then waited for."""
+    if not isinstance(peers, GroupPeers):
+        return {}
+    me, group = peers.here[0], peers.group
+    works: list[tuple[Any, int, Tensor]] = []
+    came: dict[str, Tensor] = {}
+    for number, (name, source, target) in enumerate(plan):
+        if not math.prod(known[name][0]):
+            came |= {name: torch.empty(known[name][0], dtype=known[name][1])} if target == me else {}
+        elif source == me:
+            tensor = held[name].detach().cpu().contiguous()
+            works.append((dist.isend(tensor, group=group, group_dst=target, tag=number), target, tensor))
+        elif target == me:
+            shape, dtype = known[name]
+            came[name] = torch.empty(shape, dtype=dtype)
+            works.append((dist.irecv(came[name], group=group, group_src=source, tag=number), source, came[name]))
+    for work, peer, _ in works:
+        try:
+            work.wait(timedelta(seconds=peers.timeout))
+        except RuntimeError as error:
+            raise explain(error, me, peer, "state that is handed over", peers.timeout) from None
+    return came

@@ -1,0 +1,462 @@
+"""A pipeline's state as plain named tensors, under any schedule and number of ranks.
+
+    model/layers.3.mlp.up.weight             parameters and persistent buffers, by their names in the whole model
+    buffers/layers.3.mask                    other buffers
+    extra/layers.3#json                      what a module's `get_extra_state` gave, see `checkpoint.plain`
+    extra/layers.3@1.0.0#json                the same of one holder, where those of a stage differ
+    optimizer/layers.3.mlp.up.weight/exp_avg
+    gradients/layers.3.mlp.up.weight         where gradients wait for an update
+
+A tied parameter is stored once, under the name it has in its lowest stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.checkpoint import (
+    AS_JSON,
+    CheckpointError,
+    DamagedCheckpointError,
+    Kind,
+    Source,
+    digest_of,
+    optimizer_tensors,
+    pack,
+    stage_optimizer,
+    unpack,
+)
+from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.optimizer_state import Learner
+from penstock.runtime.parameters.updating import GRADIENTS, Updating
+from penstock.runtime.parameters.updating import PREFIX as ASYNCHRONOUS
+from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
+from penstock.schedule.updates import OWNER
+
+MODEL = "model/"
+BUFFERS = "buffers/"
+EXTRA = "extra/"
+FIRST = "0.0.0"
+"""The holder of extra state that stands for one which a checkpoint does not know."""
+
+
+class Extra(NamedTuple):
+    """A module that has extra state.
+
+    Attributes:
+        name: in the whole model. holder: its pipeline, replica and shard.
+    """
+
+    name: str
+    holder: str
+    module: nn.Module
+
+    @property
+    def own(self) -> str:
+        """The base of its names where holders differ."""
+        return f"{EXTRA}{self.name}@{self.holder}"
+
+
+class Share(NamedTuple):
+    """What of a checkpoint a process has to do with.
+
+    Attributes:
+        writes: what it writes, by name; a tensor may be a shard, to be put together when its turn comes.
+        helps: shards here of what others write.
+        optimizer: the options of the optimizer, None without one.
+    """
+
+    writes: dict[str, Tensor]
+    helps: dict[str, Tensor]
+    optimizer: Any
+
+
+class State:
+    """What a pipeline saves: the stages and the optimizer of this process, under their stored names.
+
+    Of several copies of a stage the owner's is saved, and all get what is loaded. So too gradients that wait for an
+    update, and what a schedule with updates keeps besides.
+
+    Args:
+        answers: whether this process is the one that writes a tensor of a stage, and what the optimizer keeps of it.
+        steps: whether it steps a parameter.
+        holder: by stage, which replica and shard this process holds.
+    """
+
+    def __init__(
+        self,
+        model: HeldModel,
+        optimizer: Optimizer | None,
+        updating: Updating | None,
+        answers: Callable[[int, Tensor], bool],
+        steps: Callable[[Parameter], bool],
+        holder: Callable[[int], str],
+    ) -> None:
+        self.optimizer, self._model, self._updating, self._steps = optimizer, model, updating, steps
+        stages, ties = model.stages, model.ties
+        stored_as = {name: tie.names[tie.owner] for tie in ties for name in tie.names.values()}
+        twins = {name for name, stored in stored_as.items() if name != stored}
+        self._tensors: list[tuple[str, Tensor]] = []
+        """Stored name, with its prefix -> each parameter and buffer here that has it."""
+        self._answers: set[str] = set()
+        self._names: dict[Tensor, str] = {}
+        for index, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                stored = stored_as.get(name, name)
+                self._tensors.append((MODEL + stored, parameter))
+                self._names.setdefault(parameter, stored)
+                if name not in twins and answers(index, parameter):
+                    self._answers.add(stored)
+            for name, (buffer, is_kept) in _buffers(stage).items():
+                self._tensors.append(((MODEL if is_kept else BUFFERS) + name, buffer))
+                if answers(index, buffer):
+                    self._answers.add(name)
+        self._extras = [
+            Extra(name, f"{k}.{holder(index)}", module)
+            for (k, index), stage in sorted(model.copies.here.items())
+            for name, module in stage.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        for stage in model.copies.here.values():
+            for name, parameter in stage.named_parameters():
+                self._names.setdefault(parameter, stored_as.get(name, name))
+        if updating is not None:
+            self._names |= updating.names()
+        self._stored_as = stored_as
+
+    # Saving.
+
+    def share(self) -> Share:
+        """What this process writes but for extra state, and what it helps with. Raises CheckpointError."""
+        for extra in self._extras:
+            if type(extra.module).set_extra_state is nn.Module.set_extra_state:
+                raise CheckpointError(
+                    f"{extra.name} ({type(extra.module).__name__}) has get_extra_state and no set_extra_state, so "
+                    "what is saved could not be loaded: give it one"
+                )
+        self._require_all_known()
+        tensors, meta = self._all()
+        writes = {name: tensor for name, tensor in tensors.items() if self._writes(name)}
+        helps = {name: t for name, t in tensors.items() if name not in writes and is_sharded(t)}
+        return Share(writes | (self._updating.tensors() if self._updating is not None else {}), helps, meta)
+
+    def extra(self) -> dict[str, dict[str, Tensor]]:
+        """By its base `extra/NAME@HOLDER` the extra state of each module here. Raises CheckpointError."""
+        return {
+            extra.own: pack(extra.own, extra.module.get_extra_state(), f"the extra state of {extra.name}")
+            for extra in self._extras
+        }
+
+    def held(self) -> tuple[dict[str, Tensor], Any]:
+        """All that this process holds, whoever writes it, and the optimizer's meta.
+
+        Whole tensors by their stored names: who holds a shard helps to put them together. Not what a schedule with
+        updates keeps besides.
+        """
+        tensors, meta = self._all()
+        found = {name: whole(tensor) for name, tensor in tensors.items()}
+        for packed in self.extra().values():
+            found |= packed
+        return found, meta
+
+    def _all(self) -> tuple[dict[str, Tensor], Any]:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._tensors:
+            tensors.setdefault(name, tensor.detach())
+        if self._updating is None:
+            for stage in self._model.stages.values():
+                for name, parameter in stage.named_parameters():
+                    if parameter.grad is not None:
+                        tensors.setdefault(GRADIENTS + self._stored_as.get(name, name), parameter.grad)
+        if self.optimizer is None:
+            return tensors, None
+        state, meta = optimizer_tensors(self.optimizer, self._names)
+        return tensors | state, meta
+
+    def _writes(self, name: str) -> bool:
+        kind, _, rest = name.partition("/")
+        return (rest.rpartition("/")[0] if kind == "optimizer" else rest) in self._answers
+
+    def _require_all_known(self) -> None:
+        """Raises CheckpointError for what a module's state dict has and goes by no name here."""
+        for stage in self._model.stages.values():
+            own = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+            names = {n for n, _ in (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers())}
+            for name, value in stage.state_dict(keep_vars=True).items():
+                if id(value) not in own and name not in names and not name.endswith("_extra_state"):
+                    raise CheckpointError(
+                        f"the model's state dict has {name}, which is neither a parameter nor a buffer nor extra "
+                        "state, so that it could not be loaded again: give its module get_extra_state and "
+                        "set_extra_state"
+                    )
+
+    # What there is to load.
+
+    def wanted(self, names: Iterable[str]) -> list[str]:
+        """Of the names of all that is held anywhere those that `stage` reads here."""
+        names = list(names)
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
+        optimizer = {self._names[p] for p in stepped}
+        mine = {
+            stage_name for stage in self._model.copies.here.values() for stage_name, _ in stage.named_parameters()
+        }
+        waiting = {self._stored_as.get(name, name) for name in mine}
+        there = set(names)
+        found = {name for name in self.expected() if name in there or name.startswith(MODEL)}
+        for name in names:
+            kind, _, rest = name.partition("/")
+            if (kind == "optimizer" and rest.rpartition("/")[0] in optimizer) or (
+                name.startswith(GRADIENTS) and name.removeprefix(GRADIENTS) in waiting
+            ):
+                found.add(name)
+        bases = {_base_of(extra, there) for extra in self._extras}
+        return sorted(found.union(name for name in there if name.rpartition("#")[0] in bases))
+
+    def expected(self) -> dict[str, Kind]:
+        """Stored name -> shape and type of the model's parameters and buffers in this process."""
+        return {name: _kind(tensor) for name, tensor in self._tensors}
+
+    def extra_names(self) -> list[tuple[str, str]]:
+        """Name and holder of each module here that has extra state."""
+        return [(extra.name, extra.holder) for extra in self._extras]
+
+    # Loading.
+
+    def stage(self, source: Source, num_updates: int) -> Staged:
+        """Reads all that is loaded here and finds it right, and changes nothing.
+
+        Raises:
+            CheckpointError: something is damaged or does not fit.
+        """
+        names = source.names()
+        there = set(names)
+        values: list[tuple[Tensor, Tensor]] = []
+        targets: dict[str, list[Tensor]] = {}
+        for name, tensor in self._tensors:
+            targets.setdefault(name, []).append(tensor)
+        notices: list[str] = []
+        for name in sorted(targets):
+            value = source.load([name])[name] if name in there or name.startswith(MODEL) else None
+            if name.startswith(BUFFERS) and (value is None or _kind(value) != _kind(targets[name][0])):
+                if source.version > 1:
+                    found = "not there" if value is None else "another"
+                    notices.append(
+                        f"{name.removeprefix(BUFFERS)}, a buffer that is not persistent, is {found} in "
+                        f"{source.path}: it stays as its module made it"
+                    )
+                continue
+            assert value is not None
+            for target in targets[name]:
+                values.append((local(target.detach()), local(own_shard(value, target))))
+        optimizer = None if self.optimizer is None else stage_optimizer(self.optimizer, self._names, source)
+        extras = self._stage_extras(source, there, notices)
+        if self._updating is None:
+            gradients, put = self._stage_gradients(source, names), None
+        else:
+            gradients, put = [], self._stage_updating(source, names, num_updates)
+        return Staged(self._model, values, optimizer, gradients, put, extras, notices)
+
+    def _stage_extras(self, source: Source, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
+        found: list[tuple[Extra, Any]] = []
+        by_base: dict[str, list[str]] = {}
+        for name in there:
+            if name.startswith(EXTRA):
+                by_base.setdefault(name.rpartition("#")[0], []).append(name)
+        for extra in self._extras:
+            base = _base_of(extra, there)
+            if base is None:
+                if source.version >= 2:
+                    raise CheckpointError(
+                        f"checkpoint {source.path} has no extra state of {extra.name}, which its module has here: "
+                        "build the model it was written with, or choose another checkpoint"
+                    )
+                notices.append(
+                    f"{source.path} was written before extra state was kept: {extra.name} keeps what it has"
+                )
+                continue
+            if base.endswith(f"@{FIRST}") and base != extra.own:
+                notices.append(
+                    f"the extra state of {extra.name} differed between the pipelines, replicas or shards that "
+                    f"{source.path} comes from, and had none for {extra.holder}: it has that of the first"
+                )
+            try:
+                found.append((extra, unpack(base, source.load(by_base[base]), self._model.device)))
+            except ValueError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise DamagedCheckpointError(f"checkpoint {source.path}: {error}") from None
+        return found
+
+    def _stage_gradients(self, source: Source, names: Iterable[str]) -> list[tuple[Parameter, Tensor]]:
+        """Gradients that wait for an update, whatever kind of schedule they come from."""
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            if name.startswith((GRADIENTS, ASYNCHRONOUS)):
+                _, found, stored = name.partition(GRADIENTS)
+                if found:
+                    parts.setdefault(stored, []).append(name)
+        waiting: list[tuple[Parameter, Tensor]] = []
+        for stage in self._model.copies.here.values():
+            for name, parameter in stage.named_parameters():
+                those = parts.get(self._stored_as.get(name, name))
+                if those and self._steps(parameter):
+                    loaded = source.load(those)
+                    for each in those:
+                        _require_like(source, each, loaded[each], parameter)
+                    total = reduce(add, (loaded[each] for each in those)).to(parameter.device)
+                    waiting.append((parameter, own_shard(total, parameter)))
+        return waiting
+
+    def _stage_updating(self, source: Source, names: Iterable[str], num_updates: int) -> Callable[[], None]:
+        """What a schedule with updates keeps besides."""
+        assert self._updating is not None
+        updating = self._updating
+        mine = {name: p for stage in self._model.copies.here.values() for name, p in stage.named_parameters()}
+        found: dict[str, Tensor] = {}
+        for name in names:
+            place = _place(name)
+            own = None if place is None else place.split("/", 3)
+            if place is None or own is None:
+                continue
+            if len(own) != 4 or not own[1].isdecimal() or own[2] not in ("versions", "gradients"):
+                raise DamagedCheckpointError(
+                    f"checkpoint {source.path} has a tensor {name!r}, which no schedule kept"
+                )
+            if own[3] in mine:
+                found[place] = source.load([name])[name]
+                _require_like(source, name, found[place], mine[own[3]])
+        return lambda: updating.load(found, num_updates)
+
+
+class Staged:
+    """What a load will put in place: read, and found right.
+
+    Attributes:
+        notices: what a person should know of it.
+    """
+
+    def __init__(
+        self,
+        model: HeldModel,
+        values: list[tuple[Tensor, Tensor]],
+        optimizer: Callable[[], None] | None,
+        gradients: list[tuple[Parameter, Tensor]],
+        updating: Callable[[], None] | None,
+        extras: list[tuple[Extra, Any]],
+        notices: list[str],
+    ) -> None:
+        self._model, self._values, self._optimizer, self._gradients = model, values, optimizer, gradients
+        self._updating, self._extras, self.notices = updating, extras, notices
+        self._before: list[tuple[Extra, Any]] = []
+
+    def try_extra(self) -> None:
+        """Gives every module its extra state, as only its own code can tell whether it takes it.
+
+        Raises CheckpointError; `take_back` then leaves modules as they were.
+        """
+        for extra, value in self._extras:
+            self._before.append((extra, copy.deepcopy(extra.module.get_extra_state())))
+            try:
+                extra.module.set_extra_state(copy.deepcopy(value))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{extra.name} ({type(extra.module).__name__}) does not take its extra state: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    def take_back(self) -> None:
+        """Undoes `try_extra`."""
+        while self._before:
+            extra, value = self._before.pop()
+            extra.module.set_extra_state(value)
+
+    def put(self) -> None:
+        """Puts all in place. Every process must call it."""
+        with torch.no_grad():
+            for target, value in self._values:
+                target.copy_(value)
+        if self._optimizer is not None:
+            self._optimizer()
+        self._model.share_values()
+        self._model.zero_grad()
+        if self._updating is not None:
+            self._updating()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for extra, value in self._extras:  # last, as torch does it
+            extra.module.set_extra_state(value)
+
+
+def extra_digests(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """By base the digest of what `State.extra` gave."""
+    return {base: digest_of(packed, base) for base, packed in extra.items()}
+
+
+def extra_to_write(
+    extra: Mapping[str, Mapping[str, Tensor]], digests: list[Mapping[str, str]], me: int
+) -> dict[str, Tensor]:
+    """What this process writes of extra state: one for all holders of a module where they agree, else each its own.
+
+    Args:
+        digests: every process's. me: which of them this one is.
+    """
+    by_module: dict[str, dict[str, tuple[str, int]]] = {}
+    for process, found in enumerate(digests):
+        for base, digest in found.items():
+            by_module.setdefault(base.rpartition("@")[0], {}).setdefault(base, (digest, process))
+    tensors: dict[str, Tensor] = {}
+    for module, holders in by_module.items():
+        if len({digest for digest, _ in holders.values()}) == 1:
+            first = min(holders, key=lambda base: holders[base][1])
+            if holders[first][1] == me:
+                tensors |= {module + name.removeprefix(first): t for name, t in extra[first].items()}
+            continue
+        for base, (_, process) in holders.items():
+            if process == me:
+                tensors |= extra[base]
+    return tensors
+
+
+def _buffers(stage: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """By name each buffer of a stage once, and whether state dicts have it: whatever name they give it."""
+    kept = {id(value) for value in stage.state_dict(keep_vars=True).values()}
+    return {name: (buffer, id(buffer) in kept) for name, buffer in stage.named_buffers()}
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _base_of(extra: Extra, there: set[str]) -> str | None:
+    """Under which of its names a module's extra state is there: one for all, its own, or the first holder's."""
+    bases = (EXTRA + extra.name, extra.own, f"{EXTRA}{extra.name}@{FIRST}")
+    return next((base for base in bases if base + AS_JSON in there), None)
+
+
+def _require_like(source: Source, name: str, tensor: Tensor, parameter: Tensor) -> None:
+    if tensor.shape != parameter.shape:
+        raise CheckpointError(
+            f"checkpoint {source.path}: {name} has shape {tuple(tensor.shape)}, and its parameter "
+            f"{tuple(parameter.shape)}: build the model it was written with"
+        )
+
+
+def _place(name: str) -> str | None:
+    """Under which name a schedule with updates takes a tensor over: gradients from others are the owner's."""
+    if name.startswith(GRADIENTS):
+        return f"{ASYNCHRONOUS}{OWNER}/{name}"
+    return name if name.startswith(ASYNCHRONOUS) else None
+
+
+def state_of(trained: Learner) -> State:
+    """What is saved of what training changes in this process, and loaded into it."""
+    return State(trained.model, trained.optimizer, trained.updating, trained.answers, trained.steps, trained.holder)

@@ -1,0 +1,103 @@
+"""What does not go with what: schedules and options that are refused before anything starts, each with its reason.
+
+schedule --require_runnable--> stages, ties --require_untied, require_dense--> a pipeline
+   |
+   +--require_steerable--> one whose order may change while it runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from penstock.runtime.adapt import Steering
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
+from penstock.runtime.parameters.tied import Tie
+from penstock.runtime.stage.branches import is_plain, require_matching
+from penstock.schedule import Schedule, ScheduleError, check
+
+
+def check_once(schedule: Schedule, peers: Peers) -> None:
+    """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
+    try:
+        check(schedule)
+    except ScheduleError:
+        if 0 in peers.here:
+            raise
+        raise SystemExit(1) from None
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Raises RuntimeFailure, naming the feature, for schedules that are proved and simulated but not yet run."""
+    require_one_copy_a_rank(schedule.placement)
+    require_matching(schedule.graph, schedule.num_microbatches)
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
+    """Raises RuntimeFailure where updates are ops and stages share a parameter, which each would step by itself."""
+    if schedule.updates is not None and ties:
+        names = ", ".join(ties[0].names.values())
+        raise RuntimeFailure(
+            f"{names} are one parameter, and {schedule.name} updates stages {_listed(ties[0].stages)} at different "
+            "times; untie them, or use a schedule without updates as ops"
+        )
+
+
+def require_dense(
+    schedule: Schedule, stages: Mapping[int, nn.Module], ties: Sequence[Tie], mesh: Mesh, clip_norm: float | None
+) -> None:
+    """Raises RuntimeFailure, the same on every rank, where an embedding gives sparse gradients to what takes none."""
+    mine = [
+        f"{path}.weight"
+        for stage in stages.values()
+        for path, module in stage.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    sparse = sorted({name for part in mesh.everyone.gather(mine) for name in part})
+    if not sparse:
+        return
+    apart = isinstance(mesh.pipeline, GroupPeers)
+    tied = [name for tie in ties for name in tie.names.values() if name in sparse]
+    if mesh.num_replicas > 1:
+        why = f"{mesh.num_replicas} replicas add up"
+    elif clip_norm is not None:
+        why = "clip_norm measures"
+    elif apart and tied:
+        sparse, why = tied, "processes send one another, for a parameter that stages share,"
+    elif apart and schedule.updates is not None and schedule.placement.num_pipelines > 1:
+        why = f"the pipelines of {schedule.name} send one another at each of its updates"
+    else:
+        return
+    raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
+
+
+def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
+    """Raises RuntimeFailure where a run is to be changed by steering whose order may not change."""
+    if steering is None or not steering.may_change:
+        return
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, so nothing but that order may run; leave steering out"
+        )
+    if schedule.placement.num_pipelines > 1:
+        raise RuntimeFailure(
+            f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
+            "steering out"
+        )
+    if schedule.has_shared_ops or schedule.asynchronous:
+        raise RuntimeFailure(
+            f"{schedule.name} has ops that several ranks run together, or that run beside others, and steering plans "
+            "for ops of one rank; leave steering out"
+        )
+    if not is_plain(schedule):
+        raise RuntimeFailure(
+            f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave steering out"
+        )

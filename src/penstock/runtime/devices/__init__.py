@@ -1,1 +1,0 @@
-"""What runs ops: torch, or nothing at all."""

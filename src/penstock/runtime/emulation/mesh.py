@@ -1,0 +1,289 @@
+"""A mesh of emulated devices: replicas of a pipeline, and rings that add up their gradients, all by the clock.
+
+    with EmulatedMesh(configuration, costs, ps.Mesh(4, 2), links=conditions) as mesh:
+        measured = mesh.step()
+        print(measured.iteration, mesh.simulated().iteration)
+        mesh.switch(ps.Mesh(4, 2, nodes=(0, 2, 1, 3, 4, 5, 6, 7)), configuration)
+
+A thread a node runs its pipeline's ops, another its rings and its update: gradients cross links while ops run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.control import Configuration
+from penstock.control.configuration import transport_of
+from penstock.cost import Costs, LinkCondition, LinkConditions, Links, Mesh, Ring
+from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulation.plan import EmulatedPlan, plan_of
+from penstock.runtime.emulation.ranks import Emulated, Step, Threads
+from penstock.runtime.emulation.ring import EmulatedRing
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.execute.timeline import measured_timeline
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.schedule import Op
+from penstock.schedule.send_recv import remove_communication
+from penstock.simulate.mesh import (
+    MeshTimeline,
+    TimedReduction,
+    gradient_bytes,
+    last_gradients,
+    require_mesh,
+    simulate_mesh,
+)
+
+
+class Ended:
+    """When ops ended that others wait for, by replica."""
+
+    def __init__(self, awaited: set[tuple[int, Op]], timeout: float) -> None:
+        self._at: dict[tuple[int, Op], int] = {}
+        self._awaited, self._timeout = awaited, timeout
+        self._changed = threading.Condition()
+        self._lost = False
+
+    def note(self, replica: int, op: Op) -> None:
+        if (replica, op) in self._awaited:
+            with self._changed:
+                self._at[replica, op] = time.perf_counter_ns()
+                self._changed.notify_all()
+
+    def lose(self) -> None:
+        """Lets all who wait know that something failed."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def wait(self, replica: int, op: Op) -> int:
+        """When it ended (ns of the monotonic clock). Raises DeadlineExceeded, PeerLost."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._lost or (replica, op) in self._at, self._timeout)
+            if self._lost:
+                raise PeerLost(f"replica {replica} waits for {op}, and something failed")
+            if not came:
+                raise DeadlineExceeded(f"{op} of replica {replica} did not end within {self._timeout:g} s")
+            return self._at[replica, op]
+
+
+class _WatchedDevice(EmulatedDevice):
+    """Tells when each op has ended."""
+
+    note: Callable[[Op], None]
+
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        began = super().run(op, received)
+        self.note(op)
+        return began
+
+
+@dataclass(frozen=True)
+class _ReplicaPlan(EmulatedPlan):
+    """A plan whose ops tell when they have ended."""
+
+    note: Callable[[Op], None] = field(default=lambda op: None)
+
+    def device(self, costs: Costs, stretch: float) -> EmulatedDevice:
+        device = _WatchedDevice(self.wiring, costs, stretch)
+        device.note = self.note
+        return device
+
+
+@dataclass(frozen=True)
+class _NodeStep:
+    """What one node measured besides its ops (ns of the monotonic clock): (stage, ready, start, end), and its end."""
+
+    reductions: list[tuple[int, int, int, int]]
+    end: int
+
+
+class EmulatedMesh:
+    """Replicas of an emulated pipeline on the nodes of a mesh. All in this process.
+
+    Args:
+        links: between nodes, injected on top of what threads take themselves.
+        ring: how rings move bytes. stretch: slows ops and links down alike.
+        depth: messages that a link which is not delegated holds under way; None: any number.
+        timeout: seconds that any wait may last.
+
+    Attributes:
+        mesh, configuration: what the next step runs.
+
+    Raises:
+        ScheduleError, CostError: what `simulate_mesh` refuses.
+        RuntimeFailure: a depth that cannot be.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        costs: Costs,
+        mesh: Mesh,
+        *,
+        links: Links | LinkConditions | None = None,
+        ring: Ring | None = None,
+        stretch: float = 1.0,
+        depth: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.link_conditions, self._ring = LinkConditions.of(links), ring or Ring()
+        self._costs, self._stretch, self._timeout, self._depth = costs, stretch, timeout, depth
+        self._choice = TransportChoice() if depth is None else TransportChoice("direct", depth)
+        self._replicas: list[Threads] = []
+        self.configuration: Configuration
+        self.switch(mesh, configuration)
+
+    def __enter__(self) -> EmulatedMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def switch(self, mesh: Mesh, configuration: Configuration | None = None) -> None:
+        """Runs on other coordinates, and something else, from the next step on."""
+        configuration = configuration or self.configuration
+        require_mesh(configuration.schedule, self._costs, mesh, self.link_conditions)
+        plan = plan_of(configuration, self._costs)
+        self.close()
+        self.mesh, self.configuration, self._plan = mesh, configuration, plan
+        self._replicas = [
+            Threads(
+                Emulated(
+                    self._costs,
+                    mesh.links_of(self.link_conditions, replica),
+                    self._stretch,
+                    self._timeout,
+                    self._choice,
+                ),
+                plan,
+            )
+            for replica in range(mesh.dp)
+        ]
+
+    def step(self) -> MeshTimeline:
+        """Runs one iteration; times are as if the stretch were 1.
+
+        Raises:
+            DeadlineExceeded, PeerLost: something did not come.
+        """
+        mesh, schedule = self.mesh, remove_communication(self._plan.schedule)
+        last = last_gradients(schedule)
+        final = [row[-1] for row in schedule.order]
+        awaited = {*(op for ops in last for op in ops), *final}
+        ended = Ended({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
+        rings = [self._ring_of(rank) for rank in range(mesh.pp)]
+        steps: dict[int, Step] = {}
+        nodes: dict[tuple[int, int], _NodeStep] = {}
+        errors: list[BaseException] = []
+
+        def guarded(work: Callable[..., None]) -> Callable[..., None]:
+            def run(*args: int) -> None:
+                try:
+                    work(*args)
+                except BaseException as error:
+                    errors.append(error)
+                    ended.lose()
+                    for ring in rings:
+                        ring.lose()
+
+            return run
+
+        def pipeline(replica: int) -> None:
+            plan = self._plan
+            watched = _ReplicaPlan(
+                plan.configuration, plan.wiring, plan.change, note=lambda op: ended.note(replica, op)
+            )
+            steps[replica] = self._replicas[replica].step(watched, None)
+
+        def node(rank: int, replica: int) -> None:
+            nodes[rank, replica] = self._rings_and_update(rank, replica, last[rank], final[rank], ended, rings[rank])
+
+        threads = [threading.Thread(target=guarded(pipeline), args=(replica,)) for replica in range(mesh.dp)]
+        threads += [
+            threading.Thread(target=guarded(node), args=(rank, replica))
+            for rank in range(mesh.pp)
+            for replica in range(mesh.dp)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        return self._measured(steps, nodes)
+
+    def simulated(self) -> MeshTimeline:
+        """What the simulator says of the next step."""
+        now = self.configuration
+        return simulate_mesh(
+            now.schedule,
+            self._costs,
+            self.mesh,
+            links=self.link_conditions,
+            ring=self._ring,
+            dispatch=now.dispatch,
+            transport=transport_of(self._depth or 0, now.delegated),
+            max_held=now.caps if now.dispatch.is_dynamic else None,
+        )
+
+    def close(self) -> None:
+        """Ends transports."""
+        for replica in self._replicas:
+            replica.close()
+        self._replicas = []
+
+    def _ring_of(self, rank: int) -> EmulatedRing:
+        links = self.mesh.ring_links(self.link_conditions, rank)
+        around: dict[tuple[int, int], LinkCondition] = {
+            (member, (member + 1) % self.mesh.dp): link for member, link in enumerate(links) if link is not None
+        }
+        conditions = Conditions(LinkConditions(around, base=self.link_conditions.base), self._stretch)
+        return EmulatedRing(self._ring, conditions, self.mesh.dp, self._timeout)
+
+    def _rings_and_update(
+        self, rank: int, replica: int, last: Sequence[Op], final: Op, ended: Ended, ring: EmulatedRing
+    ) -> _NodeStep:
+        """A node's second thread: each stage's ring as soon as it may go round, then the update."""
+        sharpen_timers()
+        weighs, found = gradient_bytes(self._costs), []
+        for op in last if self.mesh.dp > 1 else ():
+            ready = ended.wait(replica, op)
+            own = float(op.stage + replica)
+            start, end, parts = ring.all_reduce(replica, weighs[op.stage], own)
+            whole = sum(float(op.stage + each) for each in range(self.mesh.dp))
+            if any(value != whole for part in parts for value in part):
+                raise RuntimeFailure(f"the ring of rank {rank} did not add up stage {op.stage} on replica {replica}")
+            found.append((op.stage, ready, start, end))
+        begin = max(ended.wait(replica, final), *(end for *_, end in found), 0)
+        due = begin + round(sum(self._costs.duration("U", op.stage) for op in last) * self._stretch * 1e6)
+        while (left := due - time.perf_counter_ns()) > 0:
+            time.sleep(left / 1e9)
+        return _NodeStep(found, time.perf_counter_ns())
+
+    def _measured(self, steps: dict[int, Step], nodes: dict[tuple[int, int], _NodeStep]) -> MeshTimeline:
+        origin = min(step.start for step in steps.values())
+
+        def ms(moment: float) -> float:
+            return (moment - origin) / 1e6 / self._stretch
+
+        plan, timelines = self._plan, []
+        for _, step in sorted(steps.items()):
+            rows = [[(op, int(ms(a) * 1e6), int(ms(b) * 1e6)) for op, a, b in rank.times] for rank in step.ranks]
+            timelines.append(
+                measured_timeline(plan.wiring, rows, [rank.peak for rank in step.ranks], plan.dispatch.value)
+            )
+        reductions: list[TimedReduction] = []
+        for rank in range(self.mesh.pp):
+            members: list[Any] = [nodes[rank, replica].reductions for replica in range(self.mesh.dp)]
+            for of_stage in zip(*members, strict=True):
+                _, ready, start, end = (max(values) for values in zip(*of_stage, strict=True))
+                reductions.append(TimedReduction(rank, of_stage[0][0], ms(ready), ms(start), ms(end)))
+        return MeshTimeline(
+            self.mesh, tuple(timelines), tuple(reductions), max(ms(node.end) for node in nodes.values())
+        )

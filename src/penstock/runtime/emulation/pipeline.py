@@ -1,0 +1,225 @@
+"""A pipeline of emulated devices: stepped and switched like one that trains, with ops that only take their time.
+
+with EmulatedPipeline(schedule, costs, links=conditions, transport="direct", steering=ps.Steering()) as pipe:
+    step = pipe.step()
+    print(step.number, step.timeline.makespan, pipe.simulated([step])[0].makespan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.control import Configuration
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost.conditions import Lines
+from penstock.dispatch import Dispatch, lower
+from penstock.runtime.adapt import Steering, steer
+from penstock.runtime.compatibility import require_steerable
+from penstock.runtime.emulation.plan import plan_of
+from penstock.runtime.emulation.ranks import Emulated, Processes, Ranks, Threads
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.active_plan import choice_of, dispatch_of, require_switchable
+from penstock.runtime.execute.timeline import measured_timeline
+from penstock.runtime.mesh.consistency import require_same
+from penstock.runtime.mesh.peers import GroupPeers, peers_of
+from penstock.runtime.transport.choose import DelegateOptions
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.schedule import Op, Schedule, check
+from penstock.schedule.send_recv import remove_communication
+from penstock.simulate import Timeline, simulate
+from penstock.simulate.simulate import frozen_caps, memory_changes
+
+
+@dataclass(frozen=True)
+class EmulatedStep:
+    """One step, the same on every rank. All times are as if the stretch were 1.
+
+    Attributes:
+        timeline: measured. start: when it began, in ms of the conditions' time.
+        configuration: what ran. number: of the decision that it comes from, 0 for the start.
+        late: how long after its due moment each op ended (ms).
+        crossings: messages that came in, with the clock's own times; of the ranks in this process.
+    """
+
+    timeline: Timeline
+    start: float
+    configuration: Configuration
+    number: int
+    late: tuple[float, ...]
+    crossings: tuple[Crossing, ...] = ()
+
+
+class EmulatedPipeline:
+    """Emulated devices, a thread a rank; or a process a rank where torch.distributed is set up with several.
+
+    Between processes every rank makes the same calls and gets the same results.
+
+    Args:
+        links: conditions injected into the transport, on top of what that takes itself.
+        dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation over `links`).
+        max_held: as in `ps.simulate`.
+        stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
+        timeout: seconds that any wait may last.
+        mesh: as in `ps.Pipeline`.
+        transport: "host", "direct" or "delegate"; between threads "delegate" is the same as "host", no copy.
+        depth: messages that a channel of "direct" holds; 2 where not given.
+        steering: how to measure and switch while running; None: not at all.
+        delegates: how delegates carry messages between processes, where there are any.
+
+    Attributes:
+        configuration: what the next step runs; number: of the decision that it comes from.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or a cap is below what it needs.
+        CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
+        ControlError: steering with numbers that make no sense.
+        RuntimeFailure: a schedule or transport that the runtime does not run (the error names what), other calls on
+            other ranks, a store that cannot be reached.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        links: Links | LinkConditions | None = None,
+        dispatch: Dispatch | str = Dispatch.FROZEN,
+        max_held: float | Sequence[float] | None = None,
+        stretch: float = 1.0,
+        timeout: float = 60.0,
+        mesh: Any = None,
+        transport: str = "host",
+        depth: int | None = None,
+        steering: Steering | None = None,
+        delegates: DelegateOptions | None = None,
+    ) -> None:
+        schedule = remove_communication(schedule)
+        check(schedule)
+        require_steerable(schedule, steering)
+        conditions = LinkConditions.of(links)
+        conditions.check_ranks(schedule.num_ranks)
+        if costs.num_stages != schedule.num_stages:
+            raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        if not 0 < stretch < float("inf"):
+            raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
+        self.link_conditions, self.stretch = conditions, stretch
+        self._costs = costs
+        self._choice = choice_of(transport, depth, steering, delegates)
+        graph = lower(schedule)
+        held = steering.max_held if steering is not None and max_held is None else max_held
+        caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
+        chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
+        self.configuration = Configuration(schedule, chosen, (), caps)
+        self._plan = plan_of(self.configuration, costs)
+        run = Emulated(costs, conditions, stretch, timeout, self._choice)
+        peers = peers_of(mesh, schedule.num_ranks, timeout)
+        self._ranks: Ranks = (
+            Processes(run, self._plan, peers) if isinstance(peers, GroupPeers) else Threads(run, self._plan)
+        )
+        self._helm = None
+        if steering is not None:
+            known = steering.costs or costs
+            try:
+                self._helm = steer(steering, peers, self.configuration, known, self._choice, self._ready, stretch)
+            except BaseException:
+                self._ranks.close()
+                raise
+
+    def __enter__(self) -> EmulatedPipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def number(self) -> int:
+        return self._plan.number
+
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know of the steering."""
+        return [] if self._helm is None else list(self._helm.notices)
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """What was decided so far, as the control log has it; on rank 0's process."""
+        return [] if self._helm is None else self._helm.decisions
+
+    def step(self) -> EmulatedStep:
+        """Runs the schedule once.
+
+        Raises:
+            DeadlineExceeded, PeerLost: a message did not come.
+        """
+        plan = self._plan
+        ranks, start, following = self._ranks.step(plan, self._helm)
+        rows = [_scaled(rank.times, self.stretch) for rank in ranks]
+        apart = [_scaled(rank.apart, self.stretch) for rank in ranks]
+        peaks = [rank.peak for rank in ranks]
+        timeline = measured_timeline(plan.wiring, rows, peaks, plan.dispatch.value, apart)
+        if following is not None:
+            self._plan = replace(following.made, number=following.number)
+            self.configuration = self._plan.configuration
+        return EmulatedStep(
+            timeline,
+            (start - self._ranks.conditions.origin) / 1e6 / self.stretch,
+            plan.configuration,
+            plan.number,
+            tuple(ns / 1e6 / self.stretch for rank in ranks for ns in rank.late),
+            tuple(crossing for rank in ranks for crossing in rank.crossings),
+        )
+
+    def reconfigure(self, configuration: Configuration) -> None:
+        """Runs something else from the next step on. Every rank must make the same call.
+
+        Raises:
+            RuntimeFailure: another placement, stage graph or number of microbatches; or the run is steered.
+            ScheduleError: the schedule is not valid, or its caps are below what its own order needs.
+        """
+        if self._helm is not None:
+            raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+        plan = self._ready(configuration)
+        told = self._ranks.peers.gather({"configuration": configuration.digest})
+        require_same(told, "every rank must switch to the same")
+        self._plan = replace(plan, number=self._plan.number + 1)
+        self.configuration = configuration
+
+    def simulated(self, steps: Sequence[EmulatedStep], base: float = 0.0) -> tuple[Timeline, ...]:
+        """What the simulator says of steps, one after the other under the conditions of their time.
+
+        Args:
+            base: ms that every message takes besides.
+        """
+        lines = Lines(replace(self.link_conditions, base=base))
+        return tuple(
+            simulate(
+                step.configuration.schedule,
+                self._costs,
+                links=lines,
+                dispatch=step.configuration.dispatch,
+                transport=self._choice.simulated(step.configuration.delegated),
+                max_held=step.configuration.caps if step.configuration.dispatch.is_dynamic else None,
+                links_at=step.start,
+            )
+            for step in steps
+        )
+
+    def close(self) -> None:
+        """Ends steering and transports."""
+        if self._helm is not None:
+            self._helm.close()
+        self._ranks.close()
+
+    def _ready(self, configuration: Configuration) -> Any:
+        require_switchable(configuration.schedule, self.configuration.schedule)
+        self._choice.require_schedule(configuration.schedule)
+        self._ranks.prepare(configuration.delegated)
+        return plan_of(configuration, self._costs)
+
+
+def _scaled(times: Sequence[tuple[Op, int, int]], stretch: float) -> list[tuple[Op, int, int]]:
+    if stretch == 1:
+        return list(times)
+    return [(op, round(start / stretch), round(end / stretch)) for op, start, end in times]

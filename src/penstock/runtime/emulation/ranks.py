@@ -1,0 +1,254 @@
+"""The ranks of an emulated run: threads of this process, or one process each."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.control import Event
+from penstock.cost import Costs, LinkConditions
+from penstock.runtime.adapt import Helm, Measured, Offer, Readied
+from penstock.runtime.compatibility import require_runnable
+from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulation.gang import Meeting, ProcessesMeeting, ThreadsMeeting
+from penstock.runtime.emulation.plan import EmulatedPlan
+from penstock.runtime.errors import PeerLost
+from penstock.runtime.execute.worker import Transport, Worker
+from penstock.runtime.mesh.consistency import require_same, schedule_digest
+from penstock.runtime.mesh.groups import meeting_groups
+from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.channel import Tags, expected_by_channel
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.wiring import num_indices
+from penstock.schedule import Op
+
+LEAD = 5_000_000
+"""Nanoseconds from the moment when all ranks are ready to the start of a step, so that all start it together."""
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What stays the same over an emulated run."""
+
+    costs: Costs
+    conditions: LinkConditions
+    stretch: float
+    timeout: float
+    choice: TransportChoice
+
+
+class RankStep(NamedTuple):
+    """What one rank measured of a step: its ops, the most it held, how late ops ended (ns), what came in; and its
+    asynchronous ops.
+    """
+
+    rank: int
+    times: list[tuple[Op, int, int]]
+    peak: float
+    late: list[int]
+    crossings: list[Crossing]
+    apart: list[tuple[Op, int, int]]
+
+
+class Step(NamedTuple):
+    """A step of all ranks, by rank; when it started (ns); and what the helm says to run from the next one on."""
+
+    ranks: list[RankStep]
+    start: int
+    next: Readied | None
+
+
+class Waiting(Transport, Protocol):
+    """A transport that can wait, and measures."""
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
+
+    def crossings(self) -> list[Crossing]: ...
+
+    def wake(self) -> None: ...
+
+
+class Ranks(Protocol):
+    """The ranks of a run, here or in many processes."""
+
+    conditions: Conditions
+    peers: Peers
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        """Runs one step."""
+
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links, before they are needed."""
+
+    def close(self) -> None:
+        """Ends the transports."""
+
+
+def _run_rank(
+    worker: Worker, device: EmulatedDevice, transport: Waiting, start: int, meeting: Meeting | None
+) -> RankStep:
+    """Runs a worker from `start` (ns) to its end."""
+    sharpen_timers()
+    while (left := start - time.perf_counter_ns()) > 0:
+        time.sleep(left / 1e9)
+    device.begin(worker.rank, meeting)
+    stream = worker.run_apart(device.start, lambda: transport.wake())
+    try:
+        while True:
+            worker.run_ready()
+            if worker.finished:
+                break
+            before = time.perf_counter_ns()
+            edges = transport.wait(worker.awaited(), worker.stuck_on)
+            device.waited(before, time.perf_counter_ns())
+            for edge in edges:
+                worker.arrive(edge)
+    finally:
+        if stream is not None:
+            stream.close()
+    times, apart = worker.recorder.times, worker.recorder.apart
+    return RankStep(worker.rank, times, worker.peak_held, device.late, transport.crossings(), apart)
+
+
+def _measured(
+    step: RankStep, start: int, events: Sequence[Event] = (), counters: Mapping[str, int] | None = None
+) -> Measured:
+    end = step.times[-1][2] if step.times else start
+    return Measured(step.rank, start, end, step.times, step.crossings, events, step.peak, counters)
+
+
+class Threads:
+    """All ranks in this process, a thread each."""
+
+    def __init__(self, run: Emulated, plan: EmulatedPlan) -> None:
+        self._run = run
+        self.peers: Peers = LocalPeers(plan.schedule.num_ranks)
+        self.conditions = conditions = Conditions(run.conditions, run.stretch)
+        self._boxes = [Mailbox() for _ in self.peers.here]
+        self._transports = [
+            MailboxTransport(self._boxes, rank, conditions, run.timeout, run.choice.depth) for rank in self.peers.here
+        ]
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        run, boxes, transports = self._run, self._boxes, self._transports
+        workers = [plan.worker(rank, transports[rank], run.costs, run.stretch) for rank in self.peers.here]
+        meeting = ThreadsMeeting(run.timeout)
+        found: dict[int, RankStep] = {}
+        errors: list[BaseException] = []
+        for transport in transports:
+            transport.route(plan.configuration.delegated)
+            transport.begin()
+        start = time.perf_counter_ns() + LEAD
+
+        def work(rank: int) -> None:
+            try:
+                found[rank] = _run_rank(*workers[rank], transports[rank], start, meeting)
+            except BaseException as error:
+                errors.append(error)
+                meeting.lose(rank)
+                for box in boxes:
+                    box.lose(rank)
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"penstock-rank-{rank}") for rank in self.peers.here
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            meeting.lose(0)
+            for box in boxes:
+                box.lose(0)
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        ranks = [found[rank] for rank in self.peers.here]
+        if helm is None:
+            return Step(ranks, start, None)
+        helm.ended([_measured(rank, start) for rank in ranks])
+        return Step(ranks, start, helm.settle([helm.offer()]))
+
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+class Processes:
+    """One process a rank; this is one of them."""
+
+    def __init__(self, run: Emulated, plan: EmulatedPlan, peers: GroupPeers) -> None:
+        require_runnable(plan.schedule)
+        Conditions(run.conditions).require_own_queues()
+        self._run = run
+        self.peers: Peers = peers
+        self._meeting = ProcessesMeeting(meeting_groups(plan.schedule, peers), run.timeout)
+        self._rank = peers.here[0]
+        schedule = plan.schedule
+        told = {
+            "schedule": schedule_digest(schedule),
+            "costs": astuple(run.costs),
+            "link condition": str(run.conditions),
+            "dispatch": plan.dispatch.value,
+            "stretch": run.stretch,
+            "transport": run.choice.shared,
+        }
+        require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
+        self._indices = num_indices(schedule)
+        self._tags = Tags.of(schedule)
+        nothing = Conditions(LinkConditions())
+        self._transport: Any = run.choice.make(
+            peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
+        )
+        self._step(plan, stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
+        self.conditions = Conditions(run.conditions, run.stretch, self._moment())
+        self._transport.conditions = self.conditions
+
+    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+        mine, start = self._step(plan, self._run.stretch)
+        offer = None
+        if helm is not None:
+            choice, transport = self._run.choice, self._transport
+            helm.ended([_measured(mine, start, choice.link_events(transport), choice.counters(transport))])
+            offer = helm.offer()
+        told = self.peers.gather((mine._replace(crossings=[]), offer))
+        offers = [Offer(*each) for _, each in told if each is not None]
+        return Step([RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None)
+
+    def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
+        transport, rank = self._transport, self._rank
+        worker, device = plan.worker(rank, transport, self._run.costs, stretch)
+        edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
+        expected = expected_by_channel(edges, self._tags)
+        signatures = ["emulated"] * self._indices
+        threaded = plan.dispatch.is_dynamic or bool(plan.schedule.asynchronous)
+        self._run.choice.route(transport, plan.configuration.delegated)
+        transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
+        start = self._moment() + LEAD
+        found = _run_rank(worker, device, transport, start, self._meeting)
+        transport.end()
+        return found, start
+
+    def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
+        self._run.choice.prepare(self._transport, delegated)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _moment(self) -> int:
+        """A moment that all ranks agree on, when all of them are here. Their clocks are one host's."""
+        return max(self.peers.gather(time.perf_counter_ns()))

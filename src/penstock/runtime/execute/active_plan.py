@@ -1,0 +1,170 @@
+"""What a pipeline runs from one boundary to the next: a configuration, with all that running it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.control import Configuration
+from penstock.cost import Costs, LinkConditions
+from penstock.dispatch import Dispatch, lower
+from penstock.runtime.adapt import Steering
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.plan import StepPlan, pairs_with, plan_step, stages_taped_out_of_order
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.choose import BASES, DelegateOptions, TransportChoice
+from penstock.schedule import Schedule, check
+from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulate.simulate import AUTO, as_dispatch, frozen_caps, memory_changes
+
+
+@dataclass(frozen=True)
+class Running:
+    """Attributes:
+    configuration: see there. plan: of a training step.
+    split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
+    shuffled: as in `StepSettings`.
+    """
+
+    configuration: Configuration
+    plan: StepPlan
+    split: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]]
+    shuffled: frozenset[int]
+    rank: int
+    tags: Tags
+    _forwards: dict[int, StepPlan] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.configuration.schedule
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.configuration.dispatch
+
+    def splits(self, stage: int) -> bool:
+        """Whether any backward of the stage is split."""
+        return any(s == stage for s, _ in self.split)
+
+    def forward(self, num_microbatches: int) -> StepPlan:
+        """The plan of forwards alone, without registered ops and what they wait for."""
+        if num_microbatches not in self._forwards:
+            schedule = self.schedule.forward_only(num_microbatches)
+            if schedule.stage_graph is not None:
+                schedule = replace(schedule, stage_graph=replace(schedule.stage_graph, registered=(), needs=()))
+            self._forwards[num_microbatches] = plan_step(schedule, (), False, self.rank, self.tags)
+        return self._forwards[num_microbatches]
+
+
+def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steering: Steering | None) -> Configuration:
+    """What a pipeline runs first. By default each rank may hold what its own order holds.
+
+    Raises:
+        ScheduleError: a cap below what the schedule's own order needs.
+    """
+    graph = lower(schedule)
+    change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
+    caps = frozen_caps(graph, change, None if steering is None else steering.max_held)
+    return Configuration(schedule, dispatch, (), tuple(caps))
+
+
+def choice_of(
+    transport: str, depth: int | None, steering: Steering | None, delegates: DelegateOptions | None
+) -> TransportChoice:
+    """The transport that a user named. Single links of it may be delegated where steering may do that, or where the
+    user says how.
+    """
+    may = delegates is not None or (steering is not None and steering.may_delegate)
+    return TransportChoice(transport, depth, may and transport in BASES, delegates or DelegateOptions())
+
+
+def running(
+    configuration: Configuration, tied_stages: Sequence[Sequence[int]], rank: int, tags: Tags, costs: Costs | None
+) -> Running:
+    """Works a configuration out, as `rank` runs it.
+
+    Args:
+        costs: whose activations the caps count; 1 a stage where not given.
+    """
+    schedule = configuration.schedule
+    plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
+    _ = plan.wiring.stations  # here, and not in the first step that runs it
+    return Running(
+        configuration,
+        plan,
+        pairs_with(schedule, "I"),
+        pairs_with(schedule, "R"),
+        stages_taped_out_of_order(schedule),
+        rank,
+        tags,
+    )
+
+
+def require_free(schedule: Schedule, steered: bool) -> None:
+    """Raises RuntimeFailure where what runs is not its user's to switch."""
+    if steered:
+        raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
+        )
+
+
+def require_switchable(then: Schedule, now: Schedule) -> None:
+    """Proves a schedule that a running pipeline is to switch to.
+
+    Raises:
+        ScheduleError: it is not valid.
+        RuntimeFailure: it has another placement, stage graph or number of microbatches than what runs.
+    """
+    check(then)
+    for name, what in (
+        ("num_microbatches", "number of microbatches"),
+        ("placement", "placement"),
+        ("graph", "stage graph"),
+    ):
+        if getattr(then, name) != getattr(now, name):
+            raise RuntimeFailure(
+                f"{then.name} has another {what} than {now.name}, which runs; a running pipeline keeps it: build the "
+                f"schedule for the same, or start a new pipeline"
+            )
+
+
+def dispatch_of(
+    given: Dispatch | str,
+    schedule: Schedule,
+    costs: Costs | None,
+    choice: TransportChoice,
+    links: LinkConditions | None = None,
+    max_held: float | Sequence[float] | None = None,
+) -> Dispatch:
+    """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.
+
+    Args:
+        costs: of the schedule's stages; all ops take as long as each other where they are not known.
+        choice: how messages travel; "nccl" runs frozen.
+        links: what is known of them; no delays where not given. max_held: as in `simulate`.
+
+    Raises:
+        ScheduleError: another word, or a policy that waits.
+    """
+    if given != AUTO:
+        dispatch = as_dispatch(given)
+        if schedule.updates is not None and dispatch.is_dynamic:
+            raise RuntimeFailure(
+                f"{schedule.name} has its updates in the order, which says what each op meets; run it frozen"
+            )
+        return dispatch
+    if schedule.updates is not None or choice.name == "nccl":
+        return Dispatch.FROZEN
+    costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
+    found = choose_policy(
+        schedule,
+        costs,
+        links=links,
+        transport=choice.simulated(()),
+        max_held=max_held,
+        policies=WITHOUT_WAITING,
+    )
+    return found.policy.dispatch

@@ -1,0 +1,95 @@
+"""The device of a rank whose schedule has ops of registered kinds: calls their functions, hands on all other ops.
+
+Only such schedules have it, so others pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.runtime.execute.async_ops import Awaited, Started
+from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.worker import Device
+from penstock.runtime.stage.outputs import Outputs
+from penstock.runtime.stage.registered_ops import Calls, name_of
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.schedule import Op
+from penstock.schedule.updates import OWNER
+
+
+class RegisteredDevice:
+    """Around the device that runs the other ops.
+
+    Args:
+        rank: whose device it is.
+        calls: of each registered op its function and what that is told.
+        tokens: how many of the messages that come in for an op are tokens; they come last.
+        outputs: what forwards made here.
+        device: where the stages lie; on a GPU an op ends when its work is done, as with all other ops.
+        meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
+        select: has a stage hold what its copy of a pipeline has; a function sees what the owner's has.
+    """
+
+    def __init__(
+        self,
+        inner: Device,
+        rank: int,
+        calls: Calls,
+        tokens: Mapping[Op, int],
+        outputs: Outputs,
+        device: torch.device,
+        meeting: Meeting | None = None,
+        select: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._inner, self._select = inner, select
+        self._rank, self._calls, self._tokens = rank, calls, tokens
+        self._outputs, self._meeting = outputs, meeting
+        self._gpu = device if device.type == "cuda" else None
+
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        if num_tokens := self._tokens.get(op, 0):
+            received = received[:-num_tokens]
+        if (self._rank, op) not in self._calls:
+            return self._inner.run(op, received)
+        self._once(op, self._call)
+        return None
+
+    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+        """Starts an asynchronous op."""
+        started: Started = self._once(
+            op, lambda op: Awaited(op, self._call(op), self._calls[self._rank, op][1].timeout)
+        )
+        return started
+
+    def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
+        """Calls a function on the first rank of those in this process that run it together; the others get what that
+        returned."""
+        meeting, ranks = self._meeting, self._calls[self._rank, op][1].ranks
+        if meeting is None or len(ranks) == 1:
+            return call(op)
+        if self._rank != ranks[0]:
+            return meeting.find(op)
+        outcome = call(op)
+        meeting.leave(op, outcome)
+        return outcome
+
+    def _call(self, op: Op) -> Any:
+        function, call = self._calls[self._rank, op]
+        if self._select is not None:
+            self._select(OWNER, op.stage)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
+                returned = function(replace(call, _outputs=self._outputs))
+                if self._gpu is not None:
+                    torch.cuda.synchronize(self._gpu)
+                return returned
+        except Exception as error:
+            error.add_note(f"in function {name_of(function)}, which ops= has for kind {op.kind}")
+            raise
+
+    def give(self, edge: Edge) -> Payload:
+        return Payload([]) if edge.is_token else self._inner.give(edge)

@@ -1,0 +1,104 @@
+"""The device of a rank whose schedule has updates: ops meet the right weights, and U makes new ones.
+
+    F, B, I, R, W    the copy binds what the op reads, then the inner device runs it
+    U, owner         own gradients + those that came, in the order of pipelines -> optimizer -> parameters go out
+    U, another copy  takes over what came
+
+Only such schedules have it, so others pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.worker import Device
+from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.parameters.versions import CopyWeights
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.schedule import Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
+from penstock.schedule.updates import OWNER
+
+
+class UpdatingDevice:
+    """Around the device that runs the other ops.
+
+    Where `updating.zero` is set the owner sends parameters; otherwise the summed gradients, and every copy steps.
+    Where the last window goes on in the next step, nothing is sent for it, and its U do nothing.
+
+    Args:
+        updating: the updates of this process.
+        rank: whose device it is.
+    """
+
+    def __init__(self, inner: Device, updating: Updating, rank: int) -> None:
+        schedule = updating.schedule
+        if schedule.windows is None:
+            raise RuntimeFailure(f"{schedule.name} has no updates")
+        weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
+        self._inner, self._weights, self._schedule = inner, weights, schedule
+        self._select = updating.copies.select
+        self._windows, self._zero = schedule.windows, updating.zero
+        self._open = self._windows.num_updates - 1 if updating.leaves_open else None
+        self._memory = {p.untyped_storage().data_ptr() for key in weights for p in self._of(*key).stage.parameters()}
+        self._reduced: dict[int, list[Tensor | None]] = {}
+        """By stage, the sum of the last update, where the copies step themselves."""
+
+    def _of(self, pipeline: int, stage: int) -> CopyWeights:
+        """A copy's weights, whose turn it is from now on."""
+        self._select(pipeline, stage)
+        return self._weights[pipeline, stage]
+
+    def run(self, op: Op, received: Sequence[Payload]) -> None:
+        weights = self._of(self._schedule.pipeline_of(op), op.stage)
+        if op.kind == UPDATE:
+            self._update(weights, op, received)
+            return
+        if op.kind == FORWARD:
+            weights.before_forward(op.microbatch)
+        elif op.kind == WEIGHT:
+            weights.before_weight(op.microbatch)
+        else:
+            weights.before_backward(op.microbatch)
+        self._inner.run(op, received)
+        if op.kind in (BACKWARD, INPUT):
+            weights.done(op.microbatch)
+
+    def give(self, edge: Edge) -> Payload:
+        if not edge.is_update:
+            return self._apart(self._inner.give(edge))
+        stage = edge.consumer.stage
+        update, _ = self._windows.update_of(edge.consumer.microbatch)
+        if update == self._open:
+            return Payload.gradients([])
+        if edge.producer.kind != UPDATE:
+            weights = self._of(self._schedule.pipeline_of(edge.producer), stage)
+            return Payload.gradients(weights.gradients(update))
+        if self._zero:
+            return Payload.gradients(list(self._of(OWNER, stage).values()))
+        return Payload.gradients(self._reduced[stage])
+
+    def _apart(self, payload: Payload) -> Payload:
+        """With memory of its own for what a stage returns of its parameters, which an update may write to."""
+        for place, leaf in enumerate(payload.leaves):
+            if leaf is not None and leaf.untyped_storage().data_ptr() in self._memory:
+                payload.leaves[place] = leaf.clone()
+        return payload
+
+    def _update(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
+        update, pipeline = self._windows.update_of(op.microbatch)
+        if update == self._open:
+            return
+        if pipeline == OWNER:
+            parts = [weights.gradients(update), *(payload.leaves for payload in received)]
+            total = weights.reduced(parts)
+            if not self._zero and self._windows.num_pipelines > 1:
+                self._reduced[op.stage] = total
+            weights.apply(update, [total])
+        elif self._zero:
+            weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
+        else:
+            weights.apply(update, [list(received[0].leaves)])

@@ -1,0 +1,114 @@
+"""Processes that hold shards of the same stages take the same decisions: the first decides, the others follow.
+
+    shard 0 | picks W3 -> runs W3 | picks F7 -> runs F7      by what has come in here
+                 |                     |
+    shard 1 |    '-> waits for what W3 needs, runs it        whatever has come in there
+
+A decision is the number of an op. Those of a step come in order, so the first op of one never meets another's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.dispatch import Dispatch, Dispatcher, Graph
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.weak_group import WeakGroup
+
+_TAG = 1
+"""Of decisions, among messages of the shards' group."""
+
+
+class Shards:
+    """The processes that decide together.
+
+    Args:
+        group: theirs; its first one decides.
+        timeout: seconds that any wait may last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self._group, self._timeout = WeakGroup(group), timeout
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        return self._rank == 0
+
+    def tell(self, op: int) -> None:
+        """Tells the others what is run next."""
+        decision = torch.tensor([op])
+        for other in range(1, self._size):
+            self._sent.append((self._group().send([decision], other, _TAG), decision))
+        while len(self._sent) > 2 * self._size and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def follow(self) -> int:
+        """What the first one runs next. Raises DeadlineExceeded, PeerLost."""
+        decision = torch.zeros(1, dtype=torch.int64)
+        self._wait(self._group().recv([decision], 0, _TAG), 0, "its next decision")
+        return int(decision)
+
+    def end(self) -> None:
+        """Ends a step: all decisions have been taken."""
+        while self._sent:
+            self._wait(self._sent.popleft()[0], None, "decisions to be taken")
+
+    def dispatcher(
+        self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
+    ) -> Dispatcher:
+        """One rank's decisions, in this process."""
+        kind = Leading if self.is_first else Following
+        return kind(self, graph, rank, dispatch, memory_change, cap)
+
+    def _wait(self, work: Any, peer: int | None, what: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise explain(error, self._rank, peer, what, self._timeout) from None
+
+
+class Leading(Dispatcher):
+    """Decides, and tells."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        graph: Graph,
+        rank: int,
+        dispatch: Dispatch,
+        memory_change: Sequence[float],
+        cap: float,
+    ) -> None:
+        super().__init__(graph, rank, dispatch, memory_change, cap)
+        self._shards = shards
+
+    def next(self) -> int | None:
+        op = super().next()
+        if op is not None:
+            self._shards.tell(op)
+        return op
+
+
+class Following(Leading):
+    """Runs what the first one decided, once all that it needs is here."""
+
+    _due: int | None = None
+
+    def next(self) -> int | None:
+        if self._due is None and not self.finished:
+            self._due = self._shards.follow()
+        if self._due is None or self._missing[self._due]:
+            return None
+        op, self._due = self._due, None
+        return self._take(self.rank, op)
+
+    def first_awaited(self) -> int | None:
+        return super().first_awaited() if self._due is None else self._due

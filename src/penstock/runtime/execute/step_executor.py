@@ -1,0 +1,162 @@
+"""The ranks in this process as they run a step: a worker each, with the devices that its ops need."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.dispatch import Dispatch, Dispatcher
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.active_plan import Running
+from penstock.runtime.execute.async_ops import Start, Started
+from penstock.runtime.execute.devices.registered import RegisteredDevice
+from penstock.runtime.execute.devices.torch_device import TorchDevice
+from penstock.runtime.execute.devices.updating import UpdatingDevice
+from penstock.runtime.execute.executors import run_local, run_rank
+from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.lockstep import Shards
+from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.worker import Device, Worker
+from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.stage.branches import end_of, has_many_ends
+from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.ops import StageRunner, StepSettings
+from penstock.runtime.stage.outputs import Outputs
+from penstock.runtime.stage.registered_ops import Calls
+from penstock.runtime.stage.stage import Copy
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.pytree import on_host
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.conditioned import Conditions, local_transports
+from penstock.runtime.transport.wiring import num_indices
+from penstock.schedule import Op, Schedule
+
+
+class RanksHere:
+    """What runs the steps of a pipeline.
+
+    Args:
+        calls: of each registered op its function and what that is told.
+        updating: the updates that are ops; None where there are none.
+        choice, conditions: how messages travel, and what is injected into links.
+        shards: those who hold these ranks' stages together, and so decide together; None where there are none.
+
+    Attributes:
+        runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
+        last: those of them that tell the losses.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: HeldModel,
+        ranks: tuple[int, ...],
+        loss_fn: Callable[..., Tensor] | None,
+        autocast: torch.dtype | None,
+        calls: Calls,
+        updating: Updating | None,
+        choice: TransportChoice,
+        conditions: Conditions | None,
+        shards: Shards | None,
+    ) -> None:
+        self._shards = shards
+        self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
+        self._choice, self._conditions = choice, conditions
+        self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
+        by_ops = has_many_ends(schedule.graph)
+        self._num_indices = num_indices(schedule)
+        self.runners: dict[Copy, StageRunner] = {
+            key: StageRunner(
+                stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
+                len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
+            )
+            for key, stage in model.copies.here.items()
+        }  # fmt: skip
+        ends = {key: runner for key, runner in self.runners.items() if key[1] == end}
+        self.ends = list(ends.values())
+        # Of a shared stage one rank's alone: all of them have the same losses.
+        self._outputs = Outputs(self.runners, end if by_ops else None)
+        self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
+
+    def run(self, settings: StepSettings, running: Running, plan: StepPlan, transport: Any) -> list[Worker]:
+        """Runs a step of some kind to its end.
+
+        Args:
+            running: the configuration. plan: of this kind of step.
+            transport: between processes; None where all ranks are here.
+        """
+        # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
+        # Of shards, ranks that are all in one process would have to take turns alike too; nothing comes late to them.
+        is_free = settings.training and (transport is not None or self._shards is None)
+        dispatch = running.dispatch if is_free else Dispatch.FROZEN
+        local_transport, pause = local_transports(self._num_ranks, self._conditions)
+        graph = plan.wiring.graph
+        meeting = Meeting(graph) if transport is None and graph.gang_ops else None
+        together = self._shards if dispatch.is_dynamic else None
+        decides = Dispatcher if together is None else together.dispatcher
+        workers: list[Worker] = []
+        starts: list[Start] = []
+        for rank in self._ranks:
+            dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
+            device = self._device(rank, plan, settings.training, meeting)
+            starts.append(getattr(device, "start", _nothing_starts))
+            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank), meeting))
+        try:
+            for runner in self.runners.values():
+                runner.begin(settings)
+            if transport is None:
+                for worker, start in zip(workers, starts, strict=True):
+                    worker.run_apart(start, None)
+                run_local(workers, pause)
+            else:
+                signatures = self._signatures(settings)
+                threaded = dispatch.is_dynamic or graph.has_streams
+                digest = zlib.crc32(" ".join(signatures).encode())
+                self._choice.route(transport, running.configuration.delegated)
+                transport.begin(plan.expected, signatures, digest, threaded, plan.window)
+                stream = workers[0].run_apart(starts[0], lambda: transport.wake())
+                try:
+                    run_rank(workers[0], transport)
+                finally:
+                    if stream is not None:
+                        stream.close()
+                transport.end()
+            if together is not None:
+                together.end()
+        finally:
+            for runner in self.runners.values():
+                runner.end()
+        return workers
+
+    def outputs(self, batch: Microbatches) -> dict[int, Any]:
+        """What the model gave for each microbatch here, by its number in the whole batch."""
+        first = batch.replica * len(batch)
+        return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
+
+    def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
+        model, schedule = self._model, plan.wiring.schedule
+        runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
+        inside, select = (model.inside, model.copies.select) if training else (None, None)
+        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, inside)
+        if self._updating is not None and training:
+            device = UpdatingDevice(device, self._updating, rank)
+        if schedule.graph.registered or schedule.graph.needs:
+            tokens = plan.wiring.num_tokens(rank)
+            outputs, calls = self._outputs, self._calls
+            device = RegisteredDevice(device, rank, calls, tokens, outputs, model.device, meeting, select)
+        return device
+
+    def _signatures(self, settings: StepSettings) -> list[str]:
+        shapes = settings.microbatches.signatures
+        texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
+        signatures = [texts[shape] for shape in shapes]
+        return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
+
+
+def _nothing_starts(op: Op, received: Sequence[Payload]) -> Started:
+    raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")

@@ -1,0 +1,121 @@
+"""How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective.
+
+    | losses, a microbatch each | type of the first | new notices | digest of the batch and offers, a rank each |
+
+Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
+digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.adapt import Helm, Offer
+from penstock.runtime.execute.active_plan import Running
+from penstock.runtime.execute.notices import Notices
+from penstock.runtime.mesh.consistency import require_same
+from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.stage.ops import StageRunner
+from penstock.schedule.short_repr import short_repr
+
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives, the same on every rank.
+
+    Attributes:
+        loss: the batch's loss (without a graph, in the loss's own type): the weighted mean over its microbatches.
+            Where updates are ops of the schedule, the mean over their windows.
+        losses: each microbatch's share of it, or of its window's; they add up to `loss`, or to the window's.
+        window_losses: of each update's window; a schedule whose updates are no ops has one.
+        grad_norm: the norm before clipping, where clipping is on and the step updated; else None.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    window_losses: Tensor
+    grad_norm: Tensor | None = None
+
+    __repr__ = short_repr
+
+
+class Outcome:
+    """The end of a step.
+
+    Args:
+        peers, replicas: the ranks of this pipeline; the processes with the same stages of its replicas.
+        last: the runners of the last stage's copies that are in this process.
+    """
+
+    def __init__(self, peers: Peers, replicas: Peers, last: Sequence[StageRunner]) -> None:
+        self._peers, self._replicas, self._last = peers, replicas, last
+
+    def share(self, batch: Microbatches, helm: Helm | None, notices: Notices) -> tuple[StepResult, Running | None]:
+        """The losses; and what to run from the next step on, where that changes.
+
+        Args:
+            helm: whose offer rides along; None where nothing may change.
+            notices: what is new among them, all ranks have afterwards.
+
+        Raises:
+            RuntimeFailure: ranks were given different batches, or ran different plans.
+        """
+        num_microbatches, num_ranks = len(batch), self._peers.num_ranks
+        digests, offers = num_microbatches + 2, num_microbatches + 2 + num_ranks
+        shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
+        for runner in self._last:
+            for m, loss in runner.losses.items():
+                shared[m] = loss
+                if m == 0:
+                    shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+        here = list(self._peers.here)
+        shared[num_microbatches + 1] = notices.num_new
+        shared[digests:offers][here] = batch.digest
+        if helm is not None:
+            shared[offers:].view(num_ranks, -1)[here] = torch.tensor(helm.offer(), dtype=torch.float64)
+        shared = self._peers.sum(shared)
+        given = shared[digests:offers].tolist()
+        require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
+        if shared[num_microbatches + 1]:
+            notices.share()
+        following = None
+        if helm is not None:
+            rows = shared[offers:].view(num_ranks, -1).tolist()
+            following = helm.settle([Offer(*map(int, row)) for row in rows])
+        losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(shared[num_microbatches])])
+        if len(losses) > num_microbatches:
+            total = _sum(losses)
+            return StepResult(total, losses, window_losses=total.reshape(1)), None
+        windows = torch.stack([_sum(losses[window.start : window.stop]) for window in batch.windows])
+        total = windows[0].clone() if len(windows) == 1 else windows.mean()
+        return StepResult(total, losses, window_losses=windows), None if following is None else following.made
+
+    def _of_all(self, losses: Tensor, batch: Microbatches) -> Tensor:
+        """The losses of all replicas' microbatches, in the order of the whole batch."""
+        replicas, size = self._replicas.num_ranks, len(losses)
+        if replicas == 1:
+            return losses
+        mine = self._replicas.here[0]
+        shared = torch.zeros(replicas, size + 1, dtype=torch.float64)
+        shared[mine, :size], shared[mine, size] = losses, batch.digest
+        shared = self._replicas.sum(shared)
+        require_same(
+            [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
+        )
+        return shared[:, :size].reshape(-1)
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """Their sum, in the order in which a plain loop adds them."""
+    first, *others = losses.unbind()
+    total = first.clone()
+    for loss in others:
+        total += loss
+    return total

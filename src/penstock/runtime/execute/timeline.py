@@ -1,0 +1,109 @@
+"""The measured timeline of a step, in the same form as a simulated one, and the costs read off it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from penstock.control import Event
+from penstock.cost import Costs
+from penstock.runtime.adapt import Measured
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule import Op
+from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
+from penstock.schedule.updates import OWNER
+from penstock.simulate import Message, TimedOp, Timeline
+
+RankTimes = Sequence[tuple[Op, int, int]]
+"""(op, start, end) in nanoseconds of a clock that the ranks share."""
+
+
+def measured_of(
+    worker: Worker, begin: int, end: int, events: Sequence[Event], counters: Mapping[str, int] | None
+) -> Measured:
+    """What a worker measured of the step that it has run."""
+    crossings = worker.transport.crossings()
+    return Measured(worker.rank, begin, end, worker.recorder.times, crossings, events, worker.peak_held, counters)
+
+
+def measured_timeline(
+    wiring: Wiring,
+    times: Sequence[RankTimes],
+    peaks: Sequence[float],
+    dispatch: str,
+    apart: Sequence[RankTimes] = (),
+) -> Timeline:
+    """Builds the timeline from every rank's recorded times, and those of its asynchronous ops."""
+    everything = [*enumerate(times), *enumerate(apart)]
+    origin = min((start for _, row in everything for _, start, _ in row), default=0)
+    ended = {(op, rank): (end - origin) / 1e6 for rank, row in everything for op, _, end in row}
+    ops: list[TimedOp] = []
+    messages: list[Message] = []
+    for rank, row in enumerate(times):
+        previous = 0.0
+        for op, start_ns, end_ns in row:
+            start, end = (start_ns - origin) / 1e6, (end_ns - origin) / 1e6
+            cause, cause_end = None, previous
+            for edge in wiring.incoming[op]:
+                source_rank = wiring.sender(edge, rank)
+                if (sent := ended.get((edge.producer, source_rank))) is None:
+                    continue
+                if source_rank != rank:
+                    messages.append(Message(edge.producer, op, source_rank, rank, sent, max(sent, start)))
+                if sent > cause_end:
+                    cause, cause_end = edge.producer, sent
+            ops.append(TimedOp(rank, op, start, end, cause, max(0.0, start - previous)))
+            previous = end
+        for op, start_ns, end_ns in apart[rank] if apart else ():
+            ops.append(TimedOp(rank, op, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
+    return Timeline(wiring.schedule, tuple(ops), tuple(messages), tuple(peaks), "measured", dispatch)
+
+
+def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
+    """The timeline of a step of which each process has some ranks' workers. Every process must call it."""
+    mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.apart) for w in workers]
+    rows = sorted(row for part in peers.gather(mine) for row in part)
+    _, times, peaks, apart = zip(*rows, strict=True)
+    return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, apart)
+
+
+def measured_costs(timelines: Sequence[Timeline]) -> Costs:
+    """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
+
+    Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is
+    I and W together. Forwards that ran again (R), updates on the owner of a stage (U) and registered kinds are among
+    the costs of other ops; updates on other copies are `take_over`.
+    """
+    num_stages = timelines[0].schedule.num_stages
+    found: dict[tuple[str, int], list[float]] = {}
+    taken: dict[int, list[float]] = {}
+    for timeline in timelines:
+        schedule = timeline.schedule
+        for timed in timeline.ops:
+            op, ms = timed.op, timed.end - timed.start
+            if op.kind == UPDATE and schedule.pipeline_of(op) != OWNER:
+                taken.setdefault(op.stage, []).append(ms)
+            else:
+                found.setdefault((op.kind, op.stage), []).append(ms)
+    mean = {key: statistics.fmean(values) for key, values in found.items()}
+    stages = range(num_stages)
+    full = [mean.get(("B", s), mean.get(("I", s), 0.0) + mean.get(("W", s), 0.0)) for s in stages]
+    costs = Costs(
+        f=[mean.get(("F", s), 0.0) for s in stages],
+        i=[mean.get(("I", s), full[s] / 2) for s in stages],
+        w=[mean.get(("W", s), full[s] / 2) for s in stages],
+        b=full,
+        take_over=[statistics.fmean(taken.get(s, [0.0])) for s in stages] if taken else (),
+    )
+    other = {key: ms for key, ms in mean.items() if key[0] not in (*KINDS, *COMMUNICATION)}
+    return costs.with_other(other) if other else costs
+
+
+def idle_share(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> float:
+    """The share of the time from each rank's first op to its last in which it ran none; 0 where nothing ran."""
+    times = [row for row in rows if row]
+    busy = sum(end - start for row in times for _, start, end in row)
+    spans = sum(row[-1][2] - row[0][1] for row in times)
+    return 1 - busy / spans if spans else 0.0

@@ -1,0 +1,231 @@
+"""One rank at work: asks the decision core what to run, runs it on a device, passes messages on.
+
+    transport --arrive--> dispatcher --next--> device.run --> dispatcher.finish
+        ^                                          |
+        +------------------- send ----------------+
+
+It neither waits nor knows threads or processes: the executors do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from typing import Protocol
+
+from penstock.dispatch import Dispatcher
+from penstock.dispatch.graph import ALONE
+from penstock.runtime.execute.async_ops import SharedThreadStream, Start, Stream, WatchedStream
+from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule import Op
+from penstock.schedule.dependencies import predecessors
+
+
+class Device(Protocol):
+    """What runs ops: torch, or nothing at all (null)."""
+
+    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
+        """Runs `op` on what its incoming edges brought, in their order. Returns when it began, in nanoseconds of the
+        monotonic clock, where it had to wait for other ranks that run it too."""
+
+    def give(self, edge: Edge) -> Payload:
+        """What the op just run sends along one of its outgoing edges."""
+
+
+class Transport(Protocol):
+    """What carries payloads to other ranks and brings theirs."""
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Sends, or returns False where the channel is full: try again after an arrival elsewhere."""
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call, as far as can be told without waiting."""
+
+    def take(self, edge: Edge) -> Payload:
+        """The payload of an edge that has arrived."""
+
+    def crossings(self) -> list[Crossing]:
+        """Messages that came in since the last call, and when."""
+
+
+class Recorder:
+    """Start and end of every op of a rank, in nanoseconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[Op, int, int]] = []
+        self.apart: list[tuple[Op, int, int]] = []
+        """Of asynchronous ops."""
+
+
+class Worker:
+    """One rank's step, from its first op to its last.
+
+    Args:
+        meeting: where ranks of this process meet for ops that they run together; None where each is on its own.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        rank: int,
+        dispatcher: Dispatcher,
+        device: Device,
+        transport: Transport,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.rank = rank
+        self.dispatcher = dispatcher
+        self.recorder = Recorder()
+        self.peak_held = 0.0
+        self._wiring = wiring
+        self._device = device
+        self.transport = transport
+        self._local: dict[Edge, Payload] = {}
+        self._unsent: deque[tuple[Edge, int, Payload]] = deque()
+        self._number = wiring.numbers(rank)
+        self._meeting = meeting
+        self._standing: int | None = None
+        """The op that this rank has come to, and others have not."""
+        self._stream: Stream | None = None
+        self._apart: list[int] = []
+        """Asynchronous ops that this rank has come to, and others have not."""
+
+    @property
+    def finished(self) -> bool:
+        """All ops ran and all their messages are with the transport."""
+        if not self.dispatcher.finished or self._unsent or self._standing is not None:
+            return False
+        return self._stream is None or not (self._apart or self._stream.num_open)
+
+    def run_apart(self, start: Start, wake: Callable[[], None] | None) -> Stream | None:
+        """Before the first op: says what starts asynchronous ops. Returns their stream, None where there are none.
+
+        Args:
+            wake: ends this rank's wait for messages; None where it shares its thread with other ranks.
+        """
+        if not self._wiring.graph.has_streams:
+            return None
+        self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
+        return self._stream
+
+    def run_ready(self) -> bool:
+        """Runs ops until the next one must wait; returns whether anything moved."""
+        moved = False
+        number, meeting = self._number, self._meeting
+        while True:
+            while self._unsent:
+                if not self.transport.send(*self._unsent[0]):
+                    return moved
+                self._unsent.popleft()
+                moved = True
+            for edge in self.transport.arrivals():
+                self.dispatcher.arrive(number[edge.consumer])
+                moved = True
+            if self._stream is not None and self._go_on_apart(self._stream):
+                moved = True
+                continue
+            op = self.dispatcher.next() if self._standing is None else self._standing
+            if op is None:
+                return moved
+            if meeting is not None and self._wiring.graph.gang[op] != ALONE:
+                if self._standing is None:
+                    meeting.come(op)
+                    self._standing = op
+                    moved = True
+                if not meeting.may_run(op):
+                    return moved
+                self._standing = None
+            self._run(op)
+            moved = True
+
+    def settle(self) -> bool:
+        """Where this rank shares its thread: waits for the first of its asynchronous ops; whether there was one."""
+        return self._stream is not None and self._stream.settle()
+
+    def arrive(self, edge: Edge) -> None:
+        """Takes note of a message that the executor waited for."""
+        self.dispatcher.arrive(self._number[edge.consumer])
+
+    def awaited(self) -> Sequence[Edge]:
+        """Messages from other ranks that the first op not yet run needs (those that came in included)."""
+        number = self.dispatcher.first_awaited()
+        return () if number is None else self._wiring.stations[number].remote
+
+    def stuck_on(self) -> str:
+        """In words, what the rank waits for."""
+        if self._unsent:
+            edge, target, _ = self._unsent[0]
+            return f"rank {self.rank} waits to send {edge} to rank {target}: the channel is full"
+        wiring = self._wiring
+        if self._standing is not None and self._meeting is not None:
+            op = wiring.graph.ops[self._standing]
+            others = ", ".join(map(str, self._meeting.absent(self._standing) or [wiring.rank_of(op)]))
+            return f"rank {self.rank} has come to {op.short()} of stage {op.stage} and waits for rank {others}"
+        number = self.dispatcher.first_awaited()
+        if number is not None:
+            op = wiring.graph.ops[number]
+            ran = {op for op, _, _ in self.recorder.times}
+            needed = predecessors(op, wiring.schedule.graph, wiring.graph.number)
+            sources = [
+                f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran
+            ]
+            return f"rank {self.rank} waits to run {op.short()} of stage {op.stage}, which needs {', '.join(sources)}"
+        if self._stream is not None and self._stream.num_open:
+            return (
+                f"rank {self.rank} waits for the end of asynchronous ops, {self._stream.num_open} of which are open"
+            )
+        return f"rank {self.rank} has finished"
+
+    def _go_on_apart(self, stream: Stream) -> bool:
+        """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
+        moved = False
+        for number, start, end in stream.ended():
+            station = self._wiring.stations[number]
+            self.recorder.apart.append((station.op, start, end))
+            for edge, target in station.outgoing:
+                if target != self.rank:
+                    self._unsent.append((edge, target, self._device.give(edge)))
+            self.dispatcher.finish(number)
+            moved = True
+        while (found := self.dispatcher.next_apart()) is not None:
+            if self._meeting is not None and self._wiring.graph.gang[found] != ALONE:
+                self._meeting.come(found)
+            self._apart.append(found)
+            moved = True
+        while self._apart and self._may_start(self._apart[0]):
+            number = self._apart.pop(0)
+            station = self._wiring.stations[number]
+            stream.start(number, station.op, [self.transport.take(edge) for edge in station.incoming])
+            moved = True
+        return moved
+
+    def _may_start(self, number: int) -> bool:
+        alone = self._meeting is None or self._wiring.graph.gang[number] == ALONE
+        return alone or self._meeting.may_run(number)  # type: ignore[union-attr]
+
+    def _run(self, number: int) -> None:
+        op, incoming, _, outgoing = self._wiring.stations[number]
+        local, transport = self._local, self.transport
+        received = [local.pop(edge) if edge in local else transport.take(edge) for edge in incoming]
+        self.peak_held = max(self.peak_held, self.dispatcher.held)
+        start = perf_counter_ns()
+        try:
+            start = self._device.run(op, received) or start
+        except Exception as error:
+            error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
+            raise
+        self.recorder.times.append((op, start, perf_counter_ns()))
+        del received
+        given: Edge | None = None
+        for edge, target in outgoing:
+            if edge != given:  # what goes to several ranks is given once
+                payload, given = self._device.give(edge), edge
+            if target == self.rank:
+                local[edge] = payload
+            elif self._unsent or not transport.send(edge, target, payload):
+                self._unsent.append((edge, target, payload))
+        self.dispatcher.finish(number)

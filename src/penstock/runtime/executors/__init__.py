@@ -1,1 +1,0 @@
-"""What drives workers: all in one process, or one process a rank."""

@@ -1,0 +1,52 @@
+"""Process groups of some of the ranks of a pipeline, made by all of them in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.weak_group import WeakGroup
+from penstock.schedule import Schedule
+from penstock.schedule.text import ranks_together
+
+Key = TypeVar("Key")
+
+
+def groups_of(sets: Mapping[Key, tuple[int, ...]], peers: GroupPeers) -> dict[Key, dist.ProcessGroup | None]:
+    """For each set of ranks a group of its own; None where this process is not in it.
+
+    Every process of the pipeline must call it, with the same sets. Waits in a group end after the peers' deadline.
+    """
+    own = peers.group
+    members = dist.get_process_group_ranks(own)
+    whole = len(members) == dist.get_world_size()
+    limit = timedelta(seconds=peers.timeout)
+    made: dict[Key, dist.ProcessGroup | None] = {}
+    for key, ranks in sets.items():
+        inside = [members[rank] for rank in ranks]
+        if whole:
+            group = dist.new_group(inside, timeout=limit)
+        else:
+            # A group that its members alone make is named after them and after how many groups they know: who is not
+            # in it makes one of itself, so that all go on counting alike.
+            mine = inside if dist.get_rank() in inside else [dist.get_rank()]
+            group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+        made[key] = group if peers.here[0] in ranks and isinstance(group, dist.ProcessGroup) else None
+    return made
+
+
+def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int], WeakGroup]:
+    """For each kind of op on a stage that several ranks run together, this one among them, their group.
+
+    Asynchronous ops have groups of their own: what they do there keeps its own order. Every process of the pipeline
+    must call it.
+    """
+    together = {(op.kind, op.stage): ranks for op, ranks in sorted(ranks_together(schedule).items())}
+    keys = {place: (ranks, place if place in schedule.asynchronous else None) for place, ranks in together.items()}
+    groups = groups_of({key: key[0] for key in keys.values()}, peers)
+    found = {place: groups[key] for place, key in keys.items()}
+    return {place: WeakGroup(group) for place, group in found.items() if group is not None}

@@ -1,0 +1,74 @@
+"""What links take by themselves: short messages there and back between all nodes, in rounds of disjoint pairs.
+
+    round 0    0-3 1-2        round 1    0-2 3-1        round 2    0-1 2-3
+
+Between two steps nothing else is under way, so the shortest of a few round trips is what the link takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from penstock.cost import Mesh
+from penstock.runtime.mesh.failure import explain
+
+TRIPS = 3
+"""Round trips of which the shortest counts."""
+
+
+def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
+    """Every pair of nodes once, in rounds in which each node is in one pair at most (the circle method)."""
+    seats: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+def probe(mesh: Mesh, timeout: float) -> dict[tuple[int, int], float]:
+    """Milliseconds one way between each two nodes, the same in every process. All of torch.distributed must call it.
+
+    Of the processes of a node the first measures.
+
+    Raises:
+        DeadlineExceeded, PeerLost: a process is late or gone.
+    """
+    me = dist.get_rank()
+    found = torch.zeros(mesh.num_nodes, mesh.num_nodes, dtype=torch.float64)
+    if me % mesh.tp == 0:
+        node = me // mesh.tp
+        for pairs in rounds(mesh.num_nodes):
+            for a, b in pairs:
+                if node in (a, b):
+                    found[a, b] = _round_trip(node == a, (a + b - node) * mesh.tp, timeout) / 2
+    work = dist.all_reduce(found, async_op=True)
+    _wait(work, None, timeout)
+    return {(a, b): float(found[a, b]) for a in range(mesh.num_nodes) for b in range(a + 1, mesh.num_nodes)}
+
+
+def _round_trip(begins: bool, other: int, timeout: float) -> float:
+    """The shortest round trip (ms); 0 on the side that only answers."""
+    ball, shortest = torch.zeros(1), float("inf")
+    for _ in range(TRIPS):
+        start = time.perf_counter_ns()
+        if begins:
+            _wait(dist.isend(ball, other), other, timeout)
+            _wait(dist.irecv(ball, other), other, timeout)
+        else:
+            _wait(dist.irecv(ball, other), other, timeout)
+            _wait(dist.isend(ball, other), other, timeout)
+        shortest = min(shortest, (time.perf_counter_ns() - start) / 1e6)
+    return shortest if begins else 0.0
+
+
+def _wait(work: object, peer: int | None, timeout: float) -> None:
+    try:
+        work.wait(timedelta(seconds=timeout))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise explain(error, dist.get_rank(), peer, "a probe of a link", timeout) from None

@@ -1,0 +1,189 @@
+"""Where a process lies in a mesh of pipelines, their replicas and the shards of their layers.
+
+mesh (pp 2, dp 2, tp 1)      replica 0: ranks 0 1 of a pipeline on processes 0 and 2
+                             replica 1: ranks 0 1 of another on processes 1 and 3
+
+pipeline   the ranks of this process's pipeline: they send one another activations and gradients
+replicas   the processes with the same stages and other microbatches: they add up gradients
+shards     the processes that hold one stage together (tensor parallelism)
+everyone   all of the mesh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.failure import explain, is_of_a_group
+from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, MeshPeers, Peers, peers_of
+from penstock.schedule import Schedule
+
+PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
+SHARDINGS = ("none", "zero1", "fsdp")
+"""What replicas keep in parts: nothing, the optimizer's state, or that and parameters and gradients."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A process's place.
+
+    Attributes:
+        pipeline, replicas, everyone: see above; peers of one where there are no others.
+        shards: a one-dimensional device mesh; None where every stage is whole.
+        holders: the device mesh of all processes with this stage; None where there is one replica.
+        sharding: what replicas keep in parts, one of SHARDINGS.
+        timeout: seconds that any wait may last.
+    """
+
+    pipeline: Peers
+    replicas: Peers
+    everyone: Peers
+    shards: Any = None
+    holders: Any = None
+    sharding: str = SHARDINGS[0]
+    timeout: float = 60.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what may wait inside torch's own ops for others that hold parts of a stage.
+
+        Raises:
+            DeadlineExceeded, PeerLost: one of them is late or gone.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self.has_parts or self.shards is not None) or not is_of_a_group(error):
+                raise
+            raise explain(error, self.everyone.here[0], None, "parts of a stage", self.timeout) from None
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Which replica of the pipeline this process belongs to."""
+        return self.replicas.here[0]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a batch this process's replica has, and of how many."""
+        return self.replica, self.num_replicas
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each replica keeps a part of every parameter."""
+        return self.sharding == "fsdp" and self.num_replicas > 1
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its stages this process holds."""
+        return 0 if self.shards is None else int(self.shards.get_local_rank())
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shards is None else int(self.shards.size())
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is a pipeline and nothing else."""
+        return self.num_replicas == self.num_shards == 1
+
+
+def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDINGS[0]) -> Mesh:
+    """The place of this process.
+
+    Args:
+        mesh: a device mesh with dimensions named pp, dp and tp, any of them left out; a process group or a
+            one-dimensional device mesh for a pipeline alone; or None: all of torch.distributed is the pipeline, or
+            all ranks are in this process.
+        num_ranks: of the schedule.
+        sharding: see `Mesh`.
+
+    Raises:
+        RuntimeFailure: dimensions of other names, a pipeline of another size than the schedule's, or an unknown
+            sharding.
+    """
+    if sharding not in SHARDINGS:
+        raise RuntimeFailure(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}")
+    names: tuple[str, ...] = getattr(mesh, "mesh_dim_names", None) or ()
+    if not set(names) & {PIPELINE, REPLICAS, SHARDS}:
+        if getattr(mesh, "ndim", 1) > 1:
+            raise RuntimeFailure(
+                f"the device mesh has {mesh.ndim} dimensions, named {', '.join(names) or 'nothing'}; name them pp, "
+                'dp and tp: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))'
+            )
+        pipeline = peers_of(mesh, num_ranks, timeout)
+        return Mesh(pipeline, LocalPeers(1), pipeline)
+    if unknown := sorted(set(names) - {PIPELINE, REPLICAS, SHARDS}):
+        raise RuntimeFailure(f"the device mesh has a dimension {unknown[0]!r}; the names are pp, dp and tp")
+    _require_order(mesh, names)
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    if sizes.get(PIPELINE, 1) > 1 or (PIPELINE in sizes and num_ranks > 1):
+        pipeline = peers_of(mesh.get_group(PIPELINE), num_ranks, timeout)
+    else:
+        pipeline = LocalPeers(num_ranks)  # one process runs the whole pipeline
+    replicas: Peers = LocalPeers(1)
+    shards = mesh[SHARDS] if sizes.get(SHARDS, 1) > 1 else None
+    holders = None
+    if sizes.get(REPLICAS, 1) > 1:
+        replicas = GroupPeers(mesh.get_group(REPLICAS), timeout)
+        holders = mesh[REPLICAS] if shards is None else mesh[REPLICAS, SHARDS]
+    for name, waits in ((SHARDS, shards is not None), (REPLICAS, sharding == "fsdp" and holders is not None)):
+        if waits:  # in torch's own ops
+            mesh.get_group(name).set_timeout(timedelta(seconds=timeout))
+    if shards is None and isinstance(replicas, LocalPeers):
+        return Mesh(pipeline, replicas, pipeline)
+    along = [pipeline, replicas, *([] if shards is None else [GroupPeers(shards.get_group(), timeout)])]
+    everyone = MeshPeers(_everyone(mesh.mesh.flatten().tolist()), along, timeout)
+    return Mesh(pipeline, replicas, everyone, shards, holders, sharding, timeout)
+
+
+def _require_order(mesh: Any, names: Sequence[str]) -> None:
+    """Raises RuntimeFailure where groups call their processes by other numbers than the mesh's coordinates.
+
+    torch sorts the processes of a group, so that a mesh which names them in another order has groups that disagree.
+    """
+    coordinate = mesh.get_coordinate()
+    for name, place in zip(names, coordinate or (), strict=False):
+        if mesh[name].size() > 1 and (other := dist.get_rank(mesh.get_group(name))) != place:
+            raise RuntimeFailure(
+                f"process {dist.get_rank()} lies at {name} {place} of the device mesh and is number {other} of that "
+                "group, as torch sorts groups; build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))"
+            )
+
+
+def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
+    if sorted(processes) == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    made = dist.new_group(list(processes), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # every process of the mesh is in it
+    return made
+
+
+def require_meshable(mesh: Mesh, schedule: Schedule, steered: bool) -> None:
+    """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
+    if mesh.is_flat:
+        return
+    what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
+    if schedule.updates is not None:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, each on one rank alone, and {what} would have to agree "
+            "on every one; use a schedule without updates as ops"
+        )
+    if steered:
+        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
+    if mesh.num_shards > 1 and schedule.placement.shared:
+        raise RuntimeFailure(
+            f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "
+            f"{what} would cut it again; use one of both"
+        )

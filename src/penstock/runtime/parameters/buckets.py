@@ -1,0 +1,185 @@
+"""Gradients, or parameters, of several tensors as one message.
+
+    | gradient | gradient | gradient | there 1 1 1 |
+
+The last numbers say which tensors have a gradient at all, so that one which has none on any replica still has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.tensors.dtensor import as_shard, local, placements_of
+
+BUCKET_BYTES = 25 * 2**20
+"""Most bytes of a bucket, unless one tensor alone has more: large enough for a link's full speed, small enough that
+the first is under way while others are being made."""
+
+
+def cut_into_buckets(parameters: Iterable[Parameter], key: Callable[[Parameter], Any]) -> list[list[Parameter]]:
+    """Parameters in groups of one type, device and `key`, in their order, each group within BUCKET_BYTES."""
+    buckets: list[list[Parameter]] = []
+    open_ones: dict[Any, tuple[list[Parameter], int]] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device, key(parameter)
+        size = local(parameter).numel() * parameter.element_size()
+        bucket, held = open_ones.get(kind, ([], 0))
+        if not bucket or held + size > BUCKET_BYTES:
+            bucket, held = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_ones[kind] = bucket, held + size
+    return buckets
+
+
+class SumBucket(Protocol):
+    """The gradients of some parameters on their way through a sum over replicas."""
+
+    def start(self) -> Any:
+        """Begins the sum; returns what to wait for."""
+
+    def unpack(self) -> None:
+        """Gives the parameters what the sum gave, after the wait."""
+
+
+class GradientBucket:
+    """A sum that every replica gets, or the owner of the parameters alone.
+
+    Args:
+        peers: the replicas. owner: the number of the only one that gets the sum; None: all do.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], peers: GroupPeers, owner: int | None) -> None:
+        self._parameters, self._peers, self._owner = parameters, peers, owner
+        self._flat = torch.cat([gradient_of(p).reshape(-1) for p in parameters] + [_there(parameters)])
+
+    def start(self) -> Any:
+        group = self._peers.group
+        if self._owner is None:
+            return dist.all_reduce(self._flat, group=group, async_op=True)
+        return dist.reduce(self._flat, group=group, group_dst=self._owner, async_op=True)
+
+    def unpack(self) -> None:
+        if self._owner not in (None, self._peers.here[0]):
+            for parameter in self._parameters:
+                parameter.grad = None  # what a sum towards another process left here is no one's
+            return
+        there = self._flat[-len(self._parameters) :].tolist()
+        start = 0
+        for parameter, found in zip(self._parameters, there, strict=True):
+            mine = local(parameter)
+            if found:
+                part = self._flat[start : start + mine.numel()].view(mine.shape)
+                gradient = None if parameter.grad is None else local(parameter.grad)
+                if gradient is None:
+                    parameter.grad = as_shard(part.clone(), parameter)
+                else:
+                    gradient.copy_(part)
+            start += mine.numel()
+
+
+class PartBucket:
+    """A sum of which every replica gets the part that its optimizer steps.
+
+        to replica 0                to replica 1
+        | rows 0, 1 | there 1 1 |   | rows 2, (3) | there 1 1 |     three rows for two replicas: the last is padding
+
+    Args:
+        parameters: whole, with gradients of this replica. parts: of each the part that is kept here, which gets that
+            part of the sum as its gradient. dims: the dimension along which each is cut.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], parts: Sequence[Parameter], dims: Sequence[int], peers: GroupPeers
+    ) -> None:
+        self._parts, self._dims, self._peers = parts, dims, peers
+        there = _there(parameters)
+        rows: list[list[Tensor]] = [[] for _ in range(peers.num_ranks)]
+        self._rows = []
+        for parameter, dim in zip(parameters, dims, strict=True):
+            gradient = gradient_of(parameter).movedim(dim, 0)
+            parameter.grad = None
+            per_part = -(-gradient.shape[0] // peers.num_ranks)
+            self._rows.append((per_part, *gradient.shape[1:]))
+            padded = gradient.new_zeros((peers.num_ranks * per_part, *gradient.shape[1:]))
+            padded[: gradient.shape[0]] = gradient
+            for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
+                row.append(part)
+        self._whole = torch.cat([part for row in rows for part in (*row, there)])
+        self._flat = self._whole.new_empty(self._whole.numel() // peers.num_ranks)
+
+    def start(self) -> Any:
+        rows = list(as_real(self._whole).chunk(self._peers.num_ranks))
+        return dist.reduce_scatter(as_real(self._flat), rows, group=self._peers.group, async_op=True)
+
+    def unpack(self) -> None:
+        there = self._flat[-len(self._parts) :].tolist()
+        start = 0
+        for part, dim, shape, found in zip(self._parts, self._dims, self._rows, there, strict=True):
+            end = start + math.prod(shape)
+            if found:
+                mine = self._flat[start:end].view(shape)[: local(part).shape[dim]].movedim(0, dim)
+                part.grad = as_shard(mine.clone(memory_format=torch.contiguous_format), part)
+            start = end
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same numbers for backends that know real ones alone."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _there(parameters: Sequence[Parameter]) -> Tensor:
+    """A number for each that says whether it has a gradient."""
+    like = parameters[0]
+    return torch.tensor([float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device)
+
+
+def gradient_of(parameter: Parameter) -> Tensor:
+    """What lies in this process of a parameter's gradient; zeros where it has none.
+
+    Raises:
+        RuntimeFailure: it is sparse, or lies otherwise than the parameter.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(local(parameter))
+    if gradient.is_sparse:
+        raise RuntimeFailure(
+            f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and replicas add up dense "
+            "ones; make the op that gave it dense (sparse=False)"
+        )
+    if placements_of(gradient) != placements_of(parameter):
+        raise RuntimeFailure(
+            f"a gradient lies as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "
+            "the stage's parallelize= keep both alike"
+        )
+    return local(gradient)
+
+
+class ValueBucket:
+    """The values of some tensors on their way from one process to others."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [local(t.detach()) for t in tensors]
+        self.flat = torch.cat([t.reshape(-1) for t in self._tensors])
+
+    def unpack(self) -> None:
+        start = 0
+        with torch.no_grad():
+            for tensor in self._tensors:
+                tensor.copy_(self.flat[start : start + tensor.numel()].view(tensor.shape))
+                start += tensor.numel()
+
+
+def wait_for(work: Any, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))

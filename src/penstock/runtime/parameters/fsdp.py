@@ -1,0 +1,186 @@
+"""Parameters of which every replica keeps a part, and the whole only while a step runs (ZeRO-3, fully sharded).
+
+    at rest            module.weight is this replica's part, a DTensor; the optimizer steps it
+    a step begins      the parts of all replicas are gathered, and module.weight is whole
+    its backwards      add to whole gradients here
+    REDUCE             adds a stage's gradients up over the replicas and leaves each its part of the sum
+    the step ends      module.weight is the part again, and the whole's memory is given up
+
+Everything is gathered at once, in one order on all replicas, and gradients go stage by stage. So replicas may use
+different layers (a mixture whose expert gets no sample here) and run their ops in different orders. torch's FSDP2
+gathers a layer when it is called and adds its gradients up when a backward reaches it, where such replicas would wait
+for each other; it also takes the place of a layer's hooks, and takes one type per layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.process_mesh import REPLICAS, Mesh
+from penstock.runtime.parameters.buckets import as_real, cut_into_buckets
+from penstock.runtime.parameters.owners import sees_gradients
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import is_sharded, local
+from penstock.schedule import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """Attributes:
+    whole: the parameter that was given; it has memory in a step alone.
+    part: what takes its place at rest: rows of it, along dimension `dim`.
+    places: the modules that have it, with its name there.
+    """
+
+    name: str
+    whole: Parameter
+    part: Parameter
+    dim: int
+    places: tuple[tuple[nn.Module, str], ...]
+
+    def put(self, parameter: Parameter) -> None:
+        """Puts the whole or the part into its modules."""
+        for module, name in self.places:
+            setattr(module, name, parameter)
+
+
+class ShardedParameters:
+    """The parameters of the stages of this process, of which each replica keeps a part.
+
+    Tied parameters of several stages stay whole on every replica, and so does what is one number.
+
+    Args:
+        tied: names of parameters that several stages share.
+
+    Raises:
+        RuntimeFailure: several pipelines, or shared stages.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, placement: Placement, tied: Collection[str]) -> None:
+        if placement.num_pipelines > 1 or placement.shared:
+            raise RuntimeFailure(
+                'sharding="fsdp" takes stages that one rank of one pipeline runs; use "zero1", or another schedule'
+            )
+        self._mesh, self._group = mesh, mesh.replicas.group  # type: ignore[attr-defined]
+        self.of_whole: dict[int, ShardedParameter] = {}
+        for stage in stages.values():
+            for tensor in (*stage.parameters(), *stage.buffers()):
+                dist.broadcast(as_real(local(tensor.data)), group=self._group, group_src=0)
+            places: dict[Parameter, list[tuple[nn.Module, str]]] = {}
+            for module in stage.modules():
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    places.setdefault(parameter, []).append((module, name))
+            for name, parameter in stage.named_parameters():
+                dim = None if name in tied else _cut_along(parameter)
+                if dim is not None and _has_own_memory(parameter):
+                    part = self._part(parameter, dim)
+                    one = ShardedParameter(name, parameter, part, dim, tuple(places[parameter]))
+                    self.of_whole[id(parameter)] = one
+        # By the wholes, which are as large on every replica.
+        buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
+        self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
+        self._is_whole = True
+        self.reshard()
+
+    def _part(self, parameter: Parameter, dim: int) -> Parameter:
+        from torch.distributed.tensor import DTensor, Shard
+
+        num, number = self._mesh.num_replicas, self._mesh.replica
+        value = local(parameter.data)
+        begin = min(number * rows_per_part(value.shape[dim], num), value.shape[dim])
+        length = min(rows_per_part(value.shape[dim], num), value.shape[dim] - begin)
+        holders, cuts = self._mesh.holders, (Shard(dim),)
+        if is_sharded(parameter):
+            cuts = (*cuts, *parameter.placements)  # type: ignore[attr-defined]
+        elif self._mesh.shards is not None:
+            holders = holders[REPLICAS]
+        part = DTensor.from_local(
+            value.narrow(dim, begin, length).clone(memory_format=torch.contiguous_format),
+            holders,
+            cuts,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return Parameter(part, requires_grad=parameter.requires_grad)
+
+    def unshard(self) -> None:
+        """Gathers the parameters from all replicas."""
+        if self._is_whole:
+            return
+        for bucket in self._buckets:
+            self._gather(bucket)
+        for one in self.of_whole.values():
+            one.whole.requires_grad_(one.part.requires_grad)
+            one.put(one.whole)
+        self._is_whole = True
+
+    @torch.no_grad()
+    def _gather(self, bucket: list[ShardedParameter]) -> None:
+        num, mine, shapes = self._mesh.num_replicas, [], []
+        for one in bucket:
+            part = local(one.part).movedim(one.dim, 0)
+            shapes.append((rows_per_part(local(one.whole).shape[one.dim], num), *part.shape[1:]))
+            padded = part.new_zeros(shapes[-1])
+            padded[: len(part)] = part
+            mine.append(padded.reshape(-1))
+        flat = torch.cat(mine)
+        found = flat.new_empty(num * flat.numel())
+        rows, start = found.view(num, -1), 0
+        dist.all_gather(list(as_real(rows).unbind(0)), as_real(flat), group=self._group)
+        for one, shape in zip(bucket, shapes, strict=True):
+            size = math.prod(shape)
+            value = rows[:, start : start + size].reshape(num * shape[0], *shape[1:])
+            start += size
+            whole = local(one.whole.data)
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
+
+    def reshard(self) -> None:
+        """Gives up what other replicas keep."""
+        if not self._is_whole:
+            return
+        for one in self.of_whole.values():
+            one.put(one.part)
+            one.whole.grad = None  # of a step that broke off; else it went into the sum
+            local(one.whole.data).untyped_storage().resize_(0)
+        self._is_whole = False
+
+    def require_unhooked(self) -> None:
+        """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""
+        for one in self.of_whole.values():
+            if sees_gradients(one.part, when_added=False):
+                raise RuntimeFailure(
+                    f'{one.name} has a hook that is to see its gradients, and with sharding="fsdp" the parameter '
+                    "that is there between steps is a part, to which no backward comes; register the hook before the "
+                    "pipeline is made"
+                )
+
+
+def rows_per_part(num: int, num_parts: int) -> int:
+    """How many of `num` rows a part has at most; as DTensor cuts them, the last ones may have fewer."""
+    return -(-num // num_parts)
+
+
+def _has_own_memory(parameter: Parameter) -> bool:
+    """Whether a parameter's memory is its own, so that it may be given up; gives a plain one its own."""
+    value = local(parameter.data)
+    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        return True
+    if not is_sharded(parameter):
+        parameter.data = value.clone()
+    return not is_sharded(parameter)
+
+
+def _cut_along(parameter: Tensor) -> int | None:
+    """The first dimension along which a parameter is not cut into shards yet; None where there is none, or no row."""
+    taken = {p.dim for p in parameter.placements if p.is_shard()} if is_sharded(parameter) else set()  # type: ignore[attr-defined]
+    return next((dim for dim in range(parameter.dim()) if dim not in taken and parameter.shape[dim]), None)

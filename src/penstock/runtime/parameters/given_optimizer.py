@@ -1,0 +1,95 @@
+"""The optimizer that a user gave: made over this process's parameters, and put back where making a pipeline fails.
+
+a class, or a function    optimizer_of --> called with the parameters that are stepped here
+an optimizer              optimizer_of --> its groups keep, of their parameters, those that are stepped here
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+
+
+@contextmanager
+def kept_groups(optimizer: object) -> Iterator[None]:
+    """A given optimizer has the parameters that it had where what comes in here fails."""
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    before = [list(group["params"]) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+        raise
+
+
+def optimizer_of(
+    given: Callable[[list[Parameter]], Optimizer] | Optimizer | None,
+    parameters: list[Parameter],
+    stand_ins: Mapping[int, Sequence[Parameter]] | None = None,
+) -> Optimizer | None:
+    """The optimizer over this process's parameters.
+
+    Args:
+        stand_ins: by the id of a parameter that a given optimizer has, those that it is to have instead.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Optimizer):
+        if given.state and stand_ins:
+            raise RuntimeFailure("the optimizer has stepped already; give a new one, or a function that makes one")
+        own = {id(p) for p in parameters}
+        for group in given.param_groups:
+            named = [one for p in group["params"] for one in (stand_ins or {}).get(id(p), (p,))]
+            group["params"] = [p for p in named if id(p) in own]
+        return given
+    if parameters:
+        return made_by(given, parameters)
+    # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
+    empty = made_by(given, [Parameter(torch.zeros(0))])
+    for group in empty.param_groups:
+        group["params"] = []
+    return empty
+
+
+Made = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def made_by(given: Made, parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimizer that a function makes. Raises RuntimeFailure where it makes something else."""
+    optimizer: Any = given(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise RuntimeFailure(
+            f"optimizer= made {type(optimizer).__name__}, not a torch optimizer; give a class like "
+            "torch.optim.AdamW, or a partial of it"
+        )
+    require_steps_alone(optimizer)
+    return optimizer
+
+
+def require_steps_alone(optimizer: Any) -> None:
+    """Raises RuntimeFailure for an optimizer, or a class of them, whose step asks for arguments, as LBFGS's does."""
+    known = getattr(optimizer, "func", optimizer)  # of a partial
+    kind = known if isinstance(known, type) else type(known)
+    if not issubclass(kind, Optimizer):
+        return
+    needed = [
+        name
+        for name, parameter in list(inspect.signature(kind.step).parameters.items())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise RuntimeFailure(
+            f"{kind.__name__}.step needs {', '.join(needed)}, and a pipeline calls step() once after each batch: an "
+            "optimizer that computes the loss again has nothing to do that with; take another one"
+        )

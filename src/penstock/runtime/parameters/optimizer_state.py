@@ -1,0 +1,161 @@
+"""What training changes in this process, from one step to the next: parameters, their gradients, the optimizer.
+
+    begin() -> the schedule's ops add to gradients -> gather() -> update()
+
+Where updates are ops of the schedule, they have run by the time of `gather`, and there is no `update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.parameters.clip import global_norm, scale_gradients
+from penstock.runtime.parameters.data_parallel import replicas_of
+from penstock.runtime.parameters.given_optimizer import optimizer_of
+from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.state_bytes import bytes_of
+from penstock.runtime.parameters.updating import Updating
+from penstock.schedule import Schedule
+
+GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
+
+
+class Learner:
+    """Attributes:
+    model: as this process holds it. optimizer: over what is stepped here. num_updates: so far.
+    clip_norm: see `ps.Pipeline`.
+    replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
+
+    Args:
+        schedule: with its REDUCE ops, where there are replicas.
+        zero: see `ps.Pipeline`.
+    """
+
+    def __init__(
+        self,
+        model: HeldModel,
+        mesh: Mesh,
+        schedule: Schedule,
+        optimizer: GivenOptimizer,
+        clip_norm: float | None,
+        zero: bool,
+        timeout: float,
+    ) -> None:
+        self.clip_norm, self.num_updates = clip_norm, 0
+        self._name, self._windows = schedule.name, schedule.windows
+        self.model, self._mesh, self._zero = model, mesh, zero
+        if optimizer is not None:
+            model.require_trainable()
+        self.replicas = replicas_of(model, mesh, schedule, timeout)
+        self.replicas.share_all()
+        self.updating = Updating(schedule, model.copies, zero) if schedule.updates is not None else None
+        self.optimizer = self._make_optimizer(optimizer)
+
+    def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
+        """Over what is stepped here: of several copies of a stage the owner's, or every one."""
+        if self.updating is not None:
+            return self.updating.make_optimizer(given)
+        model = self.model
+        stepped = model.owned() if self._zero else model.parameters
+        return optimizer_of(given, self.replicas.owned(stepped), model.stand_ins())
+
+    def begin(self, rates: Sequence[float] | None, update: bool) -> None:
+        """Starts a step. `rates` and `update` as in `Pipeline.step`.
+
+        Raises RuntimeFailure where stages share what a step would change out of order, or a hook would see nothing.
+        """
+        self.model.require_trainable()
+        if self.updating is not None:
+            self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
+        else:
+            self.model.copies.leave_sums_to_owners()
+        self.replicas.begin()
+        self.model.begin()
+
+    def gather(self) -> None:
+        """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned.
+
+        Raises RuntimeFailure where a part of a gradient would be lost.
+        """
+        self.model.require_own_gradients()
+        if self.updating is None:
+            self.model.gather_gradients()
+        self.replicas.finish()
+        self.replicas.share_buffers()
+        self.model.copies.share_buffers()
+
+    def fail(self, error: BaseException) -> None:
+        """The step broke off."""
+        self.zero_grad()
+        if self.updating is not None:
+            self.updating.fail(error)
+
+    def end(self) -> None:
+        """The step is over, however it went."""
+        self.model.end()
+        self.replicas.reshard()
+
+    def count_updates(self, update: bool) -> None:
+        """Takes note of those that ran as ops."""
+        if self.updating is not None and self._windows is not None:
+            self.updating.end()
+            self.num_updates += len(self._windows.ranges) - (not update)
+
+    def update(self) -> Tensor | None:
+        """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
+
+        Raises:
+            RuntimeFailure: updates are ops of the schedule, and have run.
+        """
+        if self.updating is not None:
+            raise RuntimeFailure(f"{self._name} has updates as ops of its order; step() runs them all")
+        model, norm = self.model, None
+        if self.clip_norm is not None:
+            told = [name for name, p in model.own.items() if self._answers_for(p)]
+            norm = global_norm(model.dtypes, model.named, told, self._mesh.everyone)
+            scale_gradients(model.parameters, self.clip_norm, norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.replicas.share_parameters()
+            if self._zero:
+                model.copies.share_parameters()
+        self.num_updates += 1
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def require_whole(self) -> None:
+        """Raises RuntimeFailure where a step that broke off may have made some of its updates."""
+        if self.updating is not None:
+            self.updating.require_whole()
+
+    def bytes_of(self, rank: int) -> dict[str, int]:
+        """What a rank here holds; see `Pipeline.state_bytes`."""
+        return bytes_of(self.model.copies, self.updating, self.optimizer, rank, self._zero)
+
+    def answers(self, stage: int, tensor: Tensor) -> bool:
+        """Whether this process is the one that writes a tensor of a stage."""
+        hosts = self.model.placement.hosts(0, stage)
+        return hosts[0] in self._mesh.pipeline.here and self._answers_for(tensor)
+
+    def holder(self, stage: int) -> str:
+        """Which replica and shard of a stage this process holds, as names in a checkpoint have it."""
+        hosts, here = self.model.placement.hosts(0, stage), self._mesh.pipeline.here
+        part = hosts.index(here[0]) if len(hosts) > 1 and here[0] in hosts else self._mesh.shard
+        return f"{self._mesh.replica}.{part}"
+
+    def steps(self, parameter: Parameter) -> bool:
+        """Whether this process steps a parameter."""
+        return bool(self.replicas.owned([parameter]))
+
+    def _answers_for(self, tensor: Tensor) -> bool:
+        """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
+        return self._mesh.shard == 0 and self.replicas.answers_for(tensor)

@@ -1,0 +1,181 @@
+"""Stages that several ranks share, between processes: each builds the stage, and then holds a shard of it.
+
+    stage 0 on ranks 0 1 2    every rank builds it -> all have rank 0's values -> parallelize(stage, mesh of 0 1 2)
+
+Where nothing says how to cut the stage, every rank runs the whole of it: the same numbers, and no less work. In one
+process there is one stage, and its first rank runs it for all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.groups import groups_of
+from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.parameters.tied import Tie
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.dtensor import placements_of
+from penstock.schedule import Placement
+
+Parallelize = Callable[[nn.Module, Any], Any]
+"""(stage, one-dimensional device mesh): changes a whole stage into this rank's shard of it."""
+
+
+def share_stages(
+    stages: Mapping[int, Stage], placement: Placement, peers: Peers, parallelize: Parallelize | None
+) -> None:
+    """Makes this process's stages that it shares with others one with theirs, and cuts them.
+
+    Every process of the pipeline must call it.
+    """
+    if not placement.shared or not isinstance(peers, GroupPeers):
+        return
+    for stage, ranks in placement.shared:
+        if stage in stages:
+            with torch.no_grad():
+                for tensor in (*stages[stage].parameters(), *stages[stage].buffers()):
+                    value = peers.share(tensor.detach(), tensor.detach(), ranks[0], sorted(ranks))
+                    if value is not None and peers.here[0] != ranks[0]:
+                        tensor.data.copy_(value)
+    if parallelize is None:
+        return
+    meshes = {
+        ranks: dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shared",))
+        for ranks, group in groups_of({ranks: ranks for _, ranks in placement.shared}, peers).items()
+        if group is not None
+    }
+    for stage, ranks in placement.shared:
+        if stage in stages:
+            parallelize(stages[stage], meshes[ranks])
+
+
+def cut_stages(stages: Mapping[int, Stage], mesh: Mesh, parallelize: Parallelize | None) -> None:
+    """Makes stages this process's shards of them, where the mesh has shards; all start from the first one's values.
+
+    Args:
+        stages: each once. A module that lies in several is cut in each of them.
+
+    Raises:
+        RuntimeFailure: nothing says how to cut a stage.
+    """
+    if mesh.shards is None:
+        return
+    if parallelize is None:
+        raise RuntimeFailure(
+            f"the mesh has {mesh.num_shards} tensor-parallel shards of each stage, and nothing says how to cut one; "
+            "give ps.Pipeline(..., parallelize=penstock.models.parallelize) for the models here, or a function of "
+            "your own that takes a stage and a device mesh"
+        )
+    group = mesh.shards.get_group()
+    _part(stages)
+    for stage in stages.values():
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            dist.broadcast(tensor.data, group=group, group_src=0)
+        parallelize(stage, mesh.shards)
+
+
+def _part(stages: Mapping[int, Stage]) -> None:
+    """Gives each stage modules of its own: what an earlier one has too is copied, its parameters tied by name."""
+    seen: set[int] = set()
+    for _, stage in sorted(stages.items()):
+        copies: dict[int, Any] = {}
+        for module in list(_known(stage, seen)):
+            stage.replace(module, copy.deepcopy(module, copies))
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = copies.get(id(parameter), parameter)
+        seen.update(id(module) for module in stage.modules())
+
+
+def _known(module: nn.Module, seen: Collection[int]) -> Iterator[nn.Module]:
+    """The modules below one that are among those seen, but none below these."""
+    for child in module.children():
+        if id(child) in seen:
+            yield child
+        else:
+            yield from _known(child, seen)
+
+
+Names = tuple[int, list[str]]
+"""A stage, and the names there of one parameter."""
+
+
+def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
+    """What is one parameter under several names within a stage."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            found.setdefault((index, id(parameter)), []).append(name)
+    return [(index, names) for (index, _), names in found.items() if len(names) > 1]
+
+
+def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
+    """After stages were cut: what was one parameter of a stage before is one again.
+
+    Raises:
+        RuntimeFailure: its uses have been cut in different ways.
+    """
+    for index, names in known:
+        stage = stages[index]
+        first, *others = (stage.get_parameter(name) for name in names)
+        for name, parameter in zip(names[1:], others, strict=True):
+            if parameter is first:
+                continue
+            kinds = {each: (placements_of(p), tuple(p.shape)) for each, p in ((names[0], first), (name, parameter))}
+            _require_alike({each: (str(cut), shape) for each, (cut, shape) in kinds.items()})
+            path, _, last = name.rpartition(".")
+            setattr(stage.get_submodule(path), last, first)
+
+
+def require_cut_alike(ties: Sequence[Tie], stages: Mapping[int, Stage], peers: Peers) -> None:
+    """Raises RuntimeFailure, the same on every rank, where stages that share a parameter have been cut in ways that
+    give each another part of it.
+    """
+    mine = {
+        name: (str(placements_of(p := stages[index].get_parameter(name))), tuple(p.shape))
+        for tie in ties
+        for index, name in tie.names.items()
+        if index in stages
+    }
+    found = {name: kind for part in peers.gather(mine) for name, kind in part.items()}
+    for tie in ties:
+        _require_alike({name: found[name] for name in tie.names.values()})
+
+
+def _require_alike(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    if len(set(kinds.values())) > 1:
+        said = "; ".join(
+            f"{name} of shape {list(shape)} as {cut or 'a whole'}" for name, (cut, shape) in kinds.items()
+        )
+        raise RuntimeFailure(
+            f"one parameter is held in different ways ({said}); let parallelize= cut it alike wherever it is used, "
+            "or untie it"
+        )
+
+
+def require_tied_alike(ties: Sequence[Tie], placement: Placement, peers: Peers) -> None:
+    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of
+    the first would have a part of it each, and those of the other the whole.
+    """
+    if not isinstance(peers, GroupPeers):
+        return
+    for tie in ties:
+        hosts = {stage: placement.hosts(0, stage) for stage in tie.stages}
+        if any(len(ranks) > 1 for ranks in hosts.values()) and len(set(hosts.values())) > 1:
+            where = "; ".join(f"{tie.names[s]} of stage {s} on ranks {_listed(ranks)}" for s, ranks in hosts.items())
+            raise RuntimeFailure(
+                f"a parameter that stages share lies on different ranks ({where}); let the same ranks share these "
+                "stages, or untie them"
+            )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))

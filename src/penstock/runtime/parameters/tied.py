@@ -1,0 +1,304 @@
+"""Tied parameters: one parameter in several stages, like a GPT's embedding and head.
+
+A plain loop adds, microbatch by microbatch, the sum of what every use contributes, the deepest use first.
+Here that sum travels with the backward: each stage's is taken before it reaches `.grad` and sent to the next
+stage up that shares the parameter, whose backward starts from it; the topmost (the owner) adds the whole to
+the gradient. So it is the same to the bit.
+
+    rank 3, I5 of stage 3 -> sum so far of microbatch 5 -> rank 0, I5 of stage 0 -> owner's gradient
+
+While an op of any other stage runs, a stand-in lies in the parameter's place there: a leaf on the same memory, whose
+gradient is taken when the op is over. So hooks on the parameter itself see whole gradients, once a microbatch, and it
+does not matter which of its stages lie in one process, nor in which pipelines.
+
+A tied parameter's gradient is never deferred to W: its hook makes the split backward leave it in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.tied_casts import Cast, DirectUses, Sum, cast_of
+from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.schedule import Op
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter under several names.
+
+    Attributes:
+        names: stage -> plain name of the parameter there; ascending stages.
+    """
+
+    names: Mapping[int, str]
+
+    @property
+    def stages(self) -> list[int]:
+        return list(self.names)
+
+    @property
+    def owner(self) -> int:
+        """The lowest stage."""
+        return min(self.names)
+
+    @property
+    def twins(self) -> set[str]:
+        """Its names in the other stages."""
+        return {name for stage, name in self.names.items() if stage != self.owner}
+
+
+class StandIn:
+    """What takes a parameter's place in the modules of a stage while an op of the stage runs."""
+
+    def __init__(self, stage: nn.Module, parameter: Parameter) -> None:
+        self._parameter = parameter
+        self._places = [
+            (module, name)
+            for module in stage.modules()
+            for name, own in module._parameters.items()
+            if own is parameter
+        ]
+        self.leaf = self._made()
+
+    def _made(self) -> Parameter:
+        leaf = Parameter(self._parameter.detach(), self._parameter.requires_grad)
+        leaf.__dict__.update(self._parameter.__dict__)
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(_nothing)  # the split backward defers nothing that has a hook
+        return leaf
+
+    def begin(self) -> None:
+        """A step begins: it is as the parameter is by now."""
+        known, now = self.leaf, self._parameter
+        same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
+        if not same_memory or known.requires_grad != now.requires_grad or known.dtype != now.dtype:
+            self.leaf = self._made()
+        self.leaf.grad = None
+
+    def enter(self) -> None:
+        for module, name in self._places:
+            setattr(module, name, self.leaf)  # a recurrent layer takes note of it
+
+    def leave(self) -> None:
+        for module, name in self._places:
+            setattr(module, name, self._parameter)
+
+
+def _nothing(parameter: Tensor) -> None:
+    """Sees a gradient and lets it be."""
+
+
+class TiedGradients:
+    """Takes, passes on and sums the gradients of tied parameters in this process.
+
+    Args:
+        ties: in slot order (slot k is `ties[k - 1]`).
+        stages: those in this process, by their number; pipelines may share them.
+    """
+
+    def __init__(self, ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> None:
+        self._ties = ties
+        self._local: dict[tuple[int, int], Parameter] = {}
+        self._stand_ins: dict[int, list[tuple[int, StandIn]]] = {}
+        self._from_below: dict[int, list[int]] = {}
+        for slot, tie in enumerate(ties, start=1):
+            for stage, name in tie.names.items():
+                if stage not in stages:
+                    continue
+                parameter = stages[stage].get_parameter(name)
+                self._local[slot, stage] = parameter
+                if stage != tie.owner:
+                    self._stand_ins.setdefault(stage, []).append((slot, StandIn(stages[stage], parameter)))
+                if stage != tie.stages[-1]:
+                    self._from_below.setdefault(stage, []).append(slot)
+        self._taken: dict[tuple[int, int], Sum] = {}
+        self._came: dict[tuple[int, int], Sum] = {}
+        self._casts: dict[tuple[int, int, int], Cast] = {}
+        self._uses: dict[tuple[int, int, int], DirectUses] = {}
+        self._never_direct: set[tuple[int, int]] = set()
+        self._running: int | None = None
+        self._handles: dict[int, Any] = {}
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self._taken.clear()
+        self._came.clear()
+        self._casts.clear()
+        self._uses.clear()
+        for found in self._stand_ins.values():
+            for _, stand_in in found:
+                stand_in.begin()
+        for (slot, _), parameter in self._local.items():
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                watch = _Watch(self, self._ties[slot - 1])
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
+
+    @property
+    def running(self) -> int | None:
+        """The stage of which an op runs; None outside of ops."""
+        return self._running
+
+    @contextmanager
+    def inside(self, stage: int) -> Iterator[None]:
+        """Around an op of a stage."""
+        self._running = stage
+        found = self._stand_ins.get(stage, ())
+        try:
+            for _, stand_in in found:
+                stand_in.enter()
+            yield
+        finally:
+            self._running = None
+            for _, stand_in in found:
+                stand_in.leave()
+
+    def note_casts(self, stage: int, m: int, output: Any) -> None:
+        """After a forward under autocast, inside it: finds its casts of tied parameters, and their other uses."""
+        stand_ins = dict(self._stand_ins.get(stage, ()))
+        for (slot, own), parameter in self._local.items():
+            if own == stage:
+                leaf = stand_ins[slot].leaf if slot in stand_ins else parameter
+                cast = cast_of(leaf)
+                if cast is not None:
+                    self._casts[slot, stage, m] = cast
+                if slot in stand_ins and leaf.requires_grad and (slot, stage) not in self._never_direct:
+                    self._uses[slot, stage, m] = found = DirectUses(leaf, output, cast)
+                    if not found.num:
+                        self._never_direct.add((slot, stage))
+
+    def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
+        """Tells the gradients of outputs from the tied sums, which come after them, by slot.
+
+        Returns:
+            The first, and what a backward starts from besides: (tensor of its graph, gradient).
+        """
+        slots = self._from_below.get(op.stage, ())
+        main = len(received) - len(slots)
+        stand_ins = dict(self._stand_ins.get(op.stage, ()))
+        starts: list[tuple[Tensor, Tensor]] = []
+        for slot, payload in zip(slots, received[main:], strict=True):
+            self._came[slot, op.stage] = came = Sum.of(payload)
+            cast = self._casts.get((slot, op.stage, op.microbatch))
+            parameter = stand_ins[slot].leaf if slot in stand_ins else self._local[slot, op.stage]
+            if not parameter.requires_grad:
+                continue
+            direct = came.direct
+            if slot not in stand_ins and cast is None:
+                direct = came.whole()
+            if direct is not None:
+                starts.append((parameter, as_shard(direct.to(parameter.device), parameter)))
+            if came.cast is not None and cast is not None:
+                starts.append((cast.root, cast.gradient(came.cast)))
+        for slot in stand_ins:
+            if (cast := self._casts.get((slot, op.stage, op.microbatch))) is not None:
+                cast.take()
+        return received[:main], starts
+
+    def take(self, op: Op) -> None:
+        """After a backward: takes this microbatch's sums where another stage is the owner."""
+        for slot, stand_in in self._stand_ins.get(op.stage, ()):
+            key = slot, op.stage, op.microbatch
+            direct, stand_in.leaf.grad = stand_in.leaf.grad, None
+            came = self._came.pop(key[:2], None) or Sum()
+            cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
+            if cast is None and came.cast is None:
+                self._taken[key[:2]] = Sum(direct)
+            else:
+                self._taken[key[:2]] = came.after(direct, cast, uses, self._ties[slot - 1].names[op.stage])
+        if self._casts:
+            for key in [key for key in self._casts if key[1:] == (op.stage, op.microbatch)]:
+                del self._casts[key]
+
+    def give(self, edge: Edge) -> Payload:
+        """The sum so far, for the next stage up."""
+        return self._taken.pop((edge.slot, edge.producer.stage), Sum()).payload()
+
+    def parameter(self, slot: int) -> Parameter | None:
+        """This process's parameter of a tie, if it has one; the owner's, where it is here."""
+        return next((p for (own, _), p in self._local.items() if own == slot), None)
+
+    def followers(self, slot: int) -> list[Parameter]:
+        """This process's other parameters of a tie, which have the first one's value and gradient."""
+        first = self.parameter(slot)
+        return [p for (own, _), p in self._local.items() if own == slot and p is not first]
+
+    def put(self, slot: int, gradient: Tensor | None) -> None:
+        """Sets the summed gradient on this process's parameters."""
+        for (own_slot, _), parameter in self._local.items():
+            if own_slot == slot:
+                parameter.grad = gradient
+
+    def fill(self, slot: int, value: Tensor) -> None:
+        """Sets the value of this process's parameters of a tie."""
+        with torch.no_grad():
+            for (own_slot, _), parameter in self._local.items():
+                if own_slot == slot and local(parameter).data_ptr() != local(value).data_ptr():
+                    local(parameter).copy_(local(value))
+
+
+class _Watch:
+    """A hook on a tied parameter, called with every gradient that it gets itself."""
+
+    def __init__(self, tied: TiedGradients, tie: Tie) -> None:
+        self._tied, self._tie = tied, tie
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Raises RuntimeFailure where a stage uses the parameter, and not as one of its modules'."""
+        stage = self._tied.running
+        if stage is not None and stage != self._tie.owner:
+            name, owner = self._tie.names[self._tie.owner], self._tie.owner
+            raise RuntimeFailure(
+                f"stage {stage} uses {name} of stage {owner} in a way that goes around the parameters of its modules "
+                "(a reference in a list or a closure, say), and its gradient would be lost; let a module of stage "
+                f"{stage} have it as its parameter, and use it from there"
+            )
+
+
+def find_ties(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[Tie]:
+    """The parameters that are the same object in several stages."""
+    seen: dict[int, dict[int, str]] = {}
+    for stage, parameters in enumerate(stage_parameters):
+        for name, parameter in parameters.items():
+            seen.setdefault(id(parameter), {}).setdefault(stage, name)
+    return [Tie(names) for names in seen.values() if len(names) > 1]
+
+
+def merged(ties: Sequence[Tie]) -> list[Tie]:
+    """Ties with a name in common as one, in the order in which they begin.
+
+    Raises:
+        RuntimeFailure: two of the parameters so tied are of one stage.
+    """
+    groups: list[dict[int, str]] = []
+    for tie in ties:
+        names = dict(tie.names)
+        for group in [g for g in groups if set(g.items()) & set(names.items())]:
+            groups.remove(group)
+            for stage, name in group.items():
+                require_one_name(names.setdefault(stage, name), name, stage)
+        groups.append(dict(sorted(names.items())))
+    return [Tie(names) for names in sorted(groups, key=lambda names: list(names.items()))]
+
+
+def require_one_name(name: str, other: str, stage: int) -> None:
+    """Raises RuntimeFailure where two parameters of one stage are to be one and are not."""
+    if name != other:
+        raise RuntimeFailure(
+            f"tied= makes {name} and {other} one parameter, and both lie in stage {stage}; let the modules of that "
+            "stage share the parameter itself, and name one of them"
+        )

@@ -1,0 +1,169 @@
+"""Updates that are ops of the schedule, as the pipeline of this process runs them: weights, optimizer, checkpoint.
+
+    begin --> the step runs: F, B and U of each copy, through `UpdatingDevice` --> end
+
+A step that fails may have made some of its updates. Then nothing but `load` makes sense, and everything else says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.given_optimizer import optimizer_of
+from penstock.runtime.parameters.pipeline_copies import Copies
+from penstock.runtime.parameters.versions import CopyWeights, rule_of
+from penstock.runtime.stage.stage import Copy
+from penstock.schedule import Schedule
+from penstock.schedule.updates import OWNER
+
+GRADIENTS = "gradients/"
+PREFIX = "asynchronous/"
+"""What a checkpoint holds besides parameters and optimizer: `asynchronous/PIPELINE/gradients/NAME` and the like."""
+
+
+class Updating:
+    """The updates of a schedule.
+
+    Attributes:
+        copies: of the stages here. weights: of each copy. rule: by which ops read them.
+        zero: only the owner's copy of a stage has the optimizer's state.
+        leaves_open: the last window of the step that runs goes on in the next one.
+
+    Raises:
+        RuntimeFailure, ScheduleError: the rule does not go with the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, copies: Copies, zero: bool) -> None:
+        if schedule.updates is None or schedule.windows is None:
+            raise RuntimeFailure(f"{schedule.name} has no updates")
+        self.schedule, self.copies, self.zero = schedule, copies, zero
+        self._windows = schedule.windows
+        self.rule = rule_of(schedule.updates.rule)
+        self.rule.require_schedule(schedule, zero)
+        copies.separate_weights()
+        self.weights: dict[Copy, CopyWeights] = {
+            (k, index): CopyWeights(copies.here[k, index], schedule, index, k, self.rule, k == OWNER or not zero)
+            for k, index in copies.each()
+        }
+        self.leaves_open = False
+        self._failed: str | None = None
+
+    def masters(self) -> list[Parameter]:
+        """What the optimizer of this process steps."""
+        return [master for weights in self.weights.values() for master in weights.masters.values()]
+
+    def stand_ins(self) -> dict[int, list[Parameter]]:
+        """By the id of a parameter of the model given, its masters here."""
+        found: dict[int, list[Parameter]] = {}
+        for key in sorted(self.weights):
+            for name, parameter in self.copies.here[key].named_parameters():
+                master = self.weights[key].masters.get(name)
+                found.setdefault(id(parameter), []).extend([] if master is None else [master])
+        return found
+
+    def make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
+        """The optimizer over the masters here. Raises RuntimeFailure where the rule has no formula for it."""
+        optimizer = optimizer_of(given, self.masters(), self.stand_ins())
+        self.rule.require(optimizer)
+        return optimizer
+
+    def begin(
+        self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool
+    ) -> None:
+        """Starts a step.
+
+        Raises:
+            RuntimeFailure: an earlier step failed, there is no optimizer, or another number of rates than updates.
+        """
+        self.require_whole()
+        if optimizer is None:
+            raise RuntimeFailure(
+                f"{self.schedule.name} has its updates in the order, and no optimizer to run there; give "
+                "ps.Pipeline(optimizer=...)"
+            )
+        if rates is not None and len(rates) != self._windows.num_updates:
+            raise RuntimeFailure(
+                f"{len(rates)} rates given for {self._windows.num_updates} updates of {self.schedule.name}; give "
+                "one each"
+            )
+        self.leaves_open = leave_open
+        self._require_known()
+        self.copies.share_weights()  # whatever was done to the model's since
+        for key in self.copies.each():
+            self.weights[key].begin(optimizer, rates, clip_norm, leave_open)
+
+    def end(self) -> None:
+        """Ends a step: all parameters are the newest."""
+        for key in self.copies.each():
+            self.weights[key].end()
+
+    def fail(self, error: BaseException) -> None:
+        """Takes note that a step broke off, perhaps between two updates."""
+        self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _require_known(self) -> None:
+        """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made."""
+        for (_, index), weights in self.weights.items():
+            for name, parameter in weights.stage.named_parameters():
+                if parameter.requires_grad and name not in weights.trained:
+                    raise RuntimeFailure(
+                        f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
+                        f"updates that {self.schedule.name} has in its order are those of what was trained then; "
+                        "make a new pipeline"
+                    )
+
+    def require_whole(self) -> None:
+        """Raises RuntimeFailure where a step broke off and nothing was loaded since."""
+        if self._failed is not None:
+            raise RuntimeFailure(
+                f"an earlier step broke off ({self._failed}) when some of its updates may have been made; go on from "
+                "a checkpoint with load(...)"
+            )
+
+    def mismatch(self) -> dict[tuple[int, int, int], int]:
+        """By (stage, pipeline, microbatch), the updates between its forward and backward in the last step."""
+        return {
+            (index, k, m): count
+            for (k, index), weights in self.weights.items()
+            for m, count in weights.mismatch.items()
+        }
+
+    def names(self) -> dict[Tensor, str]:
+        """Of each master its parameter's name."""
+        return {master: name for weights in self.weights.values() for name, master in weights.masters.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides parameters and optimizer: older versions, gradients of an open window."""
+        return {
+            f"{PREFIX}{key[0]}/{name}": tensor
+            for key in self.copies.each()
+            for name, tensor in self.weights[key].state().items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
+        """Takes over what the parameters now are, and what `tensors` gave. Copies must have the owners' values.
+
+        Gradients from pipelines that are not there now count as the owner's; copies that the checkpoint knows nothing
+        of get the owner's older versions.
+        """
+        by_copy: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in sorted(tensors.items()):
+            pipeline, rest = name.removeprefix(PREFIX).split("/", 1)
+            known = int(pipeline) < self._windows.num_pipelines
+            held = by_copy.setdefault(int(pipeline) if known else OWNER, {})
+            if rest not in held:
+                held[rest] = tensor
+            elif rest.startswith(GRADIENTS):
+                held[rest] = held[rest] + tensor
+        of_owner = {n: t for n, t in by_copy.get(OWNER, {}).items() if not n.startswith(GRADIENTS)}
+        for k, index in self.copies.each():
+            weights, stage = self.weights[k, index], self.copies.here[k, index]
+            weights.fill({name: p.detach() for name, p in stage.named_parameters()})
+            weights.num_updates = num_updates
+            weights.load_state({**of_owner, **by_copy.get(k, {})})
+        self._failed = None

@@ -1,0 +1,21 @@
+"""The weights of a copy of a stage while updates come between its ops, and the rules by which ops read them.
+
+    rule = rule_of("pipedream")                                what F reads, what B reads: a file each
+    weights = CopyWeights(stage, schedule, 0, 0, rule, owns=True)
+    optimizer = torch.optim.SGD(weights.masters.values(), lr=0.1)
+
+| rule            | forward reads           | backward reads          | holds                       |
+|-----------------|-------------------------|-------------------------|-----------------------------|
+| `none`          | newest                  | newest                  | one version                 |
+| `pipedream`     | newest                  | what its forward read   | one for each update between |
+| `vnag`          | the same, with NAdam    |                         |                             |
+| `pipedream-2bw` | one before its window's | the same                | two                         |
+| `spectrain`     | predicted by momentum   | predicted by momentum   | one and the prediction      |
+| `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
+"""
+
+from penstock.runtime.parameters.versions.copy_weights import CopyWeights
+from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rules import rule_of
+
+__all__ = ["CopyWeights", "Rule", "rule_of"]

@@ -1,0 +1,313 @@
+"""The weights of one copy of a stage while updates come between its ops.
+
+    before_forward(m) ... before_backward(m) ... done(m)      before_weight(m)
+    gradients(n) -> [reduce] -> apply(n, parts)               on a copy with the optimizer's state
+    gradients(n) -> [reduce] ... [broadcast] -> take_over(n, values)         on one without
+
+The optimizer never steps the module's own parameters: a step in place would count as a change of what forwards in
+flight have saved, and their backward would fail. It steps masters, other parameters on the same memory or on their
+own; `held.py` and `written.py` say how the module's parameters get to hold what the rule says an op reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.versions import step as steps
+from penstock.runtime.parameters.versions.gradients import Gradients, WindowGradients, num_bytes
+from penstock.runtime.parameters.versions.held import HeldVersions
+from penstock.runtime.parameters.versions.read import Read, Spot
+from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.written import WrittenVersion
+from penstock.schedule import Schedule, ScheduleError
+
+
+class CopyWeights:
+    """One pipeline's copy of a stage on the rank that hosts it.
+
+    Parameters that two modules of the stage share count once; those without `requires_grad` are left alone, as are
+    buffers. Between passes the module's parameters hold the newest version and may be changed by anyone.
+
+    Args:
+        stage: whose parameters the ops read.
+        schedule: with updates as ops.
+        index: the stage's number.
+        pipeline: of this copy.
+        rule: which weights ops read.
+        owns: this copy has the optimizer's state and applies updates; another takes over what an owner sends.
+
+    Attributes:
+        masters: name -> what the optimizer steps; none where not `owns`.
+        mismatch: microbatch -> updates of this copy between its forward and its backward, in the last pass.
+    """
+
+    def __init__(
+        self, stage: nn.Module, schedule: Schedule, index: int, pipeline: int, rule: Rule, owns: bool
+    ) -> None:
+        if schedule.updates is None or schedule.windows is None:
+            raise ScheduleError(
+                f"{schedule.name} has no updates as ops (U); build it with a window (rule: updates)", rule="updates"
+            )
+        self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
+        self._windows, self._num_stages = schedule.windows, schedule.num_stages
+        self._parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
+        self.masters = {name: Parameter(p.data) for name, p in self._parameters.items()} if owns else {}
+        self._owns = owns
+        self.mismatch: dict[int, int] = {}
+        self._ahead = rule.ahead(schedule, index)
+        parameters, masters = list(self._parameters.values()), list(self.masters.values())
+        self._gradients = WindowGradients(parameters)
+        self._weights: HeldVersions | WrittenVersion
+        if rule.keeps:
+            self._weights = HeldVersions(parameters, masters)
+        else:
+            predicts = owns and rule.most_steps(schedule, index) > 0
+            self._weights = WrittenVersion(parameters, masters, self._predict if predicts else None)
+        self._reads: dict[int, tuple[Read, int]] = {}
+        self._optimizer: Optimizer | None = None
+        self._groups: dict[int, Mapping[str, Any]] = {}
+        self._rates: Sequence[float] | None = None
+        self._clip_norm: float | None = None
+        self._open = False
+        self._first = 0
+
+    # -- a pass ----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        optimizer: Optimizer | None,
+        rates: Sequence[float] | None,
+        clip_norm: float | None,
+        open_window: bool = False,
+    ) -> None:
+        """A pass begins: all ops of the schedule, once.
+
+        Args:
+            optimizer: steps the masters; None on a copy that has none.
+            rates: learning rate of each update of the pass; None for those of the optimizer's groups.
+            clip_norm: most the norm of this stage's gradient may be at an update.
+            open_window: the updates of the last window do nothing; its gradients stay for the next pass, whose
+                first window adds to them.
+        """
+        self._optimizer, self._rates, self._clip_norm, self._open = optimizer, rates, clip_norm, open_window
+        self._groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        self._first = self.num_updates
+        self._reads.clear()
+        self.mismatch = {}
+        self._weights.begin()
+        self._gradients.begin()
+
+    def before_forward(self, m: int) -> None:
+        """Has the parameters hold what the forward of microbatch `m` reads."""
+        read = self._rule.forward(self._spot(m))
+        self._weights.bind(read)
+        self._weights.hold(read)
+        self._reads[m] = read, self.num_updates
+
+    def before_backward(self, m: int) -> None:
+        """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
+        read, since = self._read_by(m)
+        self._weights.bind(self._rule.backward(self._spot(m), read))
+        self._gradients.select(self._window(m))
+        self.mismatch[m] = self.num_updates - since
+
+    def before_weight(self, m: int) -> None:
+        """Has the parameters collect the gradients of the window of `m`, whose W comes; it reads no weights."""
+        self._gradients.select(self._window(m))
+
+    def done(self, m: int) -> None:
+        """The backward of `m` that reads weights (B or I) is over."""
+        read, _ = self._read_by(m)
+        del self._reads[m]
+        self._weights.release(read, self._rule.oldest(self.num_updates))
+
+    def end(self) -> None:
+        """A pass ended, however it went: parameters hold the newest version, and nothing of the pass is held.
+
+        Only the gradients of a window left open stay, in `.grad`.
+        """
+        self._reads.clear()
+        self._weights.end(self._rule.oldest(self.num_updates))
+        self._gradients.end(self._windows.num_updates - 1 if self._open else None)
+        self._optimizer, self._rates, self._open = None, None, False
+        self._groups = {}
+
+    # -- updates ---------------------------------------------------------------------------------------------
+
+    def gradients(self, update: int) -> Gradients:
+        """This copy's sum over the window of an update, in parameter order, which it holds no more."""
+        if self._left_open(update):
+            return [None] * len(self._parameters)
+        return self._gradients.take(update)
+
+    def reduced(self, parts: Sequence[Gradients]) -> Gradients:
+        """The sum of all copies' gradients, pipelines in order."""
+        return steps.summed(parts)
+
+    def apply(self, update: int, parts: Sequence[Gradients]) -> None:
+        """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
+
+        Raises:
+            RuntimeFailure: another update is next, or there is no optimizer to step.
+        """
+        if self._left_open(update):
+            return
+        self._require_next(update)
+        if self._optimizer is None or not self._owns:
+            raise RuntimeFailure(
+                f"update {update} of stage {self._index} is to be applied by pipeline {self._pipeline}'s copy, which "
+                "has no optimizer; give ps.Pipeline an optimizer to train"
+            )
+        total = steps.summed(parts)
+        if self._clip_norm is not None:
+            total = steps.clipped(total, self._clip_norm)
+        rate = None if self._rates is None else self._rates[update]
+        self._weights.advance(self._rule.oldest(self.num_updates + 1))
+        steps.step(self._optimizer, list(self.masters.values()), total, rate)
+
+    def values(self) -> list[Tensor]:
+        """Copies of the newest parameters with gradients, in their order."""
+        return [value.clone() for value in self._weights.newest_values()]
+
+    def take_over(self, update: int, values: Sequence[Tensor]) -> None:
+        """Makes `values` the newest version of a copy without the optimizer's state.
+
+        Raises:
+            RuntimeFailure: another update is next, or this copy applies its own.
+        """
+        if self._left_open(update):
+            return
+        self._require_next(update)
+        if self._owns:
+            raise RuntimeFailure(f"stage {self._index}: a copy that applies updates itself was sent parameters")
+        self._weights.advance(self._rule.oldest(self.num_updates + 1), values)
+
+    # -- between passes --------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Collection[str]:
+        """The names of the parameters that updates change."""
+        return self._parameters.keys()
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of this copy over all passes; may be set on loading."""
+        return self._weights.newest
+
+    @num_updates.setter
+    def num_updates(self, num: int) -> None:
+        self._weights.renumber(num)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Sets the newest weights by name; those not named have what the parameters hold.
+
+        Between passes, even after one that broke off: whatever of it is left is dropped.
+        """
+        with torch.no_grad():
+            for name, parameter in self.stage.named_parameters():
+                if name in values and not parameter.requires_grad:
+                    parameter.copy_(values[name])
+            own = [values.get(name, parameter.data) for name, parameter in self._parameters.items()]
+            self._weights.fill(own, self._rule.oldest(self.num_updates))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside parameters and the optimizer's state.
+
+        "versions/NAME": the version before the newest, where the rule has later forwards read it;
+        "gradients/NAME": the sum so far of a window left open.
+        """
+        older = self._weights.older() or []
+        state = {f"versions/{name}": tensor for name, tensor in zip(self._parameters, older, strict=False)}
+        for name, gradient in zip(self._parameters, self._gradients.now(), strict=True):
+            if gradient is not None:
+                state[f"gradients/{name}"] = gradient
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave, which may have that of other stages, too.
+
+        Without an older version the newest stands for it, as when training begins.
+
+        Raises:
+            RuntimeFailure: another shape than the parameter's.
+        """
+        self._require_fitting(state)
+        older = [state.get(f"versions/{name}") for name in self._parameters]
+        present = [tensor for tensor in older if tensor is not None]
+        self._weights.set_older(present if present and len(present) == len(older) else None)
+        for name, parameter in self._parameters.items():
+            gradient = state.get(f"gradients/{name}")
+            parameter.grad = None if gradient is None else torch.empty_like(parameter).copy_(gradient).detach()
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
+        own = num_bytes(self._parameters.values())
+        return {
+            "parameters": num_bytes(self.stage.parameters()),
+            "versions": self._weights.num_beside * own,
+            "gradients": self._gradients.peak_bytes,
+        }
+
+    @property
+    def peak_versions(self) -> int:
+        """Sets of weights held at most in the pass, the newest and a prediction included."""
+        return self._weights.most
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _window(self, m: int) -> int:
+        return m // self._windows.window
+
+    def _spot(self, m: int) -> Spot:
+        return Spot(
+            stage=self._index,
+            num_stages=self._num_stages,
+            window_size=self._windows.window,
+            window=self._first + self._window(m),
+            newest=self.num_updates,
+            oldest=self._weights.oldest,
+            ahead=self._ahead.get(m, 0),
+        )
+
+    def _read_by(self, m: int) -> tuple[Read, int]:
+        if m not in self._reads:
+            raise RuntimeFailure(
+                f"a backward of microbatch {m} on stage {self._index}, and no forward of it is in flight there"
+            )
+        return self._reads[m]
+
+    def _predict(self, out: Tensor, master: Parameter, num_steps: int) -> None:
+        if self._optimizer is None or id(master) not in self._groups:
+            raise RuntimeFailure(
+                f"rule {self._rule.name!r} predicts weights of stage {self._index}, and the optimizer does not have "
+                "them; give ps.Pipeline an optimizer over all parameters"
+            )
+        group = self._groups[id(master)]
+        rate = group["lr"] if self._rates is None else self._rates[self.num_updates - self._first]
+        self._rule.predict(out, master.data, num_steps, float(rate), group, self._optimizer.state.get(master, {}))
+
+    def _left_open(self, update: int) -> bool:
+        return self._open and update == self._windows.num_updates - 1
+
+    def _require_next(self, update: int) -> None:
+        if update != self.num_updates - self._first:
+            raise RuntimeFailure(
+                f"update {update} of stage {self._index} came where update {self.num_updates - self._first} is next"
+            )
+
+    def _require_fitting(self, state: Mapping[str, Tensor]) -> None:
+        for key, tensor in state.items():
+            parameter = self._parameters.get(key.partition("/")[2])
+            if parameter is not None and tensor.shape != parameter.shape:
+                raise RuntimeFailure(
+                    f"the checkpoint's {key!r} has shape {tuple(tensor.shape)}, the parameter "
+                    f"{tuple(parameter.shape)}; load it into the model it was saved from"
+                )

@@ -1,0 +1,68 @@
+"""An update of one stage: the sum over its copies, clipped by its own norm, and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.runtime.parameters.versions.gradients import Gradients
+
+
+def summed(parts: Sequence[Gradients]) -> Gradients:
+    """((g0 + g1) + g2) ..., parameter by parameter; none of the parts is changed."""
+    total: Gradients = []
+    for gradients in zip(*parts, strict=True):
+        together: Tensor | None = None
+        for gradient in gradients:
+            if gradient is not None:
+                together = gradient if together is None else together + gradient
+        total.append(together)
+    return total
+
+
+def clipped(gradients: Gradients, max_norm: float) -> Gradients:
+    """Scaled so that the norm over all of them is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    present = [g for g in gradients if g is not None]
+    if not present:
+        return gradients
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in present]))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [None if g is None else g * factor for g in gradients]
+
+
+def step(optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None) -> None:
+    """Steps these masters alone: an optimizer passes over parameters without a gradient.
+
+    Args:
+        rate: learning rate of this step; that of the optimizer's groups where None.
+    """
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    try:
+        if any(gradient is not None for gradient in gradients):
+            with learning_rate(optimizer, rate):
+                optimizer.step()
+    finally:
+        for master in masters:
+            master.grad = None
+
+
+@contextmanager
+def learning_rate(optimizer: Optimizer, rate: float | None) -> Iterator[None]:
+    """All groups have this learning rate in here."""
+    if rate is None:
+        yield
+        return
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = own

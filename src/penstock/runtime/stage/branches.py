@@ -1,0 +1,206 @@
+"""Where stages branch and join: one payload for a stage from what several sent it, and its own share for each.
+
+    text 0 --> 1 --.              stage 4 is called with (output of 1, output of 3); what goes back to 1 is the
+                    >--> 4        gradient of the first. A stage with several targets adds their gradients up, that
+    image 2 -> 3 --'              of the last stage first, as autograd does where it runs stages in their order.
+
+Stages may work on microbatches of different sizes. Whoever has the larger one cuts it along dimension 0 to send it,
+and joins what comes from the several smaller ones:
+
+    stage 0, four microbatches   0 1 2 3        stage 1, two   0 (0 and 1 joined)   1 (2 and 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.aliases import has_views, inner, num_graded, side_by_side
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.tensors.pytree import Skeleton
+from penstock.schedule import Op, Schedule, StageGraph
+from penstock.schedule.op import BACKWARD
+
+
+class Junctions:
+    """What a rank must know of branches, in one step.
+
+    Args:
+        schedule: whose stage graph says how stages feed one another.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._graph, self._num = schedule.graph, schedule.num_microbatches
+        self._widths: dict[tuple[int, int], list[int]] = {}
+        """By (stage, microbatch), how many gradients go back to each of its sources."""
+
+    def inputs(self, op: Op, received: Sequence[Payload]) -> Payload | None:
+        """What a forward is called with: None where the batch is its input."""
+        if not received:
+            return None
+        sources = self._graph.sources[op.stage]
+        parts = [_joined(group) for group in self._groups(op, sources, received)]
+        self._widths[op.stage, op.microbatch] = [num_graded(part.needs_grad, part.skeleton) for part in parts]
+        return parts[0] if len(parts) == 1 else _tuple(parts)
+
+    def arguments(self, stage: int) -> str:
+        """In words, what a stage that joins others is called with; empty for any other."""
+        sources = self._graph.sources[stage]
+        if len(sources) < 2:
+            return ""
+        *others, last = map(str, sources)
+        return (
+            f"stage {stage} joins others: it is called with the outputs of stages {', '.join(others)} and {last} as "
+            "positional arguments, in the order of the stages' numbers, whatever the order of the edges"
+        )
+
+    def gradients(self, op: Op, received: Sequence[Payload]) -> Payload | None:
+        """The gradients of a stage's outputs: None where the loss is its output."""
+        if not received:
+            return None
+        groups = self._groups(op, self._graph.targets[op.stage], received)
+        *others, total = [_joined(group) for group in groups]
+        for part in reversed(others):
+            if len(part.leaves) != len(total.leaves):
+                raise RuntimeFailure(
+                    f"stage {op.stage} got {len(part.leaves)} gradients of microbatch {op.microbatch} from one stage "
+                    f"and {len(total.leaves)} from another"
+                )
+            total = Payload.gradients([_sum(a, b) for a, b in zip(total.leaves, part.leaves, strict=True)])
+        return total
+
+    def share(self, edge: Edge, outcome: Payload) -> Payload:
+        """Of what an op made, what goes along an edge."""
+        (kind, stage, m), (_, other, their) = edge.producer, edge.consumer
+        if kind != "F" and len(self._graph.sources[stage]) > 1:
+            widths = self._widths[stage, m]
+            place = self._graph.sources[stage].index(other)
+            start = sum(widths[:place])
+            mine = slice(start, start + widths[place])
+            outcome = Payload.gradients(outcome.leaves[mine], outcome.needs_grad[mine])
+        parts = self._parts(stage, other)
+        return outcome if parts == 1 else _cut(outcome, parts, their % parts)
+
+    def _groups(self, op: Op, stages: Sequence[int], received: Sequence[Payload]) -> list[list[Payload]]:
+        """The payloads that came, stage by stage."""
+        groups: list[list[Payload]] = []
+        place = 0
+        for other in stages:
+            count = self._parts(op.stage, other)
+            groups.append(list(received[place : place + count]))
+            place += count
+        return groups
+
+    def _parts(self, stage: int, other: int) -> int:
+        """How many microbatches of another stage one of this stage's holds; 1 where that holds several of these."""
+        return max(1, self._count(other) // self._count(stage))
+
+    def _count(self, stage: int) -> int:
+        return self._graph.microbatches_of(stage, self._num)
+
+
+def is_plain(schedule: Schedule) -> bool:
+    """Whether every stage feeds the next one alone, microbatch by microbatch."""
+    graph = schedule.graph
+    chain = all(sources == ((stage - 1,) if stage else ()) for stage, sources in enumerate(graph.sources))
+    return chain and not set(graph.num_microbatches) - {schedule.num_microbatches}
+
+
+def require_matching(graph: StageGraph, num_microbatches: int) -> None:
+    """Raises RuntimeFailure where two stages' microbatches do not hold whole ones of each other, or what is run has
+    not just one end.
+    """
+    for a, b in graph.edges:
+        counts = graph.microbatches_of(a, num_microbatches), graph.microbatches_of(b, num_microbatches)
+        if max(counts) % min(counts):
+            raise RuntimeFailure(
+                f"stage {a} works on {counts[0]} microbatches and stage {b}, which it feeds, on {counts[1]}; one "
+                "must be a multiple of the other, so that whole microbatches are joined"
+            )
+    ends = ends_of(graph)
+    waiting = {need.after[1] for need in graph.needs if need.after[0] == BACKWARD}
+    if len(ends) > 1 and set(ends) - waiting:
+        raise RuntimeFailure(
+            f"stages {', '.join(map(str, ends))} feed no other stage, and the loss is one stage's; lead every branch "
+            "to the stage with the loss, or give each of these stages an op that its backwards wait for and that "
+            "adds the loss (OpCall.add_loss)"
+        )
+
+
+def ends_of(graph: StageGraph) -> list[int]:
+    """The stages that feed no other."""
+    return [stage for stage, targets in enumerate(graph.targets) if not targets]
+
+
+def has_many_ends(graph: StageGraph) -> bool:
+    """Whether several stages feed no other, so that ops of the user's kinds make the loss."""
+    return len(ends_of(graph)) > 1
+
+
+def end_of(graph: StageGraph) -> int:
+    """The stage with the loss; the first of those that tell losses, where ops make them."""
+    return ends_of(graph)[0]
+
+
+def starts_of(graph: StageGraph) -> list[int]:
+    """The stages that the batch goes into."""
+    return [stage for stage, sources in enumerate(graph.sources) if not sources]
+
+
+def _joined(payloads: Sequence[Payload]) -> Payload:
+    """One payload of several microbatches' ones, along dimension 0."""
+    first = payloads[0]
+    if len(payloads) == 1:
+        return first
+    _require_apart(first)
+    if any(len(p.leaves) != len(first.leaves) or p.skeleton != first.skeleton for p in payloads):
+        raise RuntimeFailure("microbatches that are to be joined come with different numbers of tensors")
+    leaves: list[Tensor | None] = []
+    for together in zip(*(p.leaves for p in payloads), strict=True):
+        present = [leaf for leaf in together if leaf is not None]
+        if present and len(present) < len(together):
+            raise RuntimeFailure("of microbatches that are to be joined, some have a gradient and some have none")
+        leaves.append(torch.cat(present) if present else None)
+    needs = [any(wanted) for wanted in zip(*(p.needs_grad for p in payloads), strict=True)]
+    return Payload(leaves, inner(first.skeleton), needs)
+
+
+def _require_apart(payload: Payload) -> None:
+    if has_views(payload.skeleton):
+        raise RuntimeFailure(
+            "outputs of a stage share memory, and its microbatches are cut or joined for another stage, which makes "
+            "copies of some; return copies (clone())"
+        )
+
+
+def _cut(payload: Payload, parts: int, place: int) -> Payload:
+    _require_apart(payload)
+    leaves = [None if leaf is None else leaf.tensor_split(parts)[place] for leaf in payload.leaves]
+    return Payload(leaves, payload.skeleton, payload.needs_grad)
+
+
+def _tuple(parts: Sequence[Payload]) -> Payload:
+    """Payloads side by side, as a tuple of their values."""
+    leaves = [leaf for part in parts for leaf in part.leaves]
+    skeleton = side_by_side([part.skeleton for part in parts], [len(part.leaves) for part in parts], _shifted)
+    return Payload(leaves, skeleton, [needed for part in parts for needed in part.needs_grad])
+
+
+def _shifted(skeleton: Skeleton, by: int) -> Skeleton:
+    if isinstance(skeleton, int):
+        return skeleton + by
+    kind, inside = skeleton
+    if kind == "const":
+        return skeleton
+    if kind == "dict":
+        return [kind, [[key, _shifted(each, by)] for key, each in inside]]
+    return [kind, [_shifted(each, by) for each in inside]]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,145 @@
+"""From what the user gives, a model or a list of stages, to one `Stage` for each stage of the schedule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from penstock.cost.cut import PartitionError, partition
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.split import is_compiled
+from penstock.runtime.stage.stage import Stage, StageSource, with_arguments, with_one_argument
+
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+
+
+def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
+    """A layer's cost where nothing was measured: its parameters, and a little for being there."""
+    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
+
+
+def stages_of(
+    model: nn.Module | Sequence[StageSource], num_stages: int, costs: Sequence[float] | None = None
+) -> list[Stage | StageSource]:
+    """The stages of `model`, in order. Factories are left for `build_stage` to call where they are needed.
+
+    Args:
+        model: an `nn.Sequential` (cut by cost), any module for one stage, or a list with one module, or
+            function that makes one, for each stage. A sequential that does more than run its layers is one stage.
+        costs: of each layer of the sequential; by default its number of parameters.
+
+    Raises:
+        PartitionError: more stages than layers, a list of another length than the schedule's stages, or a sequential
+            that does more than run its layers, for several stages.
+        RuntimeFailure: a module that cannot be a stage, see `require_stage`.
+    """
+    if isinstance(model, nn.Module):
+        require_stage(model, "the model")
+    if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
+        if costs is not None and len(costs) != len(model._modules):
+            raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers")
+        more = beside_layers(model)
+        if more and num_stages == 1:
+            own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
+            return [Stage({"0": model}, [0], with_arguments if own else with_one_argument)]
+        if more:
+            raise PartitionError(
+                f"the {type(model).__name__} has {', '.join(more)}, which is not in its layers and would be lost "
+                f"where it is cut into {num_stages} stages; move that into one of the layers, or give a list with "
+                "one module for each stage"
+            )
+        names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
+        ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
+        return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
+    sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
+    if len(sources) != num_stages:
+        hint = "pass one a stage"
+        if isinstance(model, nn.Module):
+            hint = "pass an nn.Sequential to have it cut"
+            if is_compiled(model):
+                hint += "; this model is compiled by torch.compile as one piece: compile its layers instead"
+        raise PartitionError(f"{len(sources)} stage modules for a schedule of {num_stages} stages; {hint}")
+    return list(sources)
+
+
+def beside_layers(model: nn.Sequential) -> list[str]:
+    """In words, what a sequential does or holds that is not in its layers."""
+    kind, plain, found = type(model), nn.Sequential, []
+    if "parametrizations" in model._modules:
+        found.append("parametrizations")
+    if kind.forward is not plain.forward or "forward" in model.__dict__ or kind.__call__ is not plain.__call__:
+        found.append("a forward of its own")
+    if kind.__iter__ is not plain.__iter__:
+        found.append("an order of its own (__iter__)")
+    found += [words for attribute, words in _HOOKS.items() if getattr(model, attribute)]
+    if is_compiled(model):
+        found.append("a forward compiled by torch.compile as one piece (compile its layers instead)")
+    found += [f"parameter {name!r}" for name, value in model._parameters.items() if value is not None]
+    found += [f"buffer {name!r}" for name, value in model._buffers.items() if value is not None]
+    return found
+
+
+def require_stage(module: nn.Module, what: str) -> None:
+    """Raises RuntimeFailure for a module that nothing can be trained with as it is: one that replicates or shards
+    itself, or whose parameters have no values yet.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, part in module.named_modules():
+        where = f"{what} is" if not path else f"layer {path} of {what} is"
+        kind = type(part).__name__
+        if isinstance(part, DataParallel | DistributedDataParallel):
+            raise RuntimeFailure(
+                f"{where} a {kind}, which replicates it and brings gradients together by itself; give the module "
+                "inside (its .module), and replicas by mesh= with a dimension dp"
+            )
+        if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel | fsdp.FSDPModule):
+            raise RuntimeFailure(
+                f'{where} sharded by FSDP ({kind}) already; give the plain module, and ps.Pipeline(sharding="fsdp")'
+            )
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or not (is_lazy(tensor) or tensor.is_meta):
+                continue
+            if is_lazy(tensor):
+                how = "has no shape yet; run the model once on a sample, which gives it one"
+            else:
+                how = "is on the meta device, which has no values; give a module whose parameters are initialised"
+            raise RuntimeFailure(f"{name} of {path or what} ({kind}) {how}, before ps.Pipeline(...)")
+
+
+def build_stage(source: Stage | StageSource, index: int) -> Stage:
+    """The stage itself; a bare module becomes a stage of one layer named by the stage's number.
+
+    Raises:
+        RuntimeFailure: its function returned no module, or one that cannot be a stage.
+    """
+    module = source if isinstance(source, nn.Module) else source()
+    if not isinstance(module, nn.Module):
+        raise RuntimeFailure(f"stage {index}: its function returned {type(module).__name__}, not a module")
+    if isinstance(module, Stage):
+        return module
+    require_stage(module, f"stage {index}")
+    return Stage({str(index): module}, [index], with_arguments)
+
+
+@contextmanager
+def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Stages in evaluation mode, and afterwards as they were."""
+    stages = list(stages)
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,309 @@
+"""Cutting a batch into microbatches, and what each weighs in the loss.
+
+The loss of a batch is the weighted mean of its microbatches' losses, so that a ragged last microbatch, or
+one with fewer tokens, counts for what it holds:
+
+    loss = sum_m  weight_m / sum(weights) * loss_m
+
+Where updates are ops of the schedule, the weights of each update's window sum to 1.
+
+A loss with a method `weight(targets)` says what it averages over (tokens, say); otherwise a microbatch
+weighs as many samples as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.branches import end_of, starts_of
+from penstock.runtime.tensors.digest import batch_digest
+from penstock.runtime.tensors.pytree import flatten, unflatten
+from penstock.schedule import Schedule
+
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A batch, cut.
+
+    Attributes:
+        inputs: by the stage that they go into, one entry a microbatch of it.
+        targets: one entry a microbatch of the stage with the loss, whose microbatches scales and windows count too;
+            all None without a loss.
+        scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
+        signatures: per microbatch.
+        digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
+        windows: the microbatches that each update gathers; all are one window where updates are no ops.
+        replica: whose part of a larger batch this is; it comes after as many of the same size.
+    """
+
+    inputs: Mapping[int, list[Any]]
+    targets: list[Any]
+    scales: list[float]
+    signatures: list[Signature]
+    digest: int
+    windows: tuple[range, ...]
+    replica: int = 0
+
+    def __len__(self) -> int:
+        return len(self.scales)
+
+    def into(self, stage: int) -> list[Any]:
+        """What goes into a stage that no other feeds."""
+        return self.inputs[stage]
+
+    def signature(self, microbatch: int) -> Signature:
+        """Of a microbatch of any stage. Some stage may have more of them than the batch is cut into at first; all of
+        a stage's are of one shape then.
+        """
+        return self.signatures[min(microbatch, len(self.signatures) - 1)]
+
+    def of_replica(self, replica: int, num_replicas: int) -> Microbatches:
+        """One replica's part: as many microbatches as the others', with the weights they have in the whole batch."""
+        if num_replicas == 1:
+            return self
+
+        def part(values: list[Any]) -> list[Any]:
+            size = len(values) // num_replicas
+            return values[replica * size : (replica + 1) * size]
+
+        inputs = {stage: part(values) for stage, values in self.inputs.items()}
+        scales = part(self.scales)
+        windows = (range(len(scales)),)
+        targets, signatures = part(self.targets), part(self.signatures)
+        return Microbatches(inputs, targets, scales, signatures, self.digest, windows, replica)
+
+
+def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        raise RuntimeFailure(
+            f"the {what} have {sorted(sizes)} samples in dimension 0; every tensor needs the same number, above 0"
+        )
+    return sizes.pop()
+
+
+def split(value: Any, num_microbatches: int, what: str) -> list[Any]:
+    """Cuts a batch along dimension 0, as evenly as possible, the larger microbatches first.
+
+    A list is taken as cut already, one entry a microbatch.
+
+    Raises:
+        RuntimeFailure: fewer samples than microbatches, a list of another length, or tensors that disagree.
+    """
+    if isinstance(value, list):
+        if len(value) != num_microbatches:
+            raise RuntimeFailure(
+                f"{len(value)} {what} given as a list, the schedule runs {num_microbatches} microbatches; "
+                f"give one entry a microbatch, or one tensor to be cut"
+            )
+        return value
+    leaves, skeleton = flatten(value)
+    if not leaves:
+        raise RuntimeFailure(f"the {what} hold no tensor")
+    num_samples = _num_samples(leaves, what)
+    if num_samples < num_microbatches:
+        raise RuntimeFailure(
+            f"a batch of {num_samples} samples can't be cut into {num_microbatches} microbatches; "
+            f"give at least {num_microbatches} samples or build a schedule with fewer microbatches"
+        )
+    parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
+    return [unflatten([p[m] for p in parts], skeleton) for m in range(num_microbatches)]
+
+
+def num_entries(value: Any) -> int:
+    """Into how many microbatches a batch can be cut at most: its samples, or the entries of a list."""
+    if isinstance(value, list):
+        return len(value)
+    leaves, _ = flatten(value)
+    return max(1, _num_samples(leaves, "inputs")) if leaves else 1
+
+
+def weigh(
+    inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None, windows: Sequence[range]
+) -> list[float]:
+    """Each microbatch's share in the loss of its window.
+
+    Raises:
+        RuntimeFailure: one of several windows weighs nothing, so that its update has no gradient.
+    """
+    weight = getattr(loss_fn, "weight", None)
+    if callable(weight):
+        weights = [float(weight(target)) for target in targets]
+    else:
+        weights = [float(_size(value)) for value in inputs]
+    scales = []
+    for update, window in enumerate(windows):
+        total = sum(weights[m] for m in window)
+        if not total and len(windows) > 1:
+            raise RuntimeFailure(
+                f"microbatches {window.start} to {window.stop - 1}, the window of update {update}, weigh nothing: "
+                "the loss has no target there, and the update no gradient; leave the data out, or lengthen the window"
+            )
+        scales += [weights[m] / total if total else 0.0 for m in window]
+    return scales
+
+
+def _size(value: Any) -> int:
+    """Samples in a microbatch: the extent of its first tensor."""
+    leaves, _ = flatten(value)
+    return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
+
+
+def cut_for(
+    schedule: Schedule,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    windows: Sequence[range],
+    num: int | None = None,
+    replica: int = 0,
+    num_replicas: int = 1,
+    digested: bool = False,
+) -> Microbatches:
+    """A batch, cut for the stages that it goes into and for the one with the loss; see `cut_batch`.
+
+    Args:
+        num: microbatches; the schedule's where not given.
+        replica, num_replicas: the batch is cut for so many pipelines, and this one's part returned.
+        digested: whether other processes are to have the same batch.
+    """
+    graph, num = schedule.graph, num or schedule.num_microbatches
+    starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
+    count = graph.microbatches_of(end_of(graph), num) * num_replicas
+    counts = [each * num_replicas for each in graph.num_microbatches]
+    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested)
+    return whole.of_replica(replica, num_replicas)
+
+
+def counts_of(schedule: Schedule) -> list[int]:
+    """The number of microbatches of each stage."""
+    return [schedule.graph.microbatches_of(s, schedule.num_microbatches) for s in range(schedule.num_stages)]
+
+
+def cut_batch(
+    inputs: Any,
+    targets: Any,
+    num_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None,
+    windows: Sequence[range] = (),
+    starts: Mapping[int, int] | None = None,
+    counts: Sequence[int] = (),
+    digested: bool = False,
+) -> Microbatches:
+    """Cuts inputs and targets and weighs the microbatches.
+
+    Args:
+        inputs: by stage, where the batch goes into several.
+        num_microbatches: of the stage with the loss.
+        windows: the microbatches that each update gathers; all of them in one where not given.
+        starts: of the stages that the batch goes into the number of microbatches; stage 0 where not given.
+        counts: of all stages, where they differ.
+
+    Raises:
+        RuntimeFailure: inputs that cannot be cut, or not for all stages at the same samples, or not given for just
+            these stages; targets for other samples than the inputs'.
+    """
+    windows = tuple(windows) or (range(num_microbatches),)
+    starts = starts or {0: num_microbatches}
+    given = inputs_by_stage(inputs, list(starts))
+    cut = {stage: split(value, starts[stage], "inputs") for stage, value in given.items()}
+    if len(given) > 1 or counts:
+        _require_alike(given, counts)
+    first = next(iter(given))
+    cut_inputs = cut[first]
+    if starts[first] != num_microbatches:
+        cut_inputs = split(given[first], num_microbatches, "inputs")
+    cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
+    if targets is not None:
+        _require_matching(given[first], cut_inputs, targets, cut_targets)
+    scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
+    leaves = [[flatten(value)[0] for value in values] for values in cut.values()]
+    signatures = [
+        tuple((tuple(t.shape), t.dtype) for each in leaves if m < len(each) for t in each[m])
+        for m in range(max(map(len, leaves)))
+    ]
+    digest = batch_digest(*given.values(), targets) if digested else 0
+    return Microbatches(cut, cut_targets, scales, signatures, digest, windows)
+
+
+def _require_matching(inputs: Any, cut_inputs: list[Any], targets: Any, cut_targets: list[Any]) -> None:
+    """Raises RuntimeFailure where samples have no target, or targets no sample; what was cut already on both sides is
+    its user's.
+    """
+    if isinstance(inputs, list) and isinstance(targets, list):
+        return
+    sizes = [_sizes(value) for value in cut_inputs]
+    if not isinstance(targets, list):
+        num_targets, num = _num_samples(flatten(targets)[0], "targets"), sum(max(size, default=0) for size in sizes)
+        if num_targets != num:
+            raise RuntimeFailure(
+                f"the targets have {num_targets} samples and the inputs {num}; give as many, or lists with one entry "
+                "a microbatch of each"
+            )
+    for m, (size, value) in enumerate(zip(sizes, cut_targets, strict=True)):
+        if other := sorted(_sizes(value) - size):
+            raise RuntimeFailure(
+                f"microbatch {m} has {max(size, default=0)} samples and {other[0]} targets; cut both at the same "
+                "samples, or give tensors, which are"
+            )
+
+
+def _sizes(value: Any) -> set[int]:
+    """The extents of tensors in dimension 0; of numbers none."""
+    return {leaf.shape[0] for leaf in flatten(value)[0] if leaf.dim()}
+
+
+def _require_alike(given: Mapping[int, Any], counts: Sequence[int]) -> None:
+    """Raises RuntimeFailure where stages would cut the batch at different samples, and join what does not match."""
+    differ = len(set(counts)) > 1
+    sizes = {}
+    for stage, value in given.items():
+        if not isinstance(value, list):
+            sizes[stage] = _num_samples(flatten(value)[0], "inputs")
+        elif differ:
+            raise RuntimeFailure(
+                f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are a "
+                "list, cut already; give tensors, which are cut for every stage"
+            )
+    if len(set(sizes.values())) > 1:
+        raise RuntimeFailure(
+            f"the inputs of stages {_listed(sizes)} have {_listed(sizes.values())} samples; give all the same number"
+        )
+    least = lcm(*counts)
+    for size in sizes.values():
+        if differ and size % least:
+            raise RuntimeFailure(
+                f"a batch of {size} samples, and stages that work on {_listed(sorted(set(counts)))} microbatches; "
+                f"give a multiple of {least} samples, so that every stage cuts it at the same places"
+            )
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:
+    """What goes into each of the stages that no other feeds.
+
+    Raises:
+        RuntimeFailure: several such stages, and not an entry for each.
+    """
+    if len(starts) == 1:
+        return {starts[0]: inputs}
+    if not isinstance(inputs, Mapping) or set(inputs) != set(starts):
+        got = f"entries {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise RuntimeFailure(
+            f"the batch goes into stages {', '.join(map(str, starts))}; give the inputs as a dict with one entry for "
+            f"each, {{{starts[0]}: ..., {starts[1]}: ...}}, not {got}"
+        )
+    return {stage: inputs[stage] for stage in starts}

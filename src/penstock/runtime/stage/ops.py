@@ -1,0 +1,416 @@
+"""Runs the ops of one stage: forward, backward, the two halves of a split backward, and a forward run again.
+
+For each microbatch between its F and its backward it keeps the stage's inputs and outputs (their autograd
+graph is the held activation); between I and W only what the deferred weight gradients need; between F and R
+only the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.graph_inputs import Entry, exits
+from penstock.runtime.stage.microbatches import Microbatches, Signature
+from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
+from penstock.runtime.stage.split import DeferredShare, SplitStage, Tape
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.aliases import (
+    Kept,
+    graded,
+    has_views,
+    inner,
+    is_shared,
+    share,
+    storage_of,
+    values_of,
+    views_of,
+)
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.pytree import flatten, unflatten
+from penstock.runtime.tensors.rng import mix
+
+
+@dataclass
+class Held:
+    """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
+
+    entry: Entry
+    outputs: list[Tensor]
+    tape: Tape | None
+    deferred: bool = False
+    shares: bool = False
+    """Whether there are other outputs, which share memory with these."""
+
+
+class Purpose(Enum):
+    """What a step is for."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What one step asks of every stage.
+
+    Attributes:
+        microbatches: the batch, cut.
+        purpose: training, with backwards; or forwards alone, for the loss or for the outputs.
+        seed: of this step; None where nothing random may run.
+        split: (stage, microbatch) pairs whose backward is split into I and W.
+        recomputed: those whose forward is run again (R) before their backward.
+        counts: of each stage the number of microbatches; not needed for forwards alone.
+        shuffled: stages whose backwards come in another order than the forwards that make their graphs.
+    """
+
+    microbatches: Microbatches
+    purpose: Purpose
+    seed: int | None = None
+    split: frozenset[tuple[int, int]] = frozenset()
+    recomputed: frozenset[tuple[int, int]] = frozenset()
+    counts: Sequence[int] = ()
+    shuffled: frozenset[int] = frozenset()
+
+    def first(self, stage: int) -> int:
+        """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
+        return self.microbatches.replica * self.counts[stage] if self.counts else 0
+
+    @property
+    def training(self) -> bool:
+        return self.purpose is Purpose.TRAIN
+
+
+class StageRunner:
+    """One stage on this rank.
+
+    Args:
+        is_last: whether its output is what the loss takes.
+        autocast: a type for `torch.autocast` around forwards and the loss, or None.
+        num_targets: how many stages it feeds.
+        note_casts: takes note, inside autocast, of what a forward of (stage, microbatch, its output) has cast.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: int,
+        is_last: bool,
+        device: torch.device,
+        loss_fn: Callable[..., Tensor] | None,
+        autocast: torch.dtype | None,
+        num_targets: int = 1,
+        note_casts: Callable[[int, int, Any], None] | None = None,
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.losses: dict[int, Tensor] = {}
+        self.results: dict[int, Any] = {}
+        self._is_last = is_last
+        self._device = device
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._note_casts = None if autocast is None else note_casts
+        # Where I and W can run apart; where not, I runs the full backward and W does nothing.
+        self._split: SplitStage | None = None
+        self._whole_because, self._told = "", False
+        self._held: dict[int, Held] = {}
+        self._kept: dict[int, Payload | None] = {}
+        """What microbatches between F and R came in with; None on the first stage."""
+        self._leaves: dict[int, list[Tensor]] = {}
+        """Outputs that ops have read."""
+        self._starts: dict[int, list[Tensor | None]] = {}
+        """Gradients of outputs that ops have given."""
+        self._buffers = BufferHistory(stage)
+        # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
+        self._plain: set[Signature] = set()
+        self._defers = False
+        self._settings: StepSettings | None = None
+        self._first = 0
+        self._num_targets = num_targets
+        self._own: frozenset[int] | None = None
+
+    def may_split(self, shared: SplitStage | None, reason: str = "") -> None:
+        """Says, between two steps, whether I and W can run apart from now on.
+
+        Args:
+            shared: what the stage's prepared modules share; None where I and W cannot run apart.
+            reason: why not; empty where the schedule does not ask for it.
+        """
+        self._split, self._whole_because, self._told = shared, reason, False
+
+    def deferred_share(self) -> DeferredShare | None:
+        """What the last step's split backward put off; None where the schedule has no such, or before it ran."""
+        if self._split is not None:
+            return self._split.share()
+        return DeferredShare(0, 0, {self._whole_because: ()}) if self._whole_because else None
+
+    def new_share(self) -> DeferredShare | None:
+        """The same, once a configuration: after the first step that counted."""
+        if self._told or self._split is None:
+            return None
+        share = self._split.share()
+        self._told = share is not None
+        return share
+
+    @property
+    def settings(self) -> StepSettings:
+        if self._settings is None:
+            raise RuntimeFailure(f"stage {self.index} was asked to run outside a step")
+        return self._settings
+
+    def begin(self, settings: StepSettings) -> None:
+        """Starts a step; whatever a broken step left is dropped."""
+        self._settings = settings
+        self._first = settings.first(self.index)
+        if self._split is not None:
+            self._split.begin(self)
+        self._held.clear()
+        self._kept.clear()
+        self._leaves.clear()
+        self._starts.clear()
+        self._own = None
+        self._buffers.begin()
+        self.losses.clear()
+        self.results.clear()
+
+    def end(self) -> None:
+        """Ends a step, however it went: lets go of the batch and of what was held."""
+        self._settings = None
+        self._held.clear()
+        self._kept.clear()
+        self._leaves.clear()
+        self._starts.clear()
+        self._buffers.begin()
+
+    def forward(self, m: int, received: Payload | None) -> Payload:
+        """Runs F and returns what the next stage gets; nothing, from the last."""
+        if not self.settings.training:
+            value, _, kept = self._input(m, received)
+            with torch.no_grad(), self._casting():
+                output = self._call(value, m)
+                if self._is_last:
+                    self._keep_result(m, output)
+                kept.require_same(self.index)
+                return Payload([]) if self._is_last else self._outgoing(output)[0]
+        if (self.index, m) in self.settings.recomputed:
+            return self._forward_keeping_input(m, received)
+        return self._forward_keeping_all(m, received)
+
+    def recompute(self, m: int) -> None:
+        """Runs R: the forward of a microbatch again, this time keeping what its backward needs."""
+        with self._buffers.as_found(m):
+            self._forward_keeping_all(m, self._kept.pop(m))
+
+    def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
+        if received is not None:
+            leaves = [None if leaf is None else leaf.to(self._device) for leaf in received.leaves]
+            received = Payload(leaves, received.skeleton, received.needs_grad)
+        value, _, kept = self._input(m, received, copied=True)
+        with self._buffers.noted(m), self._casting(), keeping_nothing():
+            output = self._call(value, m)
+            if self._is_last:
+                output = self._loss(m, output)
+        kept.require_same(self.index)
+        self._kept[m] = received
+        return self._outgoing(output)[0]
+
+    def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
+        value, entry, kept = self._input(m, received)
+        tape = self._tape(m)
+        with self._casting(), tape.recording() if tape is not None else nullcontext():
+            output = self._call(value, m)
+            if self._is_last:
+                output = self._loss(m, output)
+            if self._note_casts is not None:
+                self._note_casts(self.index, m, output)
+        if tape is not None and not self._defers:
+            self._defers = tape.deferring
+            self._plain.add(self.settings.microbatches.signature(m))
+        kept.require_same(self.index)
+        payload, outputs = self._outgoing(output)
+        entry.close(outputs)
+        self._held[m] = Held(entry, outputs, tape, shares=has_views(payload.skeleton))
+        return payload
+
+    def _tape(self, m: int) -> Tape | None:
+        """A tape where the backward is split and something may wait for W.
+
+        Once anything waits, every microbatch is taped: one that did not wait would add its weight gradients
+        before those of earlier ones that do. Microbatches are taped in the order of their forwards; where their
+        backwards come in another order, all of them wait with all that can.
+        """
+        if self._split is None or (self.index, m) not in self.settings.split:
+            return None
+        if self.index in self.settings.shuffled:
+            return Tape(self._split, defer_small=True)
+        known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
+        return None if known_plain else Tape(self._split)
+
+    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry, Kept]:
+        """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
+        if received is None:
+            leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
+            if copied:
+                copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
+                return unflatten(copies, skeleton), Entry([]), _NOTHING_KEPT
+            # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
+            given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
+            return unflatten(given, skeleton), Entry([]), _NOTHING_KEPT
+        leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
+        if copied:
+            leaves = [copy_of(leaf) for leaf in leaves]
+        wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
+        entry = Entry([leaves[place] for place in wanted])
+        for place, tensor in zip(wanted, entry.tensors, strict=True):
+            leaves[place] = tensor
+        if not is_shared(received.skeleton):
+            return unflatten(leaves, received.skeleton), entry, _NOTHING_KEPT
+        skeleton, views = received.skeleton, views_of(leaves, received.skeleton)
+        if entry.tensors:
+            entry.order(graded(leaves, received.needs_grad, skeleton, views))
+        kept = Kept(leaves, skeleton)
+        return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
+
+    def _on_device(self, value: Any) -> Any:
+        leaves, skeleton = flatten(value)
+        return unflatten([leaf.to(self._device) for leaf in leaves], skeleton)
+
+    def _call(self, value: Any, m: int) -> Any:
+        seed = self.settings.seed
+        return self.stage(value, None if seed is None else mix(seed, self._first + m))
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast)
+
+    def _loss(self, m: int, output: Any) -> Tensor:
+        if self._loss_fn is None:
+            raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
+        loss = self._loss_fn(output, self._on_device(self.settings.microbatches.targets[m]))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
+        loss = loss * self.settings.microbatches.scales[m]
+        self.losses[m] = loss.detach()
+        return loss
+
+    def _keep_result(self, m: int, output: Any) -> None:
+        if self.settings.purpose is Purpose.EVALUATE:
+            self._loss(m, output)
+        else:
+            self.results[m] = output
+
+    def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
+        leaves, skeleton = flatten(output)
+        outputs = [leaf for leaf in leaves if leaf.requires_grad]
+        if self._num_targets:
+            own = self._own_memory
+            leaves, skeleton, outputs = share(leaves, skeleton, own, self.index, self._num_targets)
+            if has_views(skeleton):
+                outputs = [exits(output) for output in outputs]
+        elif not outputs and not self._is_last:
+            outputs = leaves  # an op may read it, though nothing comes back
+        needs = [leaf.requires_grad for leaf in leaves]
+        return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
+
+    def _own_memory(self) -> frozenset[int]:
+        """The addresses of its parameters' and buffers' memory, as a step found them."""
+        if self._own is None:
+            self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
+        return self._own
+
+    def leaves(self, m: int) -> list[Tensor]:
+        """The outputs of a microbatch that want a gradient, as leaves; all of them where none does.
+
+        Raises:
+            RuntimeFailure: its forward is run again, so that nothing is held of it yet; or some share memory.
+        """
+        if m not in self._leaves:
+            if m not in self._held:
+                raise RuntimeFailure(
+                    f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
+                    "between F and the backward, and the forward is not run again (R)"
+                )
+            if self._held[m].shares:
+                raise RuntimeFailure(
+                    f"stage {self.index} returns several tensors that share memory, and an op reads the output of a "
+                    "stage that returns one"
+                )
+            self._leaves[m] = [o.detach().requires_grad_(o.requires_grad) for o in self._held[m].outputs]
+        return self._leaves[m]
+
+    def start_from(self, m: int, gradient: Tensor | None) -> None:
+        """Adds a gradient of the only output of a microbatch, from which its backward starts."""
+        before = self._starts.setdefault(m, [None])
+        if gradient is not None:
+            before[0] = gradient if before[0] is None else before[0] + gradient
+
+    def backward(
+        self, kind: str, m: int, received: Payload | None, also: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> Payload:
+        """Runs B or I and returns the gradients of the stage's inputs.
+
+        Args:
+            received: the gradients of the stage's outputs; None for the loss.
+            also: tensors of the graph, and gradients that they have from elsewhere.
+        """
+        held = self._held[m]
+        held.entry.settle()
+        if received is None and not self._is_last:
+            if m not in self._starts:
+                raise RuntimeFailure(
+                    f"no loss was given for microbatch {m} of stage {self.index}, which feeds no other stage; an op "
+                    "that comes before its backward must call add_loss"
+                )
+            received = Payload.gradients(self._starts.pop(m))
+        self._leaves.pop(m, None)
+        pairs: list[tuple[Tensor, Tensor | None]]
+        if received is None:
+            pairs = [(output, None) for output in held.outputs]
+        else:
+            if len(received.leaves) != len(held.outputs):
+                raise RuntimeFailure(
+                    f"stage {self.index} got {len(received.leaves)} gradients for {len(held.outputs)} outputs of "
+                    f"microbatch {m}"
+                )
+            arrived = zip(held.outputs, received.leaves, strict=True)
+            pairs = [(output, g.to(self._device)) for output, g in arrived if g is not None]
+            if any(received.needs_grad):
+                for output, changed in zip(held.outputs, received.needs_grad, strict=True):
+                    if changed and output._is_view():
+                        torch.autograd.graph.increment_version(output)
+        if self._split is not None:
+            self._split.turn_to(self)
+        if pairs or also:
+            outputs, gradients = [p[0] for p in (*pairs, *also)], [p[1] for p in (*pairs, *also)]
+            if held.tape is not None:
+                held.tape.backward_input(outputs, gradients)
+                held.deferred = True
+            else:
+                torch.autograd.backward(outputs, gradients)
+        payload = Payload.gradients(held.entry.grads, held.entry.changed)
+        if kind == "B":
+            del self._held[m]
+        else:
+            self._held[m] = Held(_NO_ENTRY, [], held.tape, held.deferred)
+        return payload
+
+    def backward_weight(self, m: int) -> None:
+        """Runs W: the weight gradients that I put off."""
+        held = self._held.pop(m)
+        if held.tape is not None and held.deferred:
+            held.tape.backward_weight()
+
+
+_NO_ENTRY = Entry([])
+_NOTHING_KEPT = Kept([], 0)

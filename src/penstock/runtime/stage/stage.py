@@ -1,0 +1,91 @@
+"""A stage: consecutive layers of the model, run one after another, each from its own random seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.rng import mix, seed_generators
+
+Copy = tuple[int, int]
+"""(pipeline, stage): a copy of a stage."""
+
+
+class Stage(nn.Module):
+    """Layers under their names in the whole model, so `named_parameters()` gives the plain names.
+
+    Args:
+        layers: name in the whole model ("layers.3", or "3" for a sequential's fourth) -> the layer.
+        indices: each layer's number in the whole model: what its random seed is made of.
+        calling: how a layer is called with what the one before it returned.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], indices: Sequence[int], calling: Calling | None = None
+    ) -> None:
+        super().__init__()
+        self._calling = calling or with_one_argument
+        for name, layer in layers.items():
+            self._place(name, layer)
+        self._layers = tuple(layers.values())
+        self._indices = tuple(indices)
+
+    @property
+    def in_order(self) -> tuple[nn.Module, ...]:
+        """Its layers, in the order in which they run."""
+        return self._layers
+
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Puts a module in another one's place, wherever in the stage that lies."""
+        self._layers = tuple(new if layer is old else layer for layer in self._layers)
+        for parent in self.modules():
+            for name, child in parent._modules.items():
+                if child is old:
+                    parent._modules[name] = new
+
+    def _place(self, name: str, layer: nn.Module) -> None:
+        """Registers a layer so that its dotted name is its path."""
+        *folders, last = name.split(".")
+        parent: nn.Module = self
+        for folder in folders:
+            if folder not in parent._modules:
+                parent.add_module(folder, nn.Module())
+            parent = parent.get_submodule(folder)
+        parent.add_module(last, layer)
+
+    def forward(self, value: Any, seed: int | None = None) -> Any:
+        """Runs the layers; `seed` (of this step and microbatch) makes their random draws repeatable."""
+        device = None if seed is None else _device_of(value)
+        for index, layer in zip(self._indices, self._layers, strict=True):
+            if seed is not None and device is not None:
+                seed_generators(mix(seed, index), device)
+            value = self._calling(layer, value)
+        return value
+
+
+def _device_of(value: Any) -> torch.device:
+    leaves, _ = flatten(value)
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
+def with_one_argument(layer: nn.Module, value: Any) -> Any:
+    """Calls a layer as `nn.Sequential` does."""
+    return layer(value)
+
+
+def with_arguments(layer: nn.Module, value: Any) -> Any:
+    """Calls a module with a tuple as positional arguments, a dict as keyword arguments."""
+    if isinstance(value, tuple):
+        return layer(*value)
+    if isinstance(value, dict):
+        return layer(**value)
+    return layer(value)
+
+
+Calling = Callable[[nn.Module, Any], Any]
+StageSource = nn.Module | Callable[[], nn.Module]
+"""A stage, or a function that builds it where it is needed."""

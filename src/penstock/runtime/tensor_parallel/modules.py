@@ -1,0 +1,87 @@
+"""Linear layers and embeddings that compute with this rank's shard of their weights.
+
+A module becomes one of these in place (`Sharding`), so what holds it goes on holding it, and its parameters keep
+their names. `on_shard` is the arithmetic without any word between ranks: the split backward defers its weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.runtime.tensor_parallel.collectives import entered, summed
+from penstock.runtime.tensor_parallel.part import span
+from penstock.runtime.tensors.dtensor import local
+
+__all__ = ["ColumnLinear", "OnShard", "RowLinear", "VocabularyEmbedding", "VocabularyLinear"]
+
+
+class OnShard(nn.Module):
+    """A module whose `forward` has some words between ranks around `on_shard`."""
+
+    mesh: DeviceMesh
+
+    @abstractmethod
+    def on_shard(self, x: Tensor) -> Tensor:
+        """What this rank's shard makes of `x`, a plain tensor."""
+
+
+class ColumnLinear(OnShard, nn.Linear):
+    """In a region: some of the output features, of input that is the same on all ranks."""
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.on_shard(x)
+
+
+class RowLinear(OnShard, nn.Linear):
+    """The end of a region: all output features, of some of the input features. All hold the bias, added once."""
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = summed(self.on_shard(x), self.mesh)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class VocabularyLinear(ColumnLinear):
+    """A head: logits of some of the vocabulary, as a DTensor of them all, which `CrossEntropy` takes as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard  # there since a shard was made
+
+        logits = self.on_shard(entered(x, self.mesh))
+        shape = torch.Size((*x.shape[:-1], self.out_features))
+        stride = torch.empty(shape, device="meta").stride()
+        placed = [Shard(logits.dim() - 1)]
+        return DTensor.from_local(logits, self.mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+class VocabularyEmbedding(OnShard, nn.Embedding):
+    """Rows of some of the tokens; the others' are zeros here, and the sum over ranks has all."""
+
+    @property
+    def padding_here(self) -> int | None:
+        """Which of this rank's rows, if any, is that of the token that stands for nothing."""
+        own, padding = span(self.num_embeddings, self.mesh), self.padding_idx
+        return None if padding is None or padding not in own else padding - own.start
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return F.embedding(x, local(self.weight), self.padding_here)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = span(self.num_embeddings, self.mesh)
+        if not own:  # a small vocabulary may leave the last ranks without rows
+            empty = tokens.new_zeros(*tokens.shape, self.embedding_dim, dtype=self.weight.dtype)
+            return summed(empty + local(self.weight).sum(), self.mesh)
+        # A token that is on no rank stays out of range on all, for torch to refuse.
+        elsewhere = (tokens < own[0]) & (tokens >= 0) | (tokens > own[-1]) & (tokens < self.num_embeddings)
+        rows = self.on_shard((tokens - own[0]).masked_fill(elsewhere, 0))
+        return summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh)

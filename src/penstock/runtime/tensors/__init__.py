@@ -1,0 +1,10 @@
+"""Tensors by themselves: trees of them, shards of them, memory that they share, seeds, and what travels between ops.
+
+    what a stage returns --pytree--> leaves and a skeleton --message--> Payload on an Edge of the schedule's graph
+                            |
+                            aliases: leaves that share memory, and share it again where they come in
+
+pytree     a nested value taken apart, and put together       dtensor   the part of a sharded tensor that lies here
+aliases    views and their bases on the way between stages    rng       seeds that do not depend on the schedule
+message    `Edge` and `Payload`: what travels between ops     digest    a number for a batch, to compare between ranks
+"""

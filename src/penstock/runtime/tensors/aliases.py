@@ -1,0 +1,397 @@
+"""Outputs of a stage that share memory, and how they go along so that they share it again where they come in.
+
+    stage 0 returns            h, h[:, 2:6], h.detach()
+    what goes along            h, and of the two others how they lie in it
+    stage 1 is called with     h', h'[:, 2:6], h'.detach(), made again of the one tensor that came
+
+So a change in place of one is seen in the others, and gradients flow through it, as if the stages were one. What goes
+along is the tensor that autograd has as the base of the views, or what of its memory the outputs use. Back come the
+gradients of that tensor and, apart from it, those of each view as it was before any change in place: so they are
+added up just as in a plain loop.
+
+Some memory must not be changed by a later stage, as no order of ops would make that right: a parameter or buffer of
+an earlier stage, which its next microbatch reads; what goes to several stages; tensors of which autograd does not
+know that they share memory. Such tensors are watched, see `Kept`.
+
+The skeleton of such a payload is `["shared", skeleton, refs, views, kept]`: of each value of the inner skeleton the
+leaf that it is (0, 1, ...) or the view (-1, -2, ...); of each view what it is made from and how; of kept leaves why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.pytree import DTYPES, Skeleton
+
+SHARED, GRADED = "shared", "graded"
+_MOST_OF_BASE = 4
+"""How many times larger than the outputs a base may be that goes along whole."""
+
+
+class Lie(NamedTuple):
+    """How a tensor lies in its storage; bytes from the storage's start, elements otherwise."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Lie:
+        size = tensor.element_size()
+        return cls(int(tensor.storage_offset()) * size, tuple(tensor.shape), tensor.stride(), size)
+
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return self.start + (last + 1) * self.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has all the bytes between its first and its last."""
+        num = 1
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            num *= n if stride else 1
+        return num * self.itemsize == self.end - self.start
+
+
+View = list[Any]
+"""What it is made from, how, bytes from the root's start, shape, strides, type, whether it is conjugate.
+
+How is "graded": a view with a gradient, which goes back; "view": one without; "detached": one that gets none from
+what it is made from, whatever happens."""
+
+
+def share(
+    values: list[Tensor], skeleton: Skeleton, state: Callable[[], Collection[int]], stage: int, num_targets: int
+) -> tuple[list[Tensor], Skeleton, list[Tensor]]:
+    """What goes along of the outputs `values` of a stage: tensors, how outputs are made of them, and those of both
+    whose gradients come back (`graded`).
+
+    Args:
+        skeleton: how they were arranged.
+        state: addresses of the memory of the stage's parameters and buffers.
+        num_targets: how many stages they go to.
+    """
+    if len(values) == num_targets == 1 and not (values[0].is_leaf or values[0]._is_view()):
+        return values, skeleton, values  # most stages
+    groups = _groups(values) if len(values) > 1 else []
+    if not groups:
+        kept = _kept(values, state, stage, num_targets, {})
+        along = [SHARED, skeleton, list(range(len(values))), [], kept] if kept else skeleton
+        return values, along, [value for value in values if value.requires_grad]
+    refs: dict[int, int] = {}
+    views: list[View] = []
+    leaves: list[Tensor] = []
+    strange: dict[int, str] = {}
+    first = {group[0]: group for group in groups}
+    for place, value in enumerate(values):
+        if place in first:
+            root = _link({each: values[each] for each in first[place]}, len(leaves), refs, views)
+            if root is not None:
+                leaves.append(root)
+                continue
+            for each in first[place]:
+                strange[each] = f"memory that outputs of stage {stage} share in a way that autograd does not know of"
+        if place not in refs:
+            refs[place] = len(leaves)
+            leaves.append(value)
+    reasons = {refs[place]: reason for place, reason in strange.items()}
+    kept = _kept(leaves, state, stage, num_targets, reasons)
+    along = [SHARED, skeleton, [refs[place] for place in range(len(values))], views, kept]
+    by_ref = {ref: values[place] for place, ref in refs.items()}
+    made = [by_ref.get(-1 - number, leaves[0]) for number in range(len(views))]
+    return leaves, along, graded(leaves, [leaf.requires_grad for leaf in leaves], along, made)
+
+
+def is_shared(skeleton: Skeleton) -> bool:
+    return type(skeleton) is list and skeleton[0] == SHARED
+
+
+def has_views(skeleton: Skeleton) -> bool:
+    """Whether some values share memory."""
+    return is_shared(skeleton) and bool(skeleton[3])
+
+
+def inner(skeleton: Skeleton) -> Skeleton:
+    """How values are arranged."""
+    return skeleton[1] if is_shared(skeleton) else skeleton
+
+
+def kept_of(skeleton: Skeleton) -> list[tuple[int, str]]:
+    """The leaves that must stay as they are, and why."""
+    return [(place, reason) for place, reason in skeleton[4]] if is_shared(skeleton) else []
+
+
+def views_of(leaves: Sequence[Tensor], skeleton: Skeleton) -> list[Tensor]:
+    """The views that a payload says how to make, made of the leaves that came."""
+    made: list[Tensor] = []
+    for parent, how, start, shape, strides, dtype, conj in skeleton[3] if is_shared(skeleton) else ():
+        of, root = made[-1 - parent] if parent < 0 else leaves[parent], leaves[_leaf_of(parent, skeleton)]
+        made.append(_view(of.detach() if how == "detached" else of, root, start, shape, strides, DTYPES[dtype], conj))
+    return made
+
+
+def values_of(leaves: list[Tensor], views: Sequence[Tensor], skeleton: Skeleton) -> list[Tensor]:
+    """The values that are arranged by `inner(skeleton)`."""
+    if not is_shared(skeleton):
+        return leaves
+    return [leaves[ref] if ref >= 0 else views[-1 - ref] for ref in skeleton[2]]
+
+
+def graded(
+    leaves: Sequence[Any], needs_grad: Sequence[bool], skeleton: Skeleton, views: Sequence[Any] = ()
+) -> list[Any]:
+    """Of leaves and views those whose gradients go back, in that order: each leaf, then the views of it."""
+    if not has_views(skeleton):
+        return [leaf for leaf, needed in zip(leaves, needs_grad, strict=True) if needed]
+    found: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        found += [leaf] if needs_grad[place] else []
+        found += [
+            view
+            for view, (parent, how, *_) in zip(views, skeleton[3], strict=True)
+            if (parent, how) == (place, GRADED)
+        ]
+    return found
+
+
+def num_graded(needs_grad: Sequence[bool], skeleton: Skeleton) -> int:
+    """How many gradients go back."""
+    return sum(needs_grad) + (sum(how == GRADED for _, how, *_ in skeleton[3]) if is_shared(skeleton) else 0)
+
+
+def _leaf_of(ref: int, skeleton: Skeleton) -> int:
+    while ref < 0:
+        ref = skeleton[3][-1 - ref][0]
+    return ref
+
+
+def side_by_side(skeletons: Sequence[Skeleton], sizes: Sequence[int], shifted: Any) -> Skeleton:
+    """One skeleton for a tuple of payloads.
+
+    Args:
+        sizes: how many leaves each has.
+        shifted: `(skeleton, by)`, an inner skeleton with other numbers of values.
+    """
+    insides: list[Skeleton] = []
+    refs: list[int] = []
+    views: list[Any] = []
+    kept: list[Any] = []
+    first = 0
+    for skeleton, size in zip(skeletons, sizes, strict=True):
+        whole = skeleton if is_shared(skeleton) else [SHARED, skeleton, list(range(size)), [], []]
+
+        def moved(ref: int, leaf: int = first, view: int = len(views)) -> int:
+            return ref + leaf if ref >= 0 else ref - view
+
+        insides.append(shifted(whole[1], len(refs)))
+        refs += [moved(ref) for ref in whole[2]]
+        views += [[moved(parent), *how] for parent, *how in whole[3]]
+        kept += [[place + first, reason] for place, reason in whole[4]]
+        first += size
+    together = ["tuple", insides]
+    if not views and not kept:
+        return together
+    return [SHARED, together, refs, views, kept]
+
+
+class Kept:
+    """Tensors that a stage was given and that must stay as they are."""
+
+    def __init__(self, leaves: Sequence[Tensor], skeleton: Skeleton) -> None:
+        self._seen = [(leaves[place], leaves[place]._version, why) for place, why in kept_of(skeleton)]
+
+    def require_same(self, stage: int) -> None:
+        """Raises RuntimeFailure where the stage changed one."""
+        for tensor, version, why in self._seen:
+            if tensor._version != version:
+                raise RuntimeFailure(
+                    f"stage {stage} changed one of its inputs in place, of shape {tuple(tensor.shape)}: {why}. Let "
+                    "it change a copy (clone())"
+                )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 where there is none, or it is not the tensor's own (subclasses)."""
+    if type(tensor) not in _OWN_MEMORY or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+_OWN_MEMORY = (Tensor, Parameter)
+
+
+def _kept(
+    leaves: Sequence[Tensor],
+    state: Callable[[], Collection[int]],
+    stage: int,
+    num_targets: int,
+    strange: dict[int, str],
+) -> list[Any]:
+    if num_targets > 1:
+        why = (
+            f"memory that goes from stage {stage} to {num_targets} stages, and what each finds there would depend on "
+        )
+        return [[place, why + "which runs first"] for place in range(len(leaves))]
+    found: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if place in strange:
+            found.append([place, strange[place]])
+        elif base_of(leaf).is_leaf and storage_of(leaf) in state():
+            found.append(
+                [
+                    place,
+                    f"the memory of a parameter or buffer of stage {stage}, which runs its next microbatch with it",
+                ]
+            )
+    return found
+
+
+def _groups(values: Sequence[Tensor]) -> list[list[int]]:
+    """The places of values that overlap in memory, group by group; those of one alone are left out."""
+    by_storage: dict[int, list[int]] = {}
+    for place, value in enumerate(values):
+        if address := storage_of(value):
+            by_storage.setdefault(address, []).append(place)
+    found: list[list[int]] = []
+    for places in by_storage.values():
+        if len(places) > 1:
+            groups: list[list[int]] = []
+            for place in places:
+                touched = [g for g in groups if any(_overlap(Lie.of(values[place]), Lie.of(values[p])) for p in g)]
+                groups = [g for g in groups if g not in touched]
+                groups.append(sorted([p for g in touched for p in g] + [place]))
+            found += [group for group in groups if len(group) > 1]
+    return found
+
+
+def _overlap(a: Lie, b: Lie) -> bool:
+    if 0 in a.shape or 0 in b.shape or a.end <= b.start or b.end <= a.start:
+        return False
+    if a.is_dense and b.is_dense:
+        return True
+    least = min(a.start, b.start)
+    return _meet(a._replace(start=a.start - least), b._replace(start=b.start - least))
+
+
+@lru_cache(maxsize=256)
+def _meet(a: Lie, b: Lie) -> bool:
+    """Whether two tensors have a byte in common; exact, for those with gaps."""
+    memory = torch.zeros(max(a.end, b.end), dtype=torch.bool)
+    _bytes_of(memory, a).fill_(True)
+    return bool(_bytes_of(memory, b).any())
+
+
+def _bytes_of(memory: Tensor, lie: Lie) -> Tensor:
+    once = [n if stride else 1 for n, stride in zip(lie.shape, lie.strides, strict=True)]
+    strides = [stride * lie.itemsize for stride in lie.strides]
+    return memory.as_strided((*once, lie.itemsize), (*strides, 1), lie.start)
+
+
+def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: list[View]) -> Tensor | None:
+    """Notes how outputs that share memory are made of one tensor, which is returned: an output, or their base.
+
+    Args:
+        members: outputs by their place.
+        leaf: the number that the tensor will have.
+
+    Returns None, and notes nothing, where they cannot be made of one.
+    """
+    graded_ones = [place for place, t in members.items() if t.requires_grad]
+    bases = {id(base_of(members[place])): base_of(members[place]) for place in graded_ones or members}
+    if len(bases) > 1 and graded_ones:
+        return None  # several graphs write to one memory
+    base = next(iter(bases.values()))
+    family = [p for p, t in members.items() if base_of(t) is base and t.requires_grad == bool(graded_ones)]
+    root = _root(base, members, family)
+    if root is None or not all(_fits(t, root) for t in members.values()):
+        return None
+    start = Lie.of(root).start
+
+    def note(parent: int, how: str, tensor: Tensor) -> int:
+        lie, dtype = Lie.of(tensor), str(tensor.dtype).removeprefix("torch.")
+        views.append([parent, how, lie.start - start, lie.shape, lie.strides, dtype, tensor.is_conj()])
+        return -len(views)
+
+    refs.update({place: leaf for place, t in members.items() if t is root})
+    for place in family:
+        if place not in refs:
+            refs[place] = note(leaf, GRADED if graded_ones else "view", members[place])
+    without: dict[int, int] = {}
+    """Of each base of outputs without gradient what they are made of: what one gets in place the others get."""
+    for place, tensor in members.items():
+        if place not in refs:
+            key = id(base_of(tensor))
+            if key not in without:
+                without[key] = note(leaf, "detached", root)
+            refs[place] = note(without[key], "view", tensor)
+    return root
+
+
+def _root(base: Tensor, members: dict[int, Tensor], family: list[int]) -> Tensor | None:
+    """What members are made of: their base where all lie in it, else what they use of its memory; or None."""
+    lies = [Lie.of(t) for t in members.values()]
+    start, end = min(lie.start for lie in lies), max(lie.end for lie in lies)
+    if not storage_of(base) or base.is_conj() or base.is_neg():
+        return None
+    lie, itself = Lie.of(base), any(base is t for t in members.values())
+    if base.requires_grad != members[family[0]].requires_grad:
+        return None
+    within = lie.start <= start and end <= lie.end and (lie.is_dense or len(family) == len(members))
+    if within and (itself or lie.end - lie.start <= _MOST_OF_BASE * (end - start)):
+        return base
+    if (start - lie.start) % lie.itemsize or (end - start) % lie.itemsize:
+        return None
+    return base.as_strided(((end - start) // lie.itemsize,), (1,), start // lie.itemsize)
+
+
+def _fits(tensor: Tensor, root: Tensor) -> bool:
+    """Whether a tensor can be made of the root: they are of one type, or one's numbers are parts of the other's."""
+    if tensor is root:
+        return True
+    if tensor.is_neg() or (tensor.is_conj() and not root.is_complex()):
+        return False
+    start, lie = Lie.of(root).start, Lie.of(tensor)
+    if tensor.dtype == root.dtype or not tensor.requires_grad:
+        return (lie.start - start) % lie.itemsize == 0
+    return torch.empty(0, dtype=tensor.dtype).is_complex() != root.is_complex() and lie.start % lie.itemsize == 0
+
+
+def _view(of: Tensor, root: Tensor, start: int, shape: Any, strides: Any, dtype: torch.dtype, conj: bool) -> Tensor:
+    """A view of a tensor: of the given type, `start` bytes after where the root begins."""
+    first = root.storage_offset() * root.element_size() + start
+    if dtype == of.dtype:
+        pass
+    elif dtype.is_complex and not of.dtype.is_complex and dtype.to_real() == of.dtype:
+        offset, num = of.storage_offset(), _length(of)
+        skip = (first // of.element_size() - offset) % 2
+        of = torch.view_as_complex(of.as_strided(((num - skip) // 2, 2), (2, 1), offset + skip))
+    elif of.dtype.is_complex and of.dtype.to_real() == dtype:
+        of = torch.view_as_real(of)
+    else:
+        of = of.as_strided((_length(of),), (1,), of.storage_offset()).view(dtype)
+    once = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
+    view = of.as_strided(once, strides, first // dtype.itemsize)
+    if once != list(shape):
+        view = view.expand(shape)  # whose gradient is added up as the stage before would have done
+    return view.conj() if conj else view
+
+
+def _length(tensor: Tensor) -> int:
+    """Elements from a tensor's first to its last, gaps included."""
+    lie = Lie.of(tensor)
+    return (lie.end - lie.start) // lie.itemsize
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What autograd takes a tensor for a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base

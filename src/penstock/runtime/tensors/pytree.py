@@ -1,0 +1,76 @@
+"""Taking what a stage returns apart into tensors and a skeleton, and putting it together again.
+
+    (x, {"mask": m, "scale": 2})  ->  [x, m],  ["tuple", [0, ["dict", [["mask", 1], ["scale", ["const", 2]]]]]]
+
+The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.dtensor import whole
+
+Skeleton = Any
+"""An int (index of a tensor) or a list ["tuple" | "list" | "dict" | "const", ...]."""
+
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Skeleton]:
+    """The tensors in `value`, in order, each once, and its skeleton.
+
+    Raises RuntimeFailure for a type that can't travel between stages.
+    """
+    if isinstance(value, Tensor):
+        return [value], 0
+    leaves: list[Tensor] = []
+    return leaves, _flatten(value, leaves)
+
+
+def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
+    if isinstance(value, Tensor):
+        for place, leaf in enumerate(leaves):
+            if leaf is value:
+                return place
+        leaves.append(value)
+        return len(leaves) - 1
+    if isinstance(value, tuple):
+        return ["tuple", [_flatten(v, leaves) for v in value]]
+    if isinstance(value, list):
+        return ["list", [_flatten(v, leaves) for v in value]]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return ["dict", [[key, _flatten(v, leaves)] for key, v in value.items()]]
+    if isinstance(value, _CONSTANTS):
+        return ["const", value]
+    raise RuntimeFailure(
+        f"a value of type {type(value).__name__} can't pass between stages; use tensors, tuples, lists, "
+        f"dicts with string keys, numbers, strings or None"
+    )
+
+
+def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
+    """The value that `flatten` took apart, with `leaves` in place of its tensors."""
+    if isinstance(skeleton, int):
+        return leaves[skeleton]
+    kind, inside = skeleton
+    if kind == "const":
+        return inside
+    if kind == "dict":
+        return {key: unflatten(leaves, v) for key, v in inside}
+    items = [unflatten(leaves, v) for v in inside]
+    return tuple(items) if kind == "tuple" else items
+
+
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+"""Names of tensor types, for message headers."""
+
+
+def on_host(value: Any) -> Any:
+    """The same value with its tensors detached and whole, in host memory. All who hold a shard of them call it."""
+    leaves, skeleton = flatten(value)
+    return unflatten([whole(leaf.detach()).cpu() for leaf in leaves], skeleton)

@@ -1,0 +1,217 @@
+"""Channels: how the messages between two ranks are told apart and kept in order.
+
+A channel carries one kind of message between two stages: activations, gradients, a tied gradient or the tokens
+of one need. Within it messages come in the order of the consumer's queue, so that the next one is always known
+and can have a buffer posted before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from threading import Semaphore
+from typing import Any, NamedTuple
+
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.wire_format import Packet, Spec
+from penstock.runtime.transport.wiring import num_indices
+from penstock.schedule import Needs, Schedule
+from penstock.schedule.op import FORWARD, UPDATE
+
+TAG_LIMIT = 2**31 - 1
+
+
+class ChannelKey(NamedTuple):
+    """Names a channel at one of its ends: the stages, the direction of the model, and the slot (see `Edge`).
+
+    A rank hosts a stage in one pipeline at most, so that the stages say the pipeline.
+    """
+
+    producer: int
+    consumer: int
+    forward: bool
+    slot: int
+
+    @classmethod
+    def of(cls, edge: Edge) -> ChannelKey:
+        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE), edge.slot)
+
+    def reverse(self) -> ChannelKey:
+        """The channel of the answers: gradients for activations, the next activations for gradients; parameters for
+        the gradients of an update."""
+        return ChannelKey(self.consumer, self.producer, not self.forward, self.slot)
+
+
+class Tags:
+    """Numbers for messages, the same on every rank: each channel has one for headers, one a microbatch.
+
+    The tokens of a need are a channel as well: it has one for headers, and one for each of the `num_before` tokens
+    that each of its ops waits for.
+
+    What is left of gloo's range holds a digest of the batch's shapes. Messages about different shapes then
+    never meet (gloo ends the process where a message does not fit), and a deadline tells.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        num_slots: int,
+        num_microbatches: int,
+        needs: Sequence[Needs] = (),
+        num_indices: int = 0,
+        edges: Sequence[tuple[int, int]] = (),
+        counts: Sequence[int] = (),
+    ) -> None:
+        """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage, F, B and U not more than
+        `num_microbatches`. `edges` say which stage feeds which, the next one where not given, and `counts` how many
+        microbatches each works on.
+        """
+        self._stages, self._microbatches, self._counts = num_stages, num_microbatches, counts
+        self._needs = needs
+        edges = edges or [(stage, stage + 1) for stage in range(num_stages - 1)]
+        self._number = {edge: place for place, edge in enumerate(edges)}
+        self._slots = 2 * len(edges)
+        sizes = (1 + num_indices * need.num_before for need in needs)
+        messages = (self._slots + num_slots * num_stages) * (num_microbatches + 1)
+        self._token_headers = list(accumulate(sizes, initial=messages))
+        self._span = max(1, self._token_headers[-1])  # one stage sends nothing
+        self._variants = max(1, TAG_LIMIT // self._span)
+
+    @classmethod
+    def of(cls, schedule: Schedule, num_tied: int = 0) -> Tags:
+        """The numbers for a schedule whose stages share so many tied parameters."""
+        windows = schedule.windows
+        updating = 0 if windows is None else windows.num_pipelines - 1
+        counted = schedule.graph.num_microbatches
+        most = max(schedule.num_microbatches, *counted, 0 if windows is None else windows.num_ops)
+        needs = schedule.graph.needs
+        graph, num_stages = schedule.graph, schedule.num_stages
+        counts = [graph.microbatches_of(stage, schedule.num_microbatches) for stage in range(num_stages)]
+        return cls(num_stages, num_tied + updating, most, needs, num_indices(schedule), graph.edges, counts)
+
+    def shift(self, digest: int) -> int:
+        """What to add to the tags of a step whose shapes have this digest."""
+        return digest % self._variants * self._span
+
+    def header(self, key: ChannelKey) -> int:
+        if key.slot < 0:
+            return self._token_headers[-key.slot - 1]
+        if key.slot:  # tied stages send to one stage in each slot, as copies do: the producer says it all
+            return (self._slots + (key.slot - 1) * self._stages + key.producer) * (self._microbatches + 1)
+        edge = (key.producer, key.consumer) if key.forward else (key.consumer, key.producer)
+        return (2 * self._number[edge] + int(key.forward)) * (self._microbatches + 1)
+
+    def message(self, edge: Edge) -> int:
+        first = self.header(ChannelKey.of(edge)) + 1
+        if edge.slot < 0:
+            num_before = self._needs[-edge.slot - 1].num_before
+            return first + edge.consumer.microbatch * num_before + edge.producer.microbatch % num_before
+        (_, producer, m), (_, consumer, n) = edge.producer, edge.consumer
+        # Where several of the producer's make one of the consumer's, theirs tell them apart.
+        several = bool(self._counts) and edge.slot == 0 and self._counts[producer] > self._counts[consumer]
+        return first + (m if several else n)
+
+
+class Expected(NamedTuple):
+    """What a channel brings a rank in one step, in order, with tags."""
+
+    key: ChannelKey
+    peer: int
+    messages: tuple[tuple[Edge, int], ...]
+
+
+def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[Expected]:
+    """Sorts (edge, its sender's rank), given in the order in which a rank needs them, by channel."""
+    found: dict[tuple[ChannelKey, int], list[tuple[Edge, int]]] = {}
+    for edge, peer in edges:
+        found.setdefault((ChannelKey.of(edge), peer), []).append((edge, tags.message(edge)))
+    return [Expected(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
+
+
+@dataclass
+class Posted:
+    """A receive under way.
+
+    Attributes:
+        since: when it was posted, in nanoseconds of the monotonic clock.
+        follows: whether it was posted because another message of the channel had arrived.
+        arrived: when the message was there, where that is known.
+    """
+
+    edge: Edge
+    tag: int
+    work: Any
+    packet: Packet
+    known: Known
+    since: int
+    follows: bool
+    arrived: int | None = None
+
+
+@dataclass
+class Known:
+    """A spec that both ends know, and packets of it that are free."""
+
+    spec: Spec
+    make: Callable[[Spec], Packet]
+    spare: list[Packet] = field(default_factory=list)
+
+    def packet(self) -> Packet:
+        return self.spare.pop() if self.spare else self.make(self.spec)
+
+
+@dataclass
+class Incoming:
+    """The receiving end of a channel.
+
+    Attributes:
+        peer: the rank that sends.
+        known: by signature, kept from step to step.
+        waiting: this step's messages with no buffer posted yet; posted: those with one.
+        headers_due: how many headers this step still brings.
+        received: payloads taken in this step.
+        answered: the channel whose messages these answer, where it is there.
+        room: for messages that came in and were not taken yet, where their number has a bound.
+        ahead: how many receives are posted ahead.
+    """
+
+    key: ChannelKey
+    peer: int
+    known: dict[str, Known] = field(default_factory=dict)
+    waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
+    posted: deque[Posted] = field(default_factory=deque)
+    headers_due: int = 0
+    received: int = 0
+    answered: Outgoing | None = None
+    room: Semaphore | None = None
+    ahead: int = 0
+
+
+class Sent(NamedTuple):
+    """A message not known to have been taken: all its sends, and the packet to use again."""
+
+    works: list[Any]
+    packet: Packet
+    known: Known
+
+
+@dataclass
+class Outgoing:
+    """The sending end of a channel.
+
+    Attributes:
+        peer: the rank that receives.
+        known: by signature: what the other side has been told.
+        under_way: this step's messages not known to have been taken.
+        taken: how many have been.
+        answers: the channel that brings them.
+    """
+
+    key: ChannelKey
+    peer: int
+    known: dict[str, Known] = field(default_factory=dict)
+    under_way: deque[Sent] = field(default_factory=deque)
+    taken: int = 0
+    answers: Incoming | None = None

@@ -1,0 +1,214 @@
+"""Which transport carries messages: its name as users give it, what it holds, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.control import Event
+from penstock.dispatch import Dispatch
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.interfaces import addresses_for, network_name
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.conditioned import ConditionedLines, ConditionedTransport, Conditions
+from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.delegate.transport import HOST_MEMORY
+from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.routed import RoutedTransport
+from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule import Schedule
+from penstock.schedule.short_repr import short_repr
+from penstock.simulate import Blocking
+
+NAMES = ("host", "direct", "delegate", "nccl")
+BASES = ("host", "direct")
+"""Transports of which single links may be delegated."""
+DEPTH = 2
+"""Messages that a direct channel holds where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class DelegateOptions:
+    """How delegates carry messages.
+
+    Attributes:
+        num: of each direction and kind of a link, to begin with; most: as many as measured rates may ask for.
+        interfaces: this host's addresses or interfaces' names, the preferred one first; when one dies messages go by
+            the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback where all ranks
+            are on one host, else that which reaches MASTER_ADDR.
+        host_memory: bytes that messages may take in a rank's host memory on their way out, and as many coming in.
+    """
+
+    num: int = 1
+    most: int = 4
+    interfaces: tuple[str, ...] | None = None
+    host_memory: int = HOST_MEMORY
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """How messages travel.
+
+    Attributes:
+        name: "host" (through host memory, sends never wait), "direct" (in order, a bounded channel a link),
+            "delegate" (every link by delegate processes) or "nccl" (from GPU to GPU).
+        depth: messages that a channel of "direct" holds before its sender stands still; None: any number.
+        has_delegates: whether single links may go by delegates while it runs.
+        delegates: how these carry messages.
+
+    Raises:
+        RuntimeFailure: another name, or a depth that cannot be.
+    """
+
+    name: str = "host"
+    depth: int | None = None
+    has_delegates: bool = False
+    delegates: DelegateOptions = field(default_factory=DelegateOptions)
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise RuntimeFailure(f"transport {self.name!r}: give {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
+        if self.name == "direct":
+            object.__setattr__(self, "depth", DEPTH if self.depth is None else self.depth)
+            if not isinstance(self.depth, int) or self.depth < 1:
+                raise RuntimeFailure(f"a direct channel of depth {self.depth} carries nothing; give at least 1")
+        elif self.depth is not None:
+            raise RuntimeFailure(f"depth={self.depth} is for transport='direct'; {self.name!r} has no bound")
+
+    @property
+    def shared(self) -> str:
+        """What all ranks must have alike, in words."""
+        routed = f" with {self.delegates.num} to {self.delegates.most} delegates" if self.has_delegates else ""
+        return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
+
+    def require_dispatch(self, dispatch: Dispatch) -> None:
+        """Raises RuntimeFailure where messages cannot be told apart as this dispatch needs."""
+        if self.name == "nccl" and dispatch.is_dynamic:
+            raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
+
+    def route(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
+        """Says, between two steps, which links go by delegates."""
+        if self.has_delegates:
+            transport.route(frozenset(delegated))
+
+    def prepare(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links that are to be delegated, before they are needed; any thread may do that."""
+        if self.has_delegates and delegated and isinstance(transport, RoutedTransport):
+            transport.prepare(delegated)
+
+    def counters(self, transport: Any) -> dict[str, int] | None:
+        """What this rank's delegates have counted so far, where there are any."""
+        if self.has_delegates or self.name == "delegate":
+            return asdict(transport.counters)
+        return None
+
+    def link_events(self, transport: Any) -> list[Event]:
+        """Links whose own interfaces died or came back since the last call, as far as delegates know."""
+        if self.has_delegates or self.name == "delegate":
+            found: list[Event] = transport.link_events()
+            return found
+        return []
+
+    def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
+        """Raises RuntimeFailure where a schedule could come to a standstill in channels of this depth, or where links
+        are to be delegated and nothing is there for it.
+        """
+        if delegated and not self.has_delegates:
+            raise RuntimeFailure(
+                f"links {sorted(delegated)} are to be delegated, and transport {self.name!r} was made without "
+                f"delegates: give ps.Pipeline delegates=ps.DelegateOptions()"
+            )
+        if self.depth is not None:
+            require_depth(schedule, self.depth)
+
+    def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
+        """What the simulator calls it, with these links delegated."""
+        return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
+
+    def make(
+        self,
+        peers: GroupPeers,
+        tags: Tags,
+        timeout: float,
+        wiring: Wiring,
+        dispatch: Dispatch,
+        device: torch.device,
+        conditions: Conditions | None,
+    ) -> Any:
+        """One rank's end, with link conditions where they are given. Every rank must call it.
+
+        Raises:
+            RuntimeFailure: "nccl" without a GPU or with dispatch that is not frozen; a schedule that needs more
+                than `depth`; an interface that is not there; a half-duplex link.
+        """
+        if conditions is not None:
+            conditions.require_own_queues()
+        if wiring.schedule.asynchronous and self.name in ("nccl", "delegate"):
+            raise RuntimeFailure(
+                f"{wiring.schedule.name} has asynchronous ops, whose end must wake a rank that waits for messages, "
+                f"and transport {self.name!r} can't; use 'host' or 'direct'"
+            )
+        if self.name == "nccl":
+            self.require_dispatch(dispatch)
+            return _nccl(peers.group, tags, timeout, wiring, device, conditions)
+        if self.name == "delegate":
+            return self._delegate(peers, tags, timeout, device, conditions)
+        base = self._base(peers.group, tags, timeout, wiring, conditions)
+        if not self.has_delegates:
+            return base
+        return RoutedTransport(base, self._delegate(peers, tags, timeout, device, conditions))
+
+    def _base(
+        self, group: dist.ProcessGroup, tags: Tags, timeout: float, wiring: Wiring, conditions: Conditions | None
+    ) -> GroupTransport:
+        if self.depth is None:
+            if conditions is None:
+                return GroupTransport(group, tags, timeout)
+            return ConditionedTransport(group, tags, timeout, conditions=conditions)
+        require_depth(wiring.schedule, self.depth)
+        if conditions is None:
+            return DirectTransport(group, tags, timeout, self.depth)
+        return ConditionedDirect(group, tags, timeout, self.depth, conditions=conditions)
+
+    def _delegate(
+        self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, conditions: Conditions | None
+    ) -> DelegateTransport:
+        options = self.delegates
+        return DelegateTransport(
+            peers.here[0],
+            peers.num_ranks,
+            peers.gather,
+            tags,
+            timeout,
+            interfaces=addresses_for(peers.gather(network_name()), options.interfaces),
+            num_lanes=options.num,
+            most_lanes=max(options.num, options.most),
+            host_memory=options.host_memory,
+            conditions=conditions,
+            device=device,
+        )
+
+
+def _nccl(
+    group: dist.ProcessGroup,
+    tags: Tags,
+    timeout: float,
+    wiring: Wiring,
+    device: torch.device,
+    conditions: Conditions | None,
+) -> LineTransport:
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
+    lines = lines_of(wiring)
+    if conditions is not None:
+        return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)
+    return LineTransport(group, tags, timeout, lines, "nccl", device)

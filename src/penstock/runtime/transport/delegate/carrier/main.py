@@ -1,0 +1,24 @@
+"""The first thing a delegate process runs."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+
+from .delegate_io import Orders
+
+
+def main() -> None:
+    """Runs the delegate whose orders the descriptor in the first argument holds, until its rank ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+    orders = Orders.read(int(sys.argv[1]))
+    gc.freeze()
+    if orders.outgoing:
+        from .outgoing import Sender
+
+        Sender(orders).run()
+    else:
+        from .incoming import Receiver
+
+        Receiver(orders).run()

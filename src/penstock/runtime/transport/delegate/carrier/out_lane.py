@@ -1,0 +1,331 @@
+"""The sending end of one lane at work: connects, sends what is due, resends what a dead connection swallowed.
+
+at rest --wanted--> connecting --> greeting --welcome--> up --cut--> at rest
+                        |  fails      |                   |
+                        +----> the next path  <-----------+      a better path is up again: drain, then move
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from . import sockets, timing
+from .connect_attempt import Trial
+from .event_loop import WRITE
+from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, spec_room, unpack
+from .lane import LaneError, Sending
+from .paths import Path, Paths, by_preference
+from .ring import Descriptor, Note, Why
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from .outgoing import Sender
+
+QUEUED = 256 << 10
+"""Bytes queued for a connection before the next message is."""
+
+
+class OutLane:
+    """Args:
+    before: the number of the last message that was answered before this delegate started.
+    """
+
+    def __init__(self, sender: Sender, lane: Lane, before: int) -> None:
+        orders = sender.orders
+        self._sender, self._loop, self._home = sender, sender.loop, sender.home
+        self.lane = lane
+        self._peers = orders.peers[lane.target]
+        self._state = Sending(given=before, answered=before, epoch=orders.generation << 32)
+        self._paths = Paths(
+            by_preference(len(orders.interfaces), len(self._peers)),
+            frozenset(place for place, up in enumerate(sender.monitor.interfaces.up) if not up),
+        )
+        self._messages: deque[Descriptor] = deque()  # all that is not answered
+        self._path: Path | None = None
+        self._stream: Stream | None = None
+        self._trial: Trial | None = None
+        self._drained: Trial | None = None  # a connection over a better path, waiting for this one to drain
+        self._came = bytearray()
+        self._heard = self._deadline = 0
+        self._silent = self._refused = self._lost = self._full = False
+
+    # What happens.
+
+    def give(self, message: Descriptor) -> None:
+        self._state = self._state.give(message.number)
+        self._messages.append(message)
+
+    def interface(self, ours: int, up: bool, now: int) -> None:
+        """The kernel's word on one of our interfaces."""
+        self._paths = self._paths.interface(ours, up, now)
+        if not up and self._path is not None and self._path.ours == ours:
+            self._cut(Why.INTERFACE_DOWN, now)
+        for trial in (self._trial, self._drained):
+            if not up and trial is not None and trial.path.ours == ours:
+                trial.close()
+                self._trial = self._trial if trial is not self._trial else None
+                self._drained = self._drained if trial is not self._drained else None
+
+    def theirs_down(self, theirs: int, now: int) -> None:
+        """The other rank says that an interface of its own is down."""
+        if self._path is not None and self._path.theirs == theirs:
+            self._cut(Why.INTERFACE_DOWN, now)
+
+    def turn(self, now: int) -> int:
+        """Does what is due; returns when to be called again."""
+        if self._stream is None:
+            return self._seek(now)
+        if not self._state.live:
+            if now >= self._deadline:
+                self._cut(Why.NO_WELCOME, now)
+                return now
+            return self._deadline
+        when = now + timing.LONGEST
+        for step in (self._look_for_better, self._send_due, self._keep_alive):
+            when = min(when, step(now))
+            if not self._state.live:  # a step that failed, or moved on to another connection
+                return now
+        return when
+
+    # Connecting.
+
+    def _seek(self, now: int) -> int:
+        if self._trial is None:
+            path, when = self._paths.choose(now)
+            if path is None:
+                if not self._lost and self._paths.hopeless:
+                    self._lost = True
+                    self._tell(Note.NO_WAY, self._paths.order[0], Why.INTERFACE_DOWN)
+                return when
+            self._trial = self._try(path, now)
+            if self._trial is None:
+                return now
+        if now >= self._trial.deadline:
+            self._failed(self._trial, Why.TIMED_OUT, now)
+            return now
+        return self._trial.deadline
+
+    def _try(self, path: Path, now: int) -> Trial | None:
+        failures = self._paths.troubles[path].failures if path in self._paths.troubles else 0
+        ours, theirs = self._sender.orders.interfaces[path.ours], self._peers[path.theirs]
+        made, error = sockets.begin_connect(ours, theirs)
+        if made is None:
+            self._missed(path, sockets.meaning(error), now)
+            return None
+        trial = Trial(self._loop, path, made, now + timing.patience(timing.CONNECT, failures))
+        self._loop.watch(made.fileno(), WRITE, lambda mask: self._tried(trial))
+        return trial
+
+    def _tried(self, trial: Trial) -> None:
+        now = time.perf_counter_ns()
+        error = trial.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self._failed(trial, sockets.meaning(error), now)
+            return
+        trial.settle()
+        self._trial = None
+        if self._stream is None:
+            self._greet(trial, now)
+        else:
+            self._drained = trial
+
+    def _failed(self, trial: Trial, why: Why, now: int) -> None:
+        trial.close()
+        self._trial = None
+        self._missed(trial.path, why, now)
+
+    def _missed(self, path: Path, why: Why, now: int) -> None:
+        self._paths = self._paths.failed(path, now)
+        if self._stream is not None:
+            return
+        if why is Why.REFUSED and not self._refused:
+            self._refused = True
+            self._tell(Note.REFUSED, path, why)
+        elif not self._lost and self._paths.hopeless:
+            self._lost = True
+            self._tell(Note.NO_WAY, path, why)
+
+    def _greet(self, trial: Trial, now: int) -> None:
+        """A connection over a path stands: says which lane and epoch it is."""
+        failures = self._paths.troubles[trial.path].failures if trial.path in self._paths.troubles else 0
+        self._path = trial.path
+        self._state = self._state.connect()
+        self._deadline = now + timing.patience(timing.WELCOME, failures)
+        self._came.clear()
+        self._stream = Stream(self._loop, trial.socket, self._on_ready)
+        self._put(pack(Frame(What.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
+
+    def _welcomed(self, last: int, now: int) -> None:
+        assert self._stream is not None
+        assert self._path is not None
+        self._state, again = self._state.welcome(self._state.epoch, last)
+        self._release()
+        self._paths = self._paths.stands(self._path)
+        self._refused = self._lost = self._full = False
+        sockets.trust(self._stream.socket)
+        self._heard = now
+        self._tell(Note.CONNECTED, self._path, again)
+
+    def _cut(self, why: Why, now: int) -> None:
+        """The connection is of no more use."""
+        if self._stream is None or self._path is None:
+            return
+        path, lived = self._path, self._state.live
+        self._stream.close()
+        self._stream = self._path = None
+        self._state = self._state.cut()
+        if self._drained is not None:
+            self._drained.close()
+            self._drained = None
+        if not lived:
+            self._missed(path, why, now)
+            return
+        if why not in (Why.CLOSED, Why.RESET):  # that was the other end, not the way there
+            self._paths = self._paths.left(path, now)
+        self._tell(Note.CUT, path, why)
+        self._be_heard()
+
+    # Going back to a better path.
+
+    def _look_for_better(self, now: int) -> int:
+        assert self._path is not None
+        if self._drained is not None:
+            if self._state.answered != self._state.written:
+                return now + timing.LONGEST  # woken by the answer
+            self._move(self._drained, now)
+            return now
+        if self._trial is not None:
+            if now >= self._trial.deadline:
+                self._failed(self._trial, Why.TIMED_OUT, now)
+                return now
+            return self._trial.deadline
+        path, when = self._paths.better(self._path, now)
+        if path is None:
+            return when
+        self._trial = self._try(path, now)
+        return now + timing.BEAT if self._trial is None else self._trial.deadline
+
+    def _move(self, trial: Trial, now: int) -> None:
+        assert self._stream is not None
+        assert self._path is not None
+        self._tell(Note.CUT, self._path, Why.BETTER_PATH)
+        self._stream.close()
+        self._drained = None
+        self._state = self._state.cut()
+        self._greet(trial, now)
+
+    # Sending.
+
+    def _send_due(self, now: int) -> int:
+        """Queues the messages whose time has come; returns when the next one's comes."""
+        while self._drained is None and self._stream is not None and self._stream.queued < QUEUED:
+            number = self._state.next()
+            if number is None:
+                break
+            message = self._messages[number - self._state.answered - 1]
+            if message.start > now:
+                return message.start
+            self._state = self._state.wrote()
+            self._put(*self._frame(message))
+            now = time.perf_counter_ns()
+        return now + timing.LONGEST
+
+    def _frame(self, message: Descriptor) -> tuple[bytes, memoryview]:
+        spec, payload = message.spec_bytes, message.payload_bytes
+        header = Frame(
+            What.DATA,
+            self.lane,
+            message.number,
+            message.tag,
+            message.step,
+            message.digest,
+            message.sent,
+            spec,
+            payload,
+        )
+        end = message.offset + spec_room(spec) + payload
+        return pack(header), self._home.memory[message.offset : end]
+
+    def _keep_alive(self, now: int) -> int:
+        assert self._stream is not None
+        if not self._stream.queued and now - self._stream.spoke >= timing.BEAT:
+            self._put(pack(Frame(What.PING, self.lane)))
+            if self._stream is None:
+                return now
+        if self._full and now - self._heard >= timing.SILENCE:
+            self._cut(Why.TIMED_OUT, now)
+            return now
+        if not self._silent and now - self._heard >= timing.SILENCE and self._path is not None:
+            self._silent = True
+            self._tell(Note.SILENT, self._path)
+        return now + timing.BEAT if self._stream.queued else self._stream.spoke + timing.BEAT
+
+    def _put(self, *parts: bytes | memoryview) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.put(*parts)
+            except OSError as error:
+                self._cut(sockets.meaning(error.errno), time.perf_counter_ns())
+
+    # Receiving.
+
+    def _on_ready(self, mask: int) -> None:
+        if mask & WRITE:
+            self._put()
+        if mask & ~WRITE and self._stream is not None:
+            self._read(self._stream)
+
+    def _read(self, stream: Stream) -> None:
+        now = time.perf_counter_ns()
+        try:
+            data = stream.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._cut(sockets.meaning(error.errno), now)
+            return
+        if not data:
+            self._cut(Why.CLOSED, now)
+            return
+        self._heard = now
+        self._be_heard()
+        self._came += data
+        try:
+            while len(self._came) >= HEADER_BYTES and self._stream is stream:
+                frame = unpack(self._came[:HEADER_BYTES])
+                del self._came[:HEADER_BYTES]
+                self._take(frame, now)
+        except (FrameError, LaneError):
+            self._cut(Why.BROKEN, now)
+
+    def _take(self, frame: Frame, now: int) -> None:
+        if frame.what is What.WELCOME:
+            self._welcomed(frame.number, now)
+        elif frame.what is What.ANSWER:
+            before = self._state.answered
+            self._state = self._state.answer(frame.number)
+            if self._state.answered > before:
+                self._release()
+        elif frame.what in (What.FULL, What.ROOM):
+            self._full = frame.what is What.FULL
+            if self._stream is not None:
+                sockets.trust(self._stream.socket, stands_still=self._full)
+        elif frame.what is not What.PONG:
+            raise FrameError(f"a {frame.what.name} from a receiver")
+
+    def _release(self) -> None:
+        """Lets the rank have the slots of what was answered."""
+        while self._messages and self._messages[0].number <= self._state.answered:
+            self._messages.popleft()
+        self._home.tell(Descriptor(Note.ANSWERED, self.lane, self._state.answered, arrived=time.perf_counter_ns()))
+
+    def _be_heard(self) -> None:
+        if self._silent:
+            self._silent = False
+            self._home.tell(Descriptor(Note.HEARD, self.lane))
+
+    def _tell(self, note: Note, path: Path, number: int = 0) -> None:
+        self._home.tell(Descriptor(note, self.lane, int(number), path.ours, path.theirs))

@@ -1,0 +1,300 @@
+"""All delegates of a rank: starts them when they are first needed, hears them, starts them again when they die.
+
+          forward            backward
+out    place 0, 1, ...    place 0, 1, ...      share one memory, whose slots the rank gives out
+in     place 0, 1, ...    place 0, 1, ...      each has a memory of its own, whose slots it gives out
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transport.delegate.carrier.delegate_io import Orders
+from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
+from penstock.runtime.transport.delegate.listeners import KINDS, PRESENCE, Listeners
+from penstock.runtime.transport.delegate.memory import Memory
+from penstock.runtime.transport.delegate.presence import Callers
+from penstock.runtime.transport.delegate.process import DelegateProcess, cannot
+
+MOST_GRANTED = 8
+"""How many times its rank's host memory a receiving delegate may be granted; what is not used takes no pages."""
+
+
+class Post(NamedTuple):
+    """Names a delegate of a rank: its direction, kind (0 forward, 1 backward) and place."""
+
+    outgoing: bool
+    kind: int
+    place: int
+
+
+class Resumed(NamedTuple):
+    """What a delegate must know of the one before it; see `Orders`."""
+
+    lanes: list[tuple[int, int, int]]
+    taken: list[tuple[int, int]]
+    limit: int
+
+
+class Fleet:
+    """Args:
+    gather: everyone's value, by rank.
+    num_places: most delegates of one kind and direction.
+    host_memory: bytes that messages on their way out may take, and those that came in.
+    pinned: whether CUDA is to know the memory.
+
+    Raises:
+        RuntimeFailure: see `Listeners`; ranks that differ in what they must share.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        gather: Callable[[Any], list[Any]],
+        interfaces: Sequence[str],
+        num_places: int,
+        host_memory: int,
+        pinned: bool = False,
+    ) -> None:
+        self._pinned = pinned
+        self.rank, self.host_memory = rank, host_memory
+        self._stack = contextlib.ExitStack()
+        self._delegates: dict[Post, DelegateProcess] = {}
+        self._memories: dict[Post, Memory] = {}
+        self._deaths: dict[int, Post] = {}  # by process descriptor
+        self._waiting: dict[int, Post] = {}  # by descriptor: listeners of receiving delegates that are not started
+        self._others: set[int] = set()
+        self._presence: dict[int, socket.socket] = {}
+        self.restarts = 0
+        self.blind = not _tells_deaths()
+        try:
+            self._listeners = Listeners(interfaces, num_places)
+            self._stack.callback(self._listeners.close)
+            told = gather((rank, num_places, secrets.randbits(62), self._listeners.ports()))
+            self._meet(told, num_ranks)
+            self._voices, self._watched = select.epoll(), select.epoll()
+            self._stack.callback(self._voices.close)
+            self._stack.callback(self._watched.close)
+            self.out_memory = self._memory(host_memory)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            self._stack.callback(os.close, self._stop)
+            self._watched.register(self._stop, select.EPOLLIN)
+        except OSError as error:
+            self._stack.close()
+            raise cannot(error) from None
+        except BaseException:
+            self._stack.close()
+            raise
+        self._callers = Callers(self._key)
+        self._stack.callback(self._callers.close)
+        self._news: list[Frame] = []
+        for one in self._listeners.of(*PRESENCE):
+            self._presence[one.fileno()] = one
+            self._watched.register(one.fileno(), select.EPOLLIN)
+        for kind in range(KINDS):
+            for place in range(num_places):
+                for one in self._listeners.of(kind, place):
+                    self._waiting[one.fileno()] = Post(False, kind, place)
+                    self._watched.register(one.fileno(), select.EPOLLIN)
+
+    def _meet(self, told: list[Any], num_ranks: int) -> None:
+        if len(told) != num_ranks or [one[0] for one in told] != list(range(num_ranks)):
+            raise RuntimeFailure(f"{len(told)} ranks told where their delegates are, of {num_ranks}, or out of order")
+        if len({one[1] for one in told}) > 1:
+            counts = ", ".join(str(one[1]) for one in told)
+            raise RuntimeFailure(f"ranks with different most lanes ({counts}): give all the same")
+        self._key: int = told[0][2]
+        self._ends: dict[tuple[int, int], dict[int, list[tuple[str, int]]]] = {}
+        for rank, (_, _, _, ports) in enumerate(told):
+            for kind, place, ends in ports:
+                self._ends.setdefault((kind, place), {})[rank] = [(host, port) for host, port in ends]
+
+    @property
+    def share(self) -> int:
+        """Bytes that a receiving delegate may use before it is granted more."""
+        return self.host_memory // KINDS
+
+    def addresses(self, rank: int) -> list[str]:
+        """The interfaces of a rank."""
+        return [host for host, _ in self._ends[PRESENCE][rank]]
+
+    def get(self, post: Post) -> DelegateProcess:
+        """The delegate at a post; starts it where there is none."""
+        delegate = self._delegates.get(post)
+        if delegate is None:
+            delegate = self._delegates[post] = DelegateProcess(self._orders(post))
+            self._attend(post, delegate)
+        return delegate
+
+    def memory(self, post: Post) -> Memory:
+        """Where a delegate's messages lie."""
+        return self.out_memory if post.outgoing else self._memories[post]
+
+    def posts(self) -> list[Post]:
+        """Of the delegates that were started."""
+        return list(self._delegates)
+
+    def _orders(self, post: Post) -> Orders:
+        kind, place = post.kind, post.place
+        if post.outgoing:
+            memory, listeners = self.out_memory, []
+        else:
+            # All of it, and more where the rank waits for just that, may be granted to one. Pinned memory takes its
+            # pages at once, so that there it ends sooner.
+            memory = self._memories[post] = self._memory(self.host_memory * (1 if self._pinned else MOST_GRANTED))
+            listeners = [one.fileno() for one in self._listeners.of(kind, place)]
+            for number in listeners:
+                del self._waiting[number]
+                self._watched.unregister(number)
+        return Orders(
+            post.outgoing,
+            self.rank,
+            kind,
+            place,
+            self._key,
+            list(self._listeners.interfaces),
+            self._ends[kind, place],
+            self._ends[PRESENCE],
+            parent=0,
+            lifeline=-1,
+            rings=-1,
+            commands=-1,
+            notes=-1,
+            memory=memory.descriptor,
+            span=memory.span,
+            limit=self.share,
+            listeners=listeners,
+        )
+
+    def _memory(self, span: int) -> Memory:
+        memory = Memory(span)
+        self._stack.callback(memory.close)
+        if self._pinned:
+            memory.pin()
+        return memory
+
+    # What delegates say.
+
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when a delegate may have something to say."""
+        return self._voices.fileno()
+
+    def notes(self) -> Iterator[tuple[Post, Descriptor]]:
+        """What all delegates told since the last call."""
+        for post, delegate in list(self._delegates.items()):
+            for note in delegate.notes():
+                yield post, note
+
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` end, too, when this descriptor is ready to be read."""
+        self._voices.register(descriptor, select.EPOLLIN)
+        self._others.add(descriptor)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until a delegate says something, at most so long; returns whether another descriptor is ready.
+
+        Needs no lock.
+        """
+        return any(number in self._others for number, _ in self._voices.poll(max(0.0, seconds)))
+
+    def hush(self) -> None:
+        """Resets the wake-ups, before what was told is read."""
+        for delegate in self._delegates.values():
+            delegate.hush()
+
+    # Life and death.
+
+    def watch(self, seconds: float) -> list[Post] | None:
+        """Waits, at most so long, until delegates are to be started or started again; returns which.
+
+        None: `close` was called. Needs no lock.
+        """
+        found: list[Post] = []
+        for number, _ in self._watched.poll(seconds):
+            if number == self._stop:
+                return None
+            if number in self._presence:
+                caller = self._callers.accept(self._presence[number])
+                if caller is not None:
+                    self._watched.register(caller, select.EPOLLIN)
+            elif number in self._callers:
+                self._watched.unregister(number)
+                frame = self._callers.read(number)
+                if frame is not None:
+                    self._news.append(frame)
+            post = self._waiting.get(number) or self._deaths.get(number)
+            if post is not None and post not in found:
+                found.append(post)
+        if self._news:
+            return found
+        return found or [post for post, one in list(self._delegates.items()) if one.end is None and one.ended()]
+
+    def pass_on(self) -> None:
+        """Tells the delegates that send what other ranks said of their interfaces."""
+        news, self._news = self._news, []
+        for frame in news:
+            for post, delegate in self._delegates.items():
+                if post.outgoing:
+                    lane = Lane(self.rank, frame.lane.target, post.kind, post.place)
+                    delegate.order(Descriptor(Note.THEIRS_DOWN, lane, tag=frame.number))
+
+    def dead(self, post: Post) -> bool:
+        """Whether the delegate of a post was started and is dead."""
+        delegate = self._delegates.get(post)
+        return delegate is not None and delegate.ended()
+
+    def revive(self, post: Post, resumed: Resumed) -> DelegateProcess:
+        """Starts a dead delegate again. What it told must have been read."""
+        delegate = self._delegates[post]
+        self._leave(delegate)
+        generation = delegate.orders.generation + 1
+        orders = replace(delegate.orders, generation=generation, **resumed._asdict())
+        self.restarts += 1
+        delegate.restart(orders)
+        self._attend(post, delegate)
+        os.eventfd_write(delegate.told, 1)  # whoever waits may have been told by the one before it
+        return delegate
+
+    def _attend(self, post: Post, delegate: DelegateProcess) -> None:
+        self._voices.register(delegate.told, select.EPOLLIN)
+        if delegate.end is not None:
+            self._watched.register(delegate.end, select.EPOLLIN)
+            self._deaths[delegate.end] = post
+
+    def _leave(self, delegate: DelegateProcess) -> None:
+        self._voices.unregister(delegate.told)
+        if delegate.end is not None:
+            self._watched.unregister(delegate.end)
+            del self._deaths[delegate.end]
+
+    def stop_watching(self) -> None:
+        """Has `watch` return None."""
+        os.eventfd_write(self._stop, 1)
+
+    def close(self) -> None:
+        """Ends all delegates: none is left."""
+        for delegate in self._delegates.values():
+            delegate.release()
+        for delegate in self._delegates.values():
+            delegate.close()
+        self._delegates.clear()
+        self._stack.close()
+
+
+def _tells_deaths() -> bool:
+    """Whether the kernel gives descriptors of processes; where not, one must look."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True

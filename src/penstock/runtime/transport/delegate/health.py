@@ -1,0 +1,136 @@
+"""How the links stand, by what the delegates tell: for errors that say why, for reports, and for control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.control.events import LinkDown, LinkUp
+from penstock.runtime.transport.delegate.carrier.frame import Lane
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note, Why
+
+
+@dataclass
+class Counters:
+    """What a rank's delegates went through.
+
+    Attributes:
+        messages, num_bytes: that came in.
+        restarts: delegates started again after their death.
+        failovers: connections that went on over another interface; failbacks: that went back to a better one;
+            reconnects: over the same.
+        resent: messages given to a connection, or to a new delegate, for a second time; doubled: that came twice,
+            and were dropped.
+        starved: messages that waited for room in host memory.
+    """
+
+    messages: int = 0
+    num_bytes: int = 0
+    restarts: int = 0
+    failovers: int = 0
+    failbacks: int = 0
+    reconnects: int = 0
+    resent: int = 0
+    doubled: int = 0
+    starved: int = 0
+
+
+@dataclass
+class Way:
+    """The last known state of a lane's connection.
+
+    Attributes:
+        path: interfaces at its ends (ours, theirs) as long as it stands, and the last one before.
+        stands: whether it does; why: not.
+        refused: the other rank's process has ended; silent: the connection stands, the other process says nothing.
+    """
+
+    path: tuple[int, int] | None = None
+    stands: bool = False
+    why: Why | None = None
+    refused: bool = False
+    silent: bool = False
+
+
+class Health:
+    """Args:
+    addresses: of a rank's interfaces.
+    """
+
+    def __init__(self, rank: int, addresses: Callable[[int], list[str]], counters: Counters) -> None:
+        self._rank, self._addresses = rank, addresses
+        self._counters = counters
+        self._ways: dict[Lane, Way] = {}
+        self._down: set[int] = set()
+        self.events: list[LinkDown | LinkUp] = []
+
+    def learn(self, note: Descriptor) -> None:
+        """Takes in a note about a connection."""
+        what, lane, counters = note.note, note.lane, self._counters
+        outgoing = lane.source == self._rank
+        if what is Note.DOUBLED:
+            counters.doubled += 1
+            return
+        if what in (Note.DOWN, Note.UP):
+            return
+        way = self._ways.setdefault(lane, Way())
+        if what is Note.CONNECTED:
+            path = note.tag, note.step
+            if outgoing:
+                counters.resent += note.number
+                self._compare(way, path)
+                self._mark(lane.target, up=path == (0, 0))
+            way.path, way.stands, way.why, way.refused, way.silent = path, True, None, False, False
+        elif what is Note.CUT:
+            way.stands, way.why, way.silent = False, Why(note.number), False
+            if outgoing and way.why in (Why.INTERFACE_DOWN, Why.TIMED_OUT, Why.UNREACHABLE):
+                self._mark(lane.target, up=False)
+        elif what is Note.REFUSED:
+            way.stands, way.refused, way.why = False, True, Why.REFUSED
+        elif what is Note.NO_WAY:
+            way.stands, way.why = False, Why(note.number)
+            if outgoing:
+                self._mark(lane.target, up=False)
+        elif what in (Note.SILENT, Note.HEARD):
+            way.silent = what is Note.SILENT
+
+    def _compare(self, way: Way, path: tuple[int, int]) -> None:
+        if way.path is None:
+            return
+        if way.path == path:
+            self._counters.reconnects += 1
+        elif way.why is Why.BETTER_PATH:
+            self._counters.failbacks += 1
+        else:
+            self._counters.failovers += 1
+
+    def _mark(self, target: int, up: bool) -> None:
+        """Notes whether the link's own interfaces carry it."""
+        if up and target in self._down:
+            self._down.remove(target)
+            self.events.append(LinkUp((self._rank, target)))
+        elif not up and target not in self._down:
+            self._down.add(target)
+            self.events.append(LinkDown((self._rank, target)))
+
+    def gone(self) -> set[int]:
+        """Ranks whose process has ended."""
+        return {self._peer(lane) for lane, way in self._ways.items() if way.refused}
+
+    def words(self) -> str:
+        """What is wrong with connections, in words; nothing where nothing is known to be."""
+        found = []
+        for lane, way in sorted(self._ways.items()):
+            peer = self._peer(lane)
+            if way.silent:
+                found.append(f"rank {peer}'s delegate is connected and says nothing: it, or its host, stands still")
+            elif not way.stands and way.why is not None:
+                where = ""
+                if way.path is not None and lane.source == self._rank:
+                    ours, theirs = self._addresses(self._rank)[way.path[0]], self._addresses(peer)[way.path[1]]
+                    where = f" (last over {ours} -> {theirs})"
+                found.append(f"no connection {lane}{where}: {way.why}")
+        return "; ".join(dict.fromkeys(found))
+
+    def _peer(self, lane: Lane) -> int:
+        return lane.target if lane.source == self._rank else lane.source

@@ -1,0 +1,371 @@
+"""Messages between ranks by delegates: light processes that send and receive while the rank computes.
+
+    rank 0: pack into a slot --> delegate ==TCP==> delegate --> slot, unpack: rank 1
+                 shared memory                        shared memory
+
+The rank only copies and writes a descriptor; nothing that happens on a link holds it up (PipeMorph, section 5). Past
+the paper: messages are numbered and answered, so that each arrives once whatever happens to connections, interfaces
+and delegates, in the middle of a message too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from penstock.control.events import LinkDown, LinkUp
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.conditioned import Conditions, size_of
+from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
+from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
+from penstock.runtime.transport.delegate.copying import Copying, copying_for
+from penstock.runtime.transport.delegate.fleet import Fleet, Post
+from penstock.runtime.transport.delegate.health import Counters, Health
+from penstock.runtime.transport.delegate.inbox import Inbox
+from penstock.runtime.transport.delegate.outbox import Outbox
+from penstock.runtime.transport.delegate.packets import SlotPacket, Specs
+from penstock.runtime.transport.delegate.supervisor import Supervisor
+from penstock.runtime.transport.transfer_record import Crossing
+
+HOST_MEMORY = 1 << 30
+"""Bytes of messages that may wait on their way out, and as many that came in."""
+LOOK = 0.5
+"""Seconds after which a wait looks up, whatever was said."""
+GRACE = 0.5
+"""Seconds that what a lost rank had sent may take to come."""
+FLUSH = 10.0
+"""Seconds that `close` waits for what was sent to be there."""
+
+
+class DelegateTransport:
+    """One rank's end of all its links.
+
+    Delegates are started as links need them, or ahead by `prepare`. They end when the rank ends, however it ends.
+
+    Args:
+        rank, num_ranks: of the pipeline.
+        gather: everyone's value, by rank; called once, by all.
+        tags: the same on all ranks.
+        timeout: seconds before a wait ends with DeadlineExceeded.
+        interfaces: local addresses, the preferred one first; when one dies messages go by the next.
+        num_lanes: delegates of each kind and direction to begin with.
+        most_lanes: as many as measured rates may ask for; the same on all ranks.
+        host_memory: bytes that messages may take on their way out, and as many when they came in.
+        conditions: of links, to be injected: messages are held back in the sending delegate.
+        device: where payloads that came in are to lie.
+
+    Raises:
+        RuntimeFailure: an interface that is not of this host, too few descriptors or processes, numbers that make no
+            sense.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        gather: Callable[[Any], list[Any]],
+        tags: Tags,
+        timeout: float,
+        *,
+        interfaces: Sequence[str] = ("127.0.0.1",),
+        num_lanes: int = 1,
+        most_lanes: int = 4,
+        host_memory: int = HOST_MEMORY,
+        conditions: Conditions | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not hasattr(os, "eventfd"):
+            raise RuntimeFailure("delegates need Linux; use transport='host'")
+        if not 1 <= num_lanes <= most_lanes <= 255:
+            raise RuntimeFailure(f"{num_lanes} lanes of at most {most_lanes}: give at least 1, and at most 255")
+        if host_memory < 1 << 20:
+            raise RuntimeFailure(f"{host_memory} bytes of host memory for delegates: give at least {1 << 20}")
+        self.rank = rank
+        self._tags, self._timeout = tags, timeout
+        self.conditions = conditions
+        self.counters = Counters()
+        place = torch.device(device)
+        pinned = place.type == "cuda"
+        self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
+        self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
+        self._inbox = Inbox(self._fleet)
+        self._health = Health(rank, self._fleet.addresses, self.counters)
+        self._num_lanes = num_lanes
+        self._specs = Specs()
+        self._step = self._digest = 0
+        self._signatures: Sequence[str] = ()
+        self._arrived: list[Edge] = []
+        self._starving: dict[Post, int] = {}
+        self._full = self._room = self._failed = self._closed = False
+        # One thread of the rank's uses this; the other one is the supervisor.
+        self._lock = threading.RLock()
+        self._copying: Copying = copying_for(place, self._lock)
+        self._supervisor = Supervisor(self._fleet, self._lock, self._revive)
+
+    # Steps.
+
+    def prepare(self, links: Iterable[tuple[int, int]]) -> None:
+        """Starts and connects the delegates of this rank's links (pairs of ranks, in either order), both ways, before
+        they are needed.
+        """
+        with self._lock:
+            for peer in {a + b - self.rank for a, b in links if self.rank in (a, b)}:
+                for kind in (0, 1):
+                    for place in range(self._num_lanes):
+                        self._inbox.expect(Lane(peer, self.rank, kind, place))
+                    self._outbox.connect(peer, kind)
+
+    def begin(
+        self,
+        expected: Sequence[Expected],
+        signatures: Sequence[str],
+        digest: int,
+        threaded: bool,
+        window: Mapping[int, int],
+    ) -> None:
+        """Starts a step; see `GroupTransport.begin`. `threaded` and `window` make no difference here: all arrivals
+        are told as they come, and host memory bounds what is under way.
+
+        Raises:
+            RuntimeFailure: messages came that are not of this step.
+        """
+        self._step += 1
+        self._digest, self._signatures = digest & 0xFFFFFFFF, signatures
+        with self._lock:
+            self._listen()
+            self._outbox.grow()
+            self._arrived = self._inbox.begin(self._step, self._digest, expected, self._num_lanes)
+
+    def end(self) -> None:
+        """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
+        with self._lock:
+            self._listen()
+
+    def close(self) -> None:
+        """Waits until what was sent is there, unless a wait failed before, then ends the delegates."""
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + (0.0 if self._failed else min(FLUSH, self._timeout))
+        try:
+            self._copying.flush()
+            while time.monotonic() < end:
+                with self._lock:
+                    self._listen()
+                    if not self._outbox.targets() - self._health.gone():
+                        break
+                self._pause(min(LOOK, end - time.monotonic()))
+        except RuntimeFailure:
+            pass  # nothing more can be done for what is on its way
+        finally:
+            self._supervisor.stop()
+            self._copying.close()
+            self._fleet.close()
+
+    # Sending.
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Sends; False where host memory is full.
+
+        Raises:
+            RuntimeFailure: a message larger than all host memory for delegates, or one that can't travel.
+        """
+        with self._lock:
+            return self._send(edge, target, payload, perf_counter_ns())
+
+    def _send(self, edge: Edge, target: int, payload: Payload, sent: int) -> bool:
+        key = ChannelKey.of(edge)
+        spec, spec_bytes = self._specs.of(payload, key, self._signatures[edge.consumer.microbatch])
+        size = body_bytes(len(spec_bytes), spec.num_bytes)
+        kind = 0 if key.forward else 1
+        found = self._outbox.take(target, kind, size)
+        if found is None:
+            self._listen()
+            found = self._outbox.take(target, kind, size)
+            if found is None:
+                self._full, self._room = True, False
+                return False
+        lane, (offset, capacity) = found
+        memory = self._fleet.out_memory
+        memory.write(offset, spec_bytes)
+        packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
+        start, conditions = 0, self.conditions
+        if conditions is not None and conditions.hold(self.rank, target):
+            start = conditions.due(self.rank, target, size_of(payload))
+        tag = self._tags.message(edge)
+        message = Descriptor(
+            Note.SEND,
+            lane,
+            tag=tag,
+            step=self._step,
+            digest=self._digest,
+            sent=sent,
+            start=start,
+            offset=offset,
+            capacity=capacity,
+            spec_bytes=len(spec_bytes),
+            payload_bytes=spec.num_bytes,
+        )
+        self._copying.pack(packet, payload, lambda: self._outbox.post(message))
+        return True
+
+    # Receiving.
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call.
+
+        Raises:
+            RuntimeFailure: one came that is not expected.
+        """
+        with self._lock:
+            self._listen()
+            edges, self._arrived = self._arrived, []
+            return edges
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        """Waits until a message has come in, until there is room again after a `send` that found none, or until
+        another descriptor that is watched is ready.
+
+        Raises:
+            DeadlineExceeded, PeerLost: with who waited for what from whom.
+        """
+        end = time.monotonic() + self._timeout
+        lost_since: float | None = None
+        while True:
+            edges = self.arrivals()
+            if edges or (self._full and self._room):
+                self._full = False
+                return edges
+            now = time.monotonic()
+            with self._lock:
+                lost = self._health.gone() & (self._inbox.owed() | self._outbox.targets())
+                lost_since = (lost_since or now) if lost else None
+                if lost_since is not None and now - lost_since >= GRACE:
+                    self._failed = True
+                    raise PeerLost(f"rank {min(lost)} is gone, its process has ended: {who()}")
+                if now >= end:
+                    self._failed = True
+                    words = self._health.words()
+                    why = f" ({words})" if words else ""
+                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
+                self._feed()
+            if self._pause(min(LOOK, end - now)):
+                return self.arrivals()
+
+    def take(self, edge: Edge) -> Payload:
+        """The payload of an edge that has arrived.
+
+        Raises:
+            RuntimeFailure: its shapes can't be read.
+        """
+        with self._lock:
+            held = self._inbox.take(edge)
+            note = held.note
+            memory = self._fleet.memory(held.post)
+            spec = self._specs.read(memory.read(note.offset, note.spec_bytes), note.payload_bytes)
+            start = note.offset + spec_room(note.spec_bytes)
+            returned = self._inbox.lend(held) if self._copying.lends else None
+            if returned is not None:
+                return SlotPacket(spec, memory.lend(start, note.payload_bytes, returned)).leaves_in_place()
+            packet = SlotPacket(spec, memory.part(start, note.payload_bytes))
+            return self._copying.unpack(packet, lambda: self._inbox.free(held))
+
+    # What was seen.
+
+    def crossings(self) -> list[Crossing]:
+        """The messages that came in since the last call, timed in the delegates."""
+        with self._lock:
+            self._listen()
+            found, self._inbox.crossings = self._inbox.crossings, []
+            return found
+
+    def link_events(self) -> list[LinkDown | LinkUp]:
+        """Links from this rank whose own interfaces died or came back since the last call.
+
+        A link that is down in this sense goes on over another interface where there is one.
+        """
+        with self._lock:
+            self._listen()
+            found, self._health.events = self._health.events, []
+            return found
+
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when something may have come, for use in a poll."""
+        return self._fleet.fileno()
+
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` return, too, when this descriptor is ready to be read."""
+        self._fleet.also_watch(descriptor)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The delegates' processes, by name."""
+        with self._lock:
+            found = [self._fleet.get(post) for post in self._fleet.posts()]
+            return {delegate.name: delegate.pid for delegate in found}
+
+    @property
+    def memory_is_pinned(self) -> bool:
+        """Whether CUDA knows the memory of messages, so that copies are asynchronous."""
+        return bool(self._fleet.out_memory.part(0, 1).is_pinned())
+
+    def lanes_to(self, target: int) -> tuple[int, int]:
+        """How many delegates send to a rank, forward and backward."""
+        return self._outbox.lanes_to(target, 0), self._outbox.lanes_to(target, 1)
+
+    # Delegates.
+
+    def _pause(self, seconds: float) -> bool:
+        """Sleeps until a delegate says something; returns whether another descriptor is ready."""
+        other = self._fleet.wait(seconds)
+        with self._lock:
+            self._fleet.hush()
+        return other
+
+    def _revive(self, post: Post) -> None:
+        """Starts a dead delegate again, after all that it still told was taken in."""
+        self._listen()
+        if post.outgoing:
+            self.counters.resent += self._outbox.revive(post)
+        else:
+            self._inbox.revive(post)
+        self._starving.pop(post, None)
+
+    def _listen(self) -> None:
+        """Takes in all that the delegates told."""
+        if self._supervisor.error is not None:
+            raise self._supervisor.error
+        self._copying.progress()
+        self._inbox.take_back()
+        for post, note in self._fleet.notes():
+            if note.note is Note.MESSAGE:
+                edge = self._inbox.came(post, note)
+                self.counters.messages += 1
+                self.counters.num_bytes += note.payload_bytes
+                if edge is not None:
+                    self._arrived.append(edge)
+            elif note.note is Note.ANSWERED:
+                self._room = self._outbox.answered(note) or self._room
+            elif note.note is Note.STARVED:
+                self.counters.starved += 1
+                self._starving[post] = note.number
+            else:
+                self._health.learn(note)
+        self.counters.restarts = self._fleet.restarts
+
+    def _feed(self) -> None:
+        """Lets starving delegates have more than their share: the rank may stand still for just that."""
+        for post, num_bytes in list(self._starving.items()):
+            if self._inbox.grant(post, 2 * num_bytes):
+                del self._starving[post]
+        for post in self._fleet.posts():
+            if not post.outgoing:
+                self._inbox.flush(post)

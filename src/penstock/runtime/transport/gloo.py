@@ -1,0 +1,375 @@
+"""Messages between processes, over a torch.distributed process group (gloo).
+
+Sends are asynchronous, from a flat copy, so that a slow link never holds up compute and the stage's own
+tensors are free at once. Receives are posted ahead, a few in each channel, more where messages are sent before
+theirs is posted: such a message would cross the link only after word of its receive has crossed it.
+
+The copy of a sent message is let go when the channel of its answers says that it was taken (each preamble carries
+that count), or at the latest when the step ends.
+
+How a rank learns of arrivals depends on its dispatch. A frozen rank waits for just the messages its next op
+needs. A dynamic one must know which have come: one thread a channel waits and reports. So must one that measures
+its links: a rank that waits only where it must does not see when a message came that it did not wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from queue import Empty
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.weak_group import WeakGroup
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import (
+    ChannelKey,
+    Expected,
+    Incoming,
+    Known,
+    Outgoing,
+    Posted,
+    Sent,
+    Tags,
+)
+from penstock.runtime.transport.inbox import Inbox
+from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, Crossing, CrossingLog
+from penstock.runtime.transport.wire_format import (
+    HEADER_BYTES,
+    Packet,
+    Preamble,
+    Spec,
+    header_rest,
+    pack_header,
+    unpack_header,
+)
+
+AHEAD = 2
+"""Receives posted ahead in each channel: one being filled and one more, so that no sender waits to start."""
+MOST_AHEAD = 16
+"""Receives posted ahead where a link is so late that more messages than that are under way."""
+
+THREADS_WAIT = 50
+"""How many times as long as the rank a thread waits. The rank may compute for long before it wants the message; when
+it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
+
+
+class GroupTransport:
+    """One rank's end of all its channels.
+
+    Args:
+        group: the process group; ranks of the schedule are ranks of the group.
+        tags: the same on all ranks.
+        timeout: seconds before a wait ends with DeadlineExceeded.
+
+    Attributes:
+        rank: whose end this is. inbox: where its threads report.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
+        self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
+        self._limit = self._arrival_limit = timedelta(seconds=timeout)
+        self.rank = self._rank = dist.get_rank(group)
+        self._threaded = False
+        self._window: Mapping[int, int] = {}
+        self._step = 0
+        self._tag_shift = 0
+        self._signatures: Sequence[str] = ()
+        self._incoming: dict[ChannelKey, Incoming] = {}
+        self._outgoing: dict[tuple[ChannelKey, int], Outgoing] = {}
+        self._routes: dict[tuple[Edge, int], tuple[Outgoing, int]] = {}
+        self._ready: dict[Edge, Payload] = {}
+        self.inbox = Inbox()
+        self._threads: list[threading.Thread] = []
+        self._log = CrossingLog()
+        self._ahead = AHEAD
+
+    def begin(
+        self,
+        expected: Sequence[Expected],
+        signatures: Sequence[str],
+        digest: int,
+        threaded: bool,
+        window: Mapping[int, int],
+    ) -> None:
+        """Starts a step and posts its first receives.
+
+        Args:
+            expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
+            signatures: of each microbatch; equal signatures promise equal specs.
+            digest: of the step's shapes; ranks that differ in it don't talk to each other.
+            threaded: whether arrivals are reported as they come, as dynamic ranks and all that measure their links
+                need it, or waited for (frozen).
+            window: slot -> most messages of a channel under way before `send` waits for the oldest, for
+                channels that bring no answers. A slot that is not there has no bound.
+        """
+        self._step += 1
+        self._tag_shift = self._tags.shift(digest)
+        self._signatures, self._threaded, self._window = signatures, threaded, window
+        self._arrival_limit = self._limit * THREADS_WAIT if threaded else self._limit
+        for key, peer, messages in expected:
+            channel = self._incoming.get(key)
+            if channel is None:
+                channel = self._incoming[key] = Incoming(key, peer)
+                self._acquaint(key.reverse(), peer)
+            channel.waiting.extend(messages)
+            used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
+            channel.headers_due = sum(signature not in channel.known for signature in used)
+            channel.received = 0
+            channel.ahead = max(self._ahead, channel.ahead - 1)
+            bound = window.get(key.slot) if key.slot == 0 else None
+            channel.room = None if bound is None else threading.Semaphore(bound)
+            if threaded:
+                thread = threading.Thread(target=self._receive_all, args=(channel, len(messages)), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            else:
+                self._post(channel, wait_for_headers=False)
+
+    def end(self) -> None:
+        """Ends a step: returns when all that was sent has been taken."""
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        used = set(self._signatures)
+        for channel in self._outgoing.values():
+            self._release(channel, channel.taken + len(channel.under_way))
+            channel.taken = 0
+        ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
+        for channel_end in ends:
+            for signature, known in channel_end.known.items():
+                if signature not in used:
+                    known.spare.clear()
+
+    # Sending.
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        route = self._routes.get((edge, target))
+        if route is None:
+            route = self._routes[edge, target] = self._route(edge, target)
+        channel, tag = route
+        window = self._window.get(edge.slot)
+        if window is not None and len(channel.under_way) >= window:
+            self._release(channel, channel.taken + 1)
+        signature = self._signatures[edge.consumer.microbatch]
+        known = channel.known.get(signature)
+        header: list[Tensor] = []
+        if known is None:
+            known = channel.known[signature] = Known(Spec.of(payload), make=self._packet)
+            header = pack_header(signature, known.spec)
+        promised = packet = known.packet()
+        if not known.spec.fits(payload):
+            # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
+            known = Known(Spec.of(payload), make=self._packet)
+            packet = known.packet()
+        packet.pack(payload)
+        received = channel.answers.received if channel.answers is not None else 0
+        preamble = Preamble(tag, self._step, received, sent=self._hand_over(target, payload))
+        works = [self._isend(part, target, self._tags.header(channel.key)) for part in header]
+        if promised is not packet:
+            promised.announce(preamble._replace(changed=1))
+            works.append(self._send_packet(channel, promised, tag))
+            works += [self._isend(part, target, tag) for part in pack_header(signature, known.spec)]
+        packet.announce(preamble)
+        works.append(self._send_packet(channel, packet, tag))
+        channel.under_way.append(Sent(works, packet, known))
+        return True
+
+    def _hand_over(self, target: int, payload: Payload) -> int:
+        """The moment at which a message, copied from where it was made, is on its way."""
+        return perf_counter_ns()
+
+    def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
+        key = ChannelKey.of(edge)
+        channel = self._outgoing.get((key, target))
+        if channel is None:
+            channel = self._outgoing[key, target] = Outgoing(key, target)
+            self._acquaint(key, target)
+        return channel, self._tags.message(edge)
+
+    def _acquaint(self, key: ChannelKey, peer: int) -> None:
+        """Lets the channel `key` to a rank and that of its answers know each other, once both are there."""
+        outgoing, answers = self._outgoing.get((key, peer)), self._incoming.get(key.reverse())
+        if outgoing is not None and answers is not None and answers.peer == peer:
+            outgoing.answers, answers.answered = answers, outgoing
+
+    def _packet(self, spec: Spec) -> Packet:
+        """A buffer for payloads."""
+        return Packet(spec)
+
+    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+        return self._isend(packet.buffer, channel.peer, tag)
+
+    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+        return self._irecv(packet.buffer, channel.peer, tag)
+
+    def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
+        try:
+            return self._group().send([buffer], target, tag + self._tag_shift)
+        except RuntimeError as error:
+            raise explain(error, self._rank, target, "a message to leave", self._timeout) from None
+
+    def _release(self, channel: Outgoing, taken: int) -> None:
+        """Lets go of a channel's first messages, up to the `taken`-th of the step."""
+        while channel.taken < taken and channel.under_way:
+            works, packet, known = channel.under_way.popleft()
+            for work in works:
+                self._wait(work, channel.peer, "its messages to be taken")
+            known.spare.append(packet)
+            channel.taken += 1
+
+    # Receiving.
+
+    def arrivals(self) -> list[Edge]:
+        return self.inbox.poll() or [] if self._threaded else []
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
+
+        Raises:
+            DeadlineExceeded, PeerLost: with who waited for what from whom.
+        """
+        if self._threaded:
+            try:
+                return self.inbox.wait(self._timeout)
+            except Empty:
+                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
+        for edge in awaited:
+            if edge in self._ready:
+                continue
+            channel = self._incoming[ChannelKey.of(edge)]
+            posted = self._next(channel)
+            return self._accept(channel, posted)
+        raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one, in a step whose arrivals are reported; any thread may call it."""
+        self.inbox.put(list)
+
+    def take(self, edge: Edge) -> Payload:
+        if edge.slot == 0 and (room := self._incoming[ChannelKey.of(edge)].room) is not None:
+            room.release()
+        return self._ready.pop(edge)
+
+    def crossings(self) -> list[Crossing]:
+        """The messages that came in since the last call, those of which it is known when: all where threads wait."""
+        return self._log.take()
+
+    def close(self) -> None:
+        """Nothing is left behind: a step's threads end with it."""
+        self.inbox.close()
+
+    def _next(self, channel: Incoming) -> Posted:
+        """Waits for the next message of a channel, and posts a receive for one after it."""
+        if not channel.posted:
+            self._post(channel, wait_for_headers=True)
+        posted = channel.posted.popleft()
+        start = perf_counter_ns()
+        self._wait_to_come(posted.work, channel.peer, posted.edge)
+        now = perf_counter_ns()
+        # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
+        if self._threaded or now - start > SHORTEST_WAIT:
+            posted.arrived = now
+        if channel.waiting:
+            self._post(channel, wait_for_headers=False, follows=True)
+        return posted
+
+    def _accept(self, channel: Incoming, posted: Posted) -> list[Edge]:
+        """Checks a message that came in and makes it ready to be taken."""
+        packet = posted.packet
+        tag, step, received, sent, changed = packet.preamble()
+        if tag != posted.tag or step != self._step:
+            raise RuntimeFailure(
+                f"rank {self._rank} expected {posted.edge} (message {posted.tag} of step {self._step}) from rank "
+                f"{channel.peer} and got message {tag} of step {step}; the ranks run different schedules or steps"
+            )
+        if changed:
+            _, spec = self._read_header(tag, channel.peer, posted.edge)
+            packet = self._packet(spec)
+            self._wait_to_come(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
+        elif posted.since > sent:
+            # It waited for its receive, and so tells nothing about the link.
+            if posted.follows:
+                channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
+        elif posted.arrived is not None:
+            size = packet.spec.carried_bytes
+            self._log.add(Crossing(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
+        channel.received += 1
+        self._ready[posted.edge] = packet.unpack()
+        posted.known.spare.append(posted.packet)
+        if channel.answered is not None:
+            self._release(channel.answered, received)
+        return [posted.edge]
+
+    def _post(self, channel: Incoming, wait_for_headers: bool, follows: bool = False) -> None:
+        """Posts receives some ahead. An edge whose spec is not known waits for its header, or is left."""
+        while channel.waiting and len(channel.posted) < channel.ahead:
+            edge, tag = channel.waiting[0]
+            known = channel.known.get(self._signatures[edge.consumer.microbatch])
+            if known is None:
+                if not wait_for_headers or channel.posted:
+                    return
+                self._learn(channel, edge)
+                continue
+            channel.waiting.popleft()
+            packet = known.packet()
+            since = perf_counter_ns()
+            work = self._receive_packet(channel, packet, tag)
+            channel.posted.append(Posted(edge, tag, work, packet, known, since, follows))
+
+    def _learn(self, channel: Incoming, edge: Edge) -> None:
+        """Takes in the next header of a channel."""
+        if channel.headers_due == 0:
+            raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
+        signature, spec = self._read_header(self._tags.header(channel.key), channel.peer, edge)
+        channel.headers_due -= 1
+        channel.known[signature] = Known(spec, make=self._packet)
+
+    def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
+        first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._wait_to_come(self._irecv(first, peer, tag), peer, edge)
+        rest = None
+        if more := header_rest(first):
+            rest = torch.empty(more, dtype=torch.uint8)
+            self._wait_to_come(self._irecv(rest, peer, tag), peer, edge)
+        return unpack_header(first, rest)
+
+    def _irecv(self, buffer: Tensor, source: int, tag: int) -> Any:
+        try:
+            return self._group().recv([buffer], source, tag + self._tag_shift)
+        except RuntimeError as error:
+            raise explain(error, self._rank, source, "a message", self._timeout) from None
+
+    def _wait(self, work: Any, peer: int | None, what: Edge | str, limit: timedelta | None = None) -> None:
+        limit = limit or self._limit
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            raise explain(error, self._rank, peer, str(what), limit.total_seconds()) from None
+
+    def _wait_to_come(self, work: Any, peer: int, what: Edge) -> None:
+        self._wait(work, peer, what, self._arrival_limit)
+
+    def _receive_all(self, channel: Incoming, count: int) -> None:
+        """A thread's work: waits for a channel's messages in order and reports each."""
+        try:
+            for _ in range(count):
+                seconds = self._arrival_limit.total_seconds()
+                if channel.room is not None and not channel.room.acquire(timeout=seconds):
+                    raise DeadlineExceeded(
+                        f"rank {self._rank} took nothing that came from rank {channel.peer} for {seconds:g} s"
+                    )
+                self._came_in(channel, self._next(channel))
+        except BaseException as error:
+            self.inbox.fail(error)
+
+    def _came_in(self, channel: Incoming, posted: Posted) -> None:
+        """Reports a message, in the thread that waited for it."""
+        self.inbox.put(lambda: self._accept(channel, posted))

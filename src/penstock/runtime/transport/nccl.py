@@ -1,0 +1,128 @@
+"""Messages between devices over a backend that has no tags (NCCL): a line of its own for every channel.
+
+A line is a process group of the two ranks at a channel's ends; what it carries comes in the order in which it
+was sent. Headers and tokens still go through host memory with tags, payloads from device to device.
+
+    rank 0 ==F==> rank 1 ==F==> rank 2          a line a channel, so that a receive posted ahead
+    rank 0 <==B== rank 1 <==B== rank 2          in one never holds up another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.weak_group import WeakGroup
+from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing, Posted, Tags
+from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.wire_format import DevicePacket, Packet, Spec
+from penstock.runtime.transport.wiring import Wiring
+
+
+class Line(NamedTuple):
+    """A channel and the ranks at its ends."""
+
+    key: ChannelKey
+    source: int
+    target: int
+
+
+def lines_of(wiring: Wiring) -> list[Line]:
+    """The lines that a schedule needs, in an order that is the same on every rank.
+
+    Raises:
+        RuntimeFailure: two stages take their microbatches in different orders, which a line can't carry.
+    """
+    sent: dict[Line, list[int]] = {}
+    taken: dict[Line, list[int]] = {}
+    for number, station in enumerate(wiring.stations):
+        rank = wiring.graph.host(number)
+        for edge, target in station.outgoing:
+            line = Line(ChannelKey.of(edge), rank, target)
+            if not edge.is_token and line.source != line.target:
+                sent.setdefault(line, []).append(edge.consumer.microbatch)
+        for edge in station.remote:
+            line = Line(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
+            if not edge.is_token:
+                taken.setdefault(line, []).append(edge.consumer.microbatch)
+    for line, microbatches in sent.items():
+        if microbatches != taken[line]:
+            raise RuntimeFailure(
+                f"stage {line.key.producer} sends microbatches in another order than stage {line.key.consumer} takes "
+                f"them, which nccl can't carry; use transport='host'"
+            )
+    return sorted(sent)
+
+
+class LineTransport(GroupTransport):
+    """One rank's end of all its channels, payloads from device to device.
+
+    Args:
+        group: with a backend for host memory, for headers.
+        lines: the same on every rank.
+        backend: of the lines: "nccl", or "gloo" where the device is the processor.
+        device: where payloads lie.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tags: Tags,
+        timeout: float,
+        lines: Sequence[Line],
+        backend: str,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, tags, timeout)
+        self._device = device
+        self._lines: dict[tuple[ChannelKey, bool], WeakGroup] = {}
+        """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
+        members = dist.get_process_group_ranks(group)
+        for line in lines:
+            ends = sorted((members[line.source], members[line.target]))
+            made = dist.new_group(ends, timeout=self._limit, backend=backend)
+            if self._rank in (line.source, line.target) and made is not None:
+                self._lines[line.key, self._rank == line.source] = WeakGroup(made)
+                # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
+                dist.all_reduce(torch.zeros(1, device=device), group=made)
+
+    def _packet(self, spec: Spec) -> Packet:
+        return DevicePacket(spec, self._device) if spec.leaves else Packet(spec)  # a token holds no tensor
+
+    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
+        if not packet.spec.leaves:
+            return super()._send_packet(channel, packet, tag)
+        try:
+            return dist.isend(
+                packet.buffer, group=self._lines[channel.key, True](), group_dst=self._end(channel.peer)
+            )
+        except RuntimeError as error:
+            raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
+
+    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
+        if not packet.spec.leaves:
+            return super()._receive_packet(channel, packet, tag)
+        try:
+            return dist.irecv(
+                packet.buffer, group=self._lines[channel.key, False](), group_src=self._end(channel.peer)
+            )
+        except RuntimeError as error:
+            raise explain(error, self._rank, channel.peer, "a message", self._timeout) from None
+
+    def _end(self, peer: int) -> int:
+        """The peer's rank in a line: its ends are in ascending order."""
+        return int(peer > self._rank)
+
+    def _next(self, channel: Incoming) -> Posted:
+        posted = super()._next(channel)
+        # Waiting for NCCL only orders streams; reading a part waits for the message itself.
+        posted.packet.preamble()
+        if posted.packet.spec.leaves:
+            # A send is queued behind the device's compute: the host's clock doesn't know when it began.
+            posted.arrived = None
+        return posted

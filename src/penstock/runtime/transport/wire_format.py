@@ -1,0 +1,276 @@
+"""How a payload looks on the wire: one flat buffer of bytes, and a header that says how to read it.
+
+    payload  | preamble, 64 bytes | tensor, padded to 64 | tensor, padded to 64 | ...
+    header   | length, 8 bytes    | JSON of the spec, padded to HEADER_BYTES    |
+
+A header travels only when the receiver can't know the spec: the first time a channel carries a microbatch
+of some shape. After that the payload alone is sent, into a buffer posted ahead. The preamble repeats
+which message it is, so that a mix-up is an error and never a wrong number, tells the other side how
+many of its messages have come in, so that it can let go of its copies, and when it was handed over.
+
+Tensors keep their memory layout: a matmul may round differently on a transposed or sliced operand.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.pytree import DTYPES, Skeleton
+
+ALIGN = 64
+HEADER_BYTES = 2048
+Shape = tuple[int, ...]
+LeafSpec = tuple[Shape, Shape, torch.dtype, bool] | None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shapes, types and arrangement of a payload.
+
+    Attributes:
+        leaves: (shape, strides, type, whether its gradient is wanted) of each tensor; None for an absent gradient.
+        skeleton: see `tree.flatten`, as JSON.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    skeleton: str
+
+    @classmethod
+    def of(cls, payload: Payload) -> Spec:
+        return cls(tuple(map(_leaf_spec, payload.leaves, payload.needs_grad)), _as_json(payload.skeleton))
+
+    def fits(self, payload: Payload) -> bool:
+        """Whether this is the payload's spec."""
+        if len(payload.leaves) != len(self.leaves) or _as_json(payload.skeleton) != self.skeleton:
+            return False
+        for leaf, spec, needed in zip(payload.leaves, self.leaves, payload.needs_grad, strict=True):
+            if leaf is None or spec is None:
+                if leaf is not spec:
+                    return False
+                continue
+            shape, strides, dtype, wanted = spec
+            if leaf.dtype != dtype or needed != wanted or leaf.stride() != strides or leaf.shape != shape:
+                return False
+        return True
+
+    @cached_property
+    def places(self) -> tuple[Place | None, ...]:
+        """Where each leaf lies."""
+        places: list[Place | None] = []
+        start = ALIGN
+        for leaf in self.leaves:
+            place = None if leaf is None else Place.of(start, *leaf[:3])
+            places.append(place)
+            if place is not None:
+                start += -(-place.num_bytes // ALIGN) * ALIGN
+        return tuple(places)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        ends = [place.start + place.num_bytes for place in self.places if place is not None]
+        return -(-max(ends, default=ALIGN) // ALIGN) * ALIGN
+
+    @cached_property
+    def carried_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(place.num_bytes for place in self.places if place is not None)
+
+    @cached_property
+    def needs_grad(self) -> list[bool]:
+        return [leaf is not None and leaf[3] for leaf in self.leaves]
+
+    def to_json(self) -> str:
+        leaves = [
+            None if leaf is None else [*leaf[:2], str(leaf[2]).removeprefix("torch."), leaf[3]]
+            for leaf in self.leaves
+        ]
+        return json.dumps([leaves, self.skeleton])
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        leaves, skeleton = json.loads(text)
+        specs = tuple(
+            None if leaf is None else (tuple(leaf[0]), tuple(leaf[1]), DTYPES[leaf[2]], bool(leaf[3]))
+            for leaf in leaves
+        )
+        return cls(specs, skeleton)
+
+
+def _as_json(skeleton: Skeleton) -> str:
+    return str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
+
+
+def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
+    if leaf is None:
+        return None
+    if leaf.layout is not torch.strided:
+        raise RuntimeFailure(f"a tensor of layout {leaf.layout} can't pass between ranks; use to_dense()")
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, needed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a leaf lies in the buffer.
+
+    Attributes:
+        shape, strides: how its bytes are read; what the leaf repeats (by a stride of 0) is there once.
+        rebuilt: the strides of a leaf that has gaps in memory, which don't travel; else None.
+        repeated: the leaf's own shape where it repeats something; else None.
+    """
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    rebuilt: Shape | None
+    repeated: Shape | None
+
+    @classmethod
+    def of(cls, start: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> Place:
+        once = tuple(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
+        num = 1
+        for extent in once:
+            num *= extent
+        size = num * dtype.itemsize
+        repeated = shape if once != shape else None
+        if num == 0 or _is_dense(once, strides):
+            return cls(start, size, dtype, once, strides, None, repeated)
+        plain = tuple(torch.empty(once, device="meta").stride())
+        return cls(start, size, dtype, once, plain, strides, repeated)
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The leaf's bytes in the buffer."""
+        flat = buffer.narrow(0, self.start, self.num_bytes).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+    def once(self, leaf: Tensor) -> Tensor:
+        """What of the leaf travels."""
+        return leaf if self.repeated is None else leaf.as_strided(self.shape, leaf.stride())
+
+    def leaf(self, view: Tensor) -> Tensor:
+        """The leaf as it was, a copy of its bytes."""
+        if self.rebuilt is None:
+            leaf = view.clone()
+        else:
+            leaf = torch.empty_strided(self.shape, self.rebuilt, dtype=self.dtype, device=view.device).copy_(view)
+        return leaf if self.repeated is None else leaf.expand(self.repeated)
+
+
+def _is_dense(shape: Shape, strides: Shape) -> bool:
+    """Whether the elements fill their memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, extent in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+class Packet:
+    """A flat buffer for payloads of one spec, and views of its parts."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        # A memoryview of 64-bit numbers: far quicker to read and write than elements of a tensor.
+        self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
+        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
+
+    def pack(self, payload: Payload) -> None:
+        """Copies a payload of the packet's spec in."""
+        for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
+            if leaf is not None and view is not None and place is not None:
+                view.copy_(place.once(leaf))
+
+    def announce(self, preamble: Preamble) -> None:
+        """Writes the preamble alone."""
+        words = self._preamble
+        words[0], words[1], words[2], words[3], words[4] = preamble
+
+    def preamble(self) -> Preamble:
+        words = self._preamble
+        return Preamble(words[0], words[1], words[2], words[3], words[4])
+
+    def unpack(self) -> Payload:
+        """The payload, copied out: the packet is free again."""
+        spec = self.spec
+        leaves = [
+            None if view is None or place is None else place.leaf(view)
+            for view, place in zip(self._views, spec.places, strict=True)
+        ]
+        return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
+
+
+class DevicePacket(Packet):
+    """A packet in a device's memory. Reading its preamble waits until what fills the packet has come."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec = spec
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._head = self.buffer[:ALIGN].view(torch.int64)
+        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
+
+    def announce(self, preamble: Preamble) -> None:
+        self._head[:5].copy_(torch.tensor(preamble))
+
+    def preamble(self) -> Preamble:
+        return Preamble(*self._head[:5].tolist())
+
+
+class Preamble(NamedTuple):
+    """The first bytes of a payload.
+
+    Attributes:
+        tag, step: which message it is.
+        received: how many of the other side's have come in.
+        sent: when it was handed over, in nanoseconds of the sender's monotonic clock.
+        changed: 1 where the payload follows in another message, for it has not the shapes that were promised.
+    """
+
+    tag: int
+    step: int
+    received: int
+    sent: int
+    changed: int = 0
+
+
+def pack_header(key: Any, spec: Spec) -> list[Tensor]:
+    """The header of a spec that goes by `key`: one fixed-size part, and the rest where it does not fit."""
+    text = json.dumps([key, spec.to_json()]).encode()
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    first[:8].view(torch.int64)[0] = len(text)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    room = HEADER_BYTES - 8
+    first[8 : 8 + min(room, len(text))] = data[:room]
+    return [first, data[room:].clone()] if len(text) > room else [first]
+
+
+def header_rest(first: Tensor) -> int:
+    """How many bytes of a header follow its first part."""
+    return max(0, int(first[:8].view(torch.int64)[0]) - (HEADER_BYTES - 8))
+
+
+def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[Any, Spec]:
+    """The key and the spec of a header."""
+    length = int(first[:8].view(torch.int64)[0])
+    data = bytes(first[8:].tolist()) + (b"" if rest is None else bytes(rest.tolist()))
+    try:
+        key, spec = json.loads(data[:length])
+        return key, Spec.from_json(spec)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeFailure(f"a message header can't be read ({error}); the ranks run different versions") from None

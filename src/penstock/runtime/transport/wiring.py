@@ -1,0 +1,215 @@
+"""Which messages each op of a rank takes in and gives out, and in which order a rank expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.dispatch import Graph, lower
+from penstock.runtime.tensors.message import Edge
+from penstock.schedule import Op, Schedule
+from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.op import UPDATE
+from penstock.schedule.text import ranks_together
+from penstock.schedule.updates import OWNER, one_message_a_rank
+
+
+class Station(NamedTuple):
+    """One op on one rank, with its edges: all that come in, those of them from other ranks, and (edge, rank) going
+    out, what goes to several ranks once for each, one after the other.
+    """
+
+    op: Op
+    incoming: tuple[Edge, ...]
+    remote: tuple[Edge, ...]
+    outgoing: tuple[tuple[Edge, int], ...]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The edges of a schedule, seen from its ops.
+
+    Between ranks there are tokens too, for what the stage graph's needs ask; on a rank the graph alone counts them.
+
+    What several ranks run together each of them has: it takes in what the op needs, and hands the outcome to itself.
+    The first of them sends it to others.
+
+        F3 on rank 3 ---> head's F on ranks 0, 1, 2, 3        one message to each of 0, 1 and 2
+        head's B on ranks 0, 1, 2, 3 ---> B3 on rank 3        no message: rank 3 has it
+
+    Attributes:
+        graph: what the decision core works on; it counts every edge.
+        incoming, outgoing: per op, in a fixed order, tokens last; of all ranks that run it.
+    """
+
+    schedule: Schedule
+    graph: Graph
+    incoming: dict[Op, tuple[Edge, ...]]
+    outgoing: dict[Op, tuple[Edge, ...]]
+
+    def rank_of(self, op: Op) -> int:
+        """The rank that runs an op; the one that sends what came of it, where several do."""
+        return self.graph.host(self.graph.number[op])
+
+    def ranks_of(self, op: Op) -> tuple[int, ...]:
+        """The ranks that run an op."""
+        return self._together.get(op) or (self.rank_of(op),)
+
+    def sender(self, edge: Edge, rank: int) -> int:
+        """The rank from which `rank` has what an edge carries: itself, where it runs the producer."""
+        ranks = self._together.get(edge.producer)
+        return rank if ranks is not None and rank in ranks else self.rank_of(edge.producer)
+
+    @cached_property
+    def _together(self) -> dict[Op, tuple[int, ...]]:
+        return ranks_together(self.schedule)
+
+    @cached_property
+    def stations(self) -> list[Station]:
+        """The edges of each op, by its number."""
+        return [self._station(op, self.graph.host(number)) for number, op in enumerate(self.graph.ops)]
+
+    def _station(self, op: Op, rank: int) -> Station:
+        incoming = [edge for edge in self.incoming[op] if self._travels(edge, rank)]
+        return Station(
+            op,
+            tuple(incoming),
+            tuple(edge for edge in incoming if self.sender(edge, rank) != rank),
+            tuple(
+                (edge, target)
+                for edge in self.outgoing[op]
+                for target in self.ranks_of(edge.consumer)
+                if self.sender(edge, target) == rank and self._travels(edge, target)
+            ),
+        )
+
+    def _travels(self, edge: Edge, target: int) -> bool:
+        """Whether a rank is told of an edge. It is not told by tokens of what it ran itself, nor of what another one
+        ran that begins an asynchronous op together with it.
+        """
+        if not edge.is_token:
+            return True
+        source = self.sender(edge, target)
+        together = edge.consumer[:2] in self.schedule.asynchronous and source in self.ranks_of(edge.consumer)
+        return source != target and not together
+
+    def _numbers_of(self, rank: int) -> list[int]:
+        """The ops of a rank, then those of its stream."""
+        first, num_ranks = self.graph.first, self.graph.num_ranks
+        own = list(range(first[rank], first[rank + 1]))
+        if self.graph.has_streams:
+            own += range(first[num_ranks + rank], first[num_ranks + rank + 1])
+        return own
+
+    def numbers(self, rank: int) -> dict[Op, int]:
+        """The number of each op that the rank runs, and perhaps of others."""
+        if not self._together:
+            return self.graph.number
+        return {self.graph.ops[number]: number for number in self._numbers_of(rank)}
+
+    def num_tokens(self, rank: int) -> dict[Op, int]:
+        """How many tokens come in for an op of a rank, for those that get any."""
+        stations = (self.stations[number] for number in self._numbers_of(rank))
+        counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in stations)
+        return {op: count for op, count in counts if count}
+
+    def expected(self, rank: int) -> list[Edge]:
+        """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
+        return [edge for number in self._numbers_of(rank) for edge in self.stations[number].remote]
+
+
+def backward_op(schedule_ops: dict[Op, int], stage: int, microbatch: int) -> Op:
+    """The op that sends the gradient of `stage` on: its B or its I."""
+    full = Op("B", stage, microbatch)
+    return full if full in schedule_ops else Op("I", stage, microbatch)
+
+
+def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wiring:
+    """The wiring of a schedule.
+
+    `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends the sum
+    of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
+    the chain of stages does not have.
+    """
+    chain = replace(schedule.graph, registered=(), needs=()) if schedule.graph.needs else schedule.graph
+    number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
+    edges = [
+        Edge(producer, op)
+        for op in number
+        if op.kind != UPDATE
+        for producer in predecessors(op, chain, number)
+        if carries_message(producer, op)
+    ]
+    training = any(op.kind != "F" for op in number)
+    if training:
+        for slot, stages in enumerate(tied_stages, start=1):
+            for upper, lower_one in pairwise(stages):
+                edges += [
+                    Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
+                    for m in range(schedule.num_microbatches)
+                ]
+    graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
+    edges += _updating(schedule, number, len(tied_stages))
+    together = ranks_together(schedule)
+
+    def ranks_of(op: Op) -> Sequence[int]:
+        return together.get(op) or (graph.host(graph.number[op]),)
+
+    edges += [
+        edge for edge in _needed(schedule, number) if not set(ranks_of(edge.consumer)) <= set(ranks_of(edge.producer))
+    ]
+    incoming: dict[Op, list[Edge]] = {op: [] for op in number}
+    outgoing: dict[Op, list[Edge]] = {op: [] for op in number}
+    for edge in edges:
+        incoming[edge.consumer].append(edge)
+        outgoing[edge.producer].append(edge)
+    return Wiring(
+        schedule,
+        graph,
+        {op: tuple(found) for op, found in incoming.items()},
+        {op: tuple(found) for op, found in outgoing.items()},
+    )
+
+
+def _updating(schedule: Schedule, number: dict[Op, int], num_tied: int) -> Iterator[Edge]:
+    """Gradients on their way to the owners of stages, in the order of the pipelines, and parameters coming back."""
+    if schedule.updates is None:
+        return
+    rank_of = {op: rank for rank, row in enumerate(schedule.order) for op in row}
+    place = {op: (rank_of[op], step) for op, step in number.items()}
+    for op in number:
+        if op.kind != UPDATE:
+            continue
+        rank, receiver = rank_of[op], schedule.pipeline_of(op)
+        needed = one_message_a_rank(predecessors(op, schedule.graph, number), rank, place)
+        remote = [(schedule.pipeline_of(producer), producer) for producer in needed if rank_of[producer] != rank]
+        for sender, producer in sorted(remote):
+            yield Edge(producer, op, num_tied + (sender if receiver == OWNER else receiver))
+
+
+def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
+    """The stage graph's needs, op by op."""
+    needs = schedule.graph.needs
+    if not needs:
+        return
+    queues: dict[tuple[str, int], list[Op]] = {}
+    for op in number:
+        queues.setdefault((op.kind, op.stage), []).append(op)
+    for place, need in enumerate(needs, start=1):
+        (before_kind, before), (kind, stage) = need.before, need.after
+        for name in ("B", "I") if kind == "B" else (kind,):
+            for op in queues.get((name, stage), ()):
+                for index in need.needed(op.microbatch):
+                    one = backward_op(number, before, index) if before_kind == "B" else Op(before_kind, before, index)
+                    yield Edge(one, op, -place)
+
+
+def num_indices(schedule: Schedule) -> int:
+    """The most ops of one kind on one stage: as many as microbatches, or as updates or some registered kind has."""
+    updates = 0 if schedule.windows is None else schedule.windows.num_ops
+    graph = schedule.graph
+    registered = (r.num_ops for r in graph.registered)
+    return max([schedule.num_microbatches, updates, *graph.num_microbatches, *registered])

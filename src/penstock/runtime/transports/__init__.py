@@ -1,1 +1,0 @@
-"""What carries messages between ranks."""
