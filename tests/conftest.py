@@ -63,3 +63,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         pytest.fail(f"{name} changed; if that is meant, pytest --update-golden\n{shown}", pytrace=False)
 
     return compare
+
+
+@pytest.fixture(autouse=True)
+def machine_code_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in tests have machine code: where it is not there it is compiled before they go on."""
+    from penstock.planning import compile_ahead
+
+    monkeypatch.setattr(compile_ahead, "begin", compile_ahead.compile_all)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 import penstock as ps
-from penstock.planning import span_objective, strategy
+from penstock.planning import compile_ahead, span_objective, strategy
 from penstock.planning.periodic import plan as periodic_plan
 from penstock.planning.periodic.bound import FlowBound
 from penstock.schedule import Op
@@ -46,7 +46,7 @@ def test_the_bound_of_the_span_is_not_above_a_schedule_whose_ranks_begin_with_an
 
 def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
-    strategy.compile_all()
+    compile_ahead.compile_all()
     for goal, module in (("makespan", strategy), ("span", span_objective)):
         with monkeypatch.context() as patch:
             patch.setattr(module, "jackson_bound", lambda problem: 1000.0)

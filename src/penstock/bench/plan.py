@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.planning import plan, strategy
+from penstock.planning import compile_ahead, plan
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, greedy, list_by_class, time_of
@@ -65,7 +65,7 @@ def posed(costs: Costs, links: Links, num_microbatches: int, cap: float) -> Prob
 
 def speeds(seed: int, seconds: float = 10.0) -> list[dict[str, Any]]:
     """Medians of list scheduling and of timing the order it made, compiled and warm; about `seconds` a size."""
-    strategy.compile_all()
+    compile_ahead.compile_all()
     random, rows = np.random.default_rng(seed), []
     for num_ranks, num_microbatches in SPEED_SIZES:
         problem = posed(*draw(num_ranks, random), num_microbatches, float(num_ranks))
@@ -103,7 +103,7 @@ def _timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
     """Without a memory cap: the gap of bound and list scheduling alone, with their ms, and within a second."""
-    strategy.compile_all()
+    compile_ahead.compile_all()
     for num_ranks, num_microbatches in FREE_SIZES:
         random, instances = np.random.default_rng([seed, num_ranks]), []
         for _ in range(num_instances):
@@ -130,7 +130,7 @@ def tight(
     num_instances: int, seed: int, sizes: Sequence[tuple[int, int, float]] = TIGHT_SIZES
 ) -> Iterator[dict[str, Any]]:
     """With the tight cap: the gap proved in the time given, and how far list scheduling was from that bound."""
-    strategy.compile_all()
+    compile_ahead.compile_all()
     for num_ranks, num_microbatches, seconds in sizes:
         random, instances = np.random.default_rng([seed, num_ranks, 1]), []
         for number in range(num_instances):
@@ -180,7 +180,7 @@ def family_problem(family: str, number: int, seed: int) -> tuple[Costs, Links, P
 
 def families(num_instances: int, seed: int, names: Sequence[str] = tuple(PLACEMENTS)) -> Iterator[dict[str, Any]]:
     """The gap of `plan` within ten seconds, problem by problem, for each family."""
-    strategy.compile_all()
+    compile_ahead.compile_all()
     for family in names:
         instances = []
         for number in range(num_instances):

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,13 +38,64 @@ def compiled(module: ModuleType) -> ModuleType:
     replaced: dict[str, Any] = {}
     for sibling in siblings:
         replaced |= {n: f for n, f in vars(compiled(sibling)).items() if not n.startswith("_") and callable(f)}
-    with _cache_folder(module) as compile_function:
+    with _caching(module) as compile_function:
         for attribute, value in list(vars(twin).items()):
             if inspect.isfunction(value) and value.__module__ == twin.__name__:
                 setattr(twin, attribute, compile_function(value))
             elif inspect.isfunction(value) and attribute in replaced:
                 setattr(twin, attribute, replaced[attribute])
     return twin
+
+
+def ready(module: ModuleType) -> ModuleType:
+    """The compiled twin where its machine code is there, in this process or on disk, and else the module as it is.
+
+    So nothing waits for the compiler, and what is compiled meanwhile, by whatever process, is used from then on.
+    """
+    return compiled(module) if is_compiled(module) else module
+
+
+def is_compiled(module: ModuleType) -> bool:
+    """Whether the machine code of `module` is there: all of it, as `compiling` noted for this kind of processor."""
+    if module in _READY:
+        return True
+    folder = cache_folder(module)
+    if folder is not None and (folder / _note()).exists():
+        _READY.add(module)
+    return module in _READY
+
+
+@contextmanager
+def compiling(module: ModuleType) -> Iterator[None]:
+    """Within it the compiled twin is used, and so compiled. At its end all that is used of it has been: that is noted
+    for other processes too, where numba keeps the machine code on disk."""
+    _READY.add(module)
+    try:
+        yield
+    except BaseException:
+        _READY.discard(module)
+        raise
+    folder = cache_folder(module)
+    if folder is not None:
+        (folder / _note()).touch()
+
+
+_READY: set[ModuleType] = set()
+
+
+@functools.cache
+def _note() -> str:
+    """The name of the file that says that machine code for this processor lies beside it.
+
+    Numba takes none that was made for another processor, or by another version.
+    """
+    from importlib.metadata import version
+
+    from llvmlite import binding
+
+    processor = binding.get_default_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    made_by = *processor, version("numba"), sys.version
+    return f"compiled-{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
 
 
 def _sources(module: ModuleType) -> list[bytes]:
@@ -54,30 +106,41 @@ def _sources(module: ModuleType) -> list[bytes]:
     return found
 
 
-@contextmanager
-def _cache_folder(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
-    """Yields numba's decorator, its cache beside the module's bytecode in a folder named by the sources' digest.
+@functools.cache
+def cache_folder(module: ModuleType) -> Path | None:
+    """Where the machine code of `module` is kept: a folder named by the digest of its sources, in the first of these
+    that can be written to. None where none can.
 
-    Where nothing can be written there, numba's own places serve, and where there are none, no cache.
+    They are NUMBA_CACHE_DIR, where that is set, the folder of the module's bytecode, and the user's own cache.
     """
+    digest = hashlib.sha256(b"\0".join(_sources(module))).hexdigest()[:16]
+    here = Path(str(module.__file__)).parent / "__pycache__"
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+    for parent in (Path(given) if given else here, user):
+        folder = parent / f"numba-{digest}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+@contextmanager
+def _caching(module: ModuleType) -> Iterator[Callable[[Any], Any]]:
+    """Yields numba's decorator, which keeps machine code in `cache_folder`; nowhere where there is none."""
     import numba
     from numba.core import config as numba_config
 
     config: Any = numba_config
-    digest = hashlib.sha256(b"\0".join(_sources(module))).hexdigest()[:16]
-    folder = Path(str(module.__file__)).parent / "__pycache__" / f"numba-{digest}"
-    before = config.CACHE_DIR
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder, before = cache_folder(module), config.CACHE_DIR
+    if folder is not None:
         config.CACHE_DIR = str(folder)
-    except OSError:
-        pass
 
     def compile_function(function: Any) -> Any:
-        try:
-            return numba.njit(cache=True, **getattr(module, "OPTIONS", {}))(function)
-        except RuntimeError:  # numba found no folder it may write to
-            return numba.njit(function)
+        return numba.njit(cache=folder is not None, **getattr(module, "OPTIONS", {}))(function)
 
     try:
         yield compile_function

@@ -216,9 +216,11 @@ def anneal(
     now: float,
     best: float,
     best_row: Array,
+    stop: Array,
 ) -> tuple[float, float, int]:
     """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
-    the best one, whose order is in `best_row`, and the moves made: fewer at `target` or where no pair is left.
+    the best one, whose order is in `best_row`, and the moves made: fewer at `target`, where no pair is left, or where
+    `stop` is no longer 0.
 
     Args:
         ints: rows of n: previous, following (from `load`), order (ops by start), place in it, and working space of
@@ -227,6 +229,7 @@ def anneal(
         flags: two rows of n, all False.
         last: each rank's last op.
         now: the makespan of the orders given.
+        stop: its one number is set by another thread when this one is to come to its end.
     """
     previous, following, order, place = ints[0], ints[1], ints[2], ints[3]
     pairs, moved, changed = ints[4], ints[5], ints[6]
@@ -235,6 +238,8 @@ def anneal(
     duration, delay, memory, rank = p.duration, p.delay, p.memory, p.rank
     num_pairs = -1
     for move in range(num_moves):
+        if stop[0] != 0:
+            return now, best, move
         if num_pairs < 0:
             num_pairs = critical_pairs(p, start, queue, needs, previous, held, last, pairs)
         if num_pairs == 0:

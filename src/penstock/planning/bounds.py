@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.compiled import compiled
+from penstock.engine.compiled import ready
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.problem import NONE, Array, Problem, Queues
@@ -142,7 +142,7 @@ def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = F
 
 def _heads(queues: Queues, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
-    compiled(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
+    ready(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
     return head
 
 
@@ -205,7 +205,7 @@ def round_trip_bound(problem: Problem) -> float:
 def path_bound(problem: Problem) -> float:
     """The longest path with the order within queues and the waits for memory."""
     head, tail = heads_and_tails(problem)
-    return float(compiled(longest_paths).longest_path(problem.queues, head, tail))
+    return float(ready(longest_paths).longest_path(problem.queues, head, tail))
 
 
 def jackson_bound(problem: Problem) -> float:
@@ -218,18 +218,22 @@ def work_bound(problem: Problem) -> float:
     return _jackson(problem, work=True)
 
 
+def work_seconds(problem: Problem) -> float:
+    """About how long `work_bound` takes, compiled."""
+    on_rank = np.diff(problem.queues.row_first).astype(float)
+    return float((on_rank**2).sum()) / 2e8
+
+
 def work_is_cheap(problem: Problem) -> bool:
     """Whether `work_bound` takes less than about a second."""
-    queues = problem.queues
-    on_rank = np.diff(queues.row_first).astype(float)
-    return float((on_rank**2).sum()) < 2e8
+    return work_seconds(problem) < 1.0
 
 
 def _jackson(problem: Problem, work: bool) -> float:
     queues = problem.queues
     head, tail = heads_and_tails(problem, work=work)
     width = int(np.diff(queues.rank_first).max(initial=1))
-    return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
+    return float(ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
 
 
 def span_bound(problem: Problem) -> float:
@@ -241,7 +245,7 @@ def span_bound(problem: Problem) -> float:
     queues = problem.queues
     given = waits(problem)
     back = turned_waits(given)
-    module = compiled(longest_paths)
+    module = ready(longest_paths)
     bound = 0.0
     for r in range(queues.num_ranks):
         mine = np.arange(queues.rank_first[r], queues.rank_first[r + 1])

@@ -30,6 +30,7 @@ from penstock.planning.periodic.modulo import common_unit
 from penstock.planning.problem import Array, Problem
 from penstock.planning.search import Search, time_of
 from penstock.planning.span_objective import Span
+from penstock.planning.threads import MOST_THREADS, num_cores
 
 MOST_OPS = 1000
 """Above this CP-SAT finds and proves nothing in the time that local search needs."""
@@ -45,6 +46,9 @@ _FIRST_SHARE = 0.005
 
 _FIRST_SECONDS = 2.0
 """What a question may take at first."""
+
+_STOPPING = 0.05
+"""Seconds that CP-SAT takes to come to its end when it is stopped."""
 
 _NEAR_WHOLE = 1e-6
 """A number this near a whole one is that: what differs is rounding."""
@@ -115,11 +119,14 @@ def solve(search: Search, until: float) -> None:
     """
     seconds, unanswered = _FIRST_SECONDS, float("inf")
     share, seed = _FIRST_SHARE, search.seed
+    until -= _STOPPING
+    num_workers = max(2, min(MOST_THREADS, num_cores()))
     while not search.closed and search.seconds < until:
         horizon = max(search.value / (1 + share), search.lower_bound * (1 + EPSILON))
         if unanswered <= horizon:
             horizon = (search.lower_bound + unanswered) / 2
-        answer = within(search.bounded, horizon, min(until - search.seconds, seconds), seed, span=search.span)
+        most = min(until - search.seconds, seconds)
+        answer = within(search.bounded, horizon, most, seed, num_workers, span=search.span)
         seed += 1
         if answer.row is not None:
             before = search.value
@@ -149,9 +156,9 @@ def within(
 
     With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
     """
+    began = time.perf_counter()
     from ortools.sat.python import cp_model
 
-    began = time.perf_counter()
     queues = problem.queues
     clock = _clock(problem, horizon)
     model: Any = cp_model.CpModel()
@@ -195,7 +202,10 @@ def within(
     parameters.cp_model_probing_level = 0  # probing and symmetries take longer than the answer
     parameters.symmetry_level = 0
     parameters.catch_sigint_signal = False
-    status = _answer(solver, model, seconds - (time.perf_counter() - began))
+    seconds -= time.perf_counter() - began
+    if seconds <= 0:
+        return Answer(None)
+    status = _answer(solver, model, seconds)
     if status == cp_model.INFEASIBLE:
         return Answer(None, clock.refuted)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -16,8 +16,11 @@ import numpy as np
 
 from penstock.planning import listing, min_tree
 from penstock.planning.listing import list_ops
+from penstock.planning.min_tree import copied
 
 COMPILED_WITH = (min_tree, listing)
+OPTIONS = {"nogil": True}
+"""For numba: trials on several threads do not wait for one another, nor for the one that looks at the clock."""
 
 Array = Any
 PATIENCE = 3
@@ -52,6 +55,7 @@ def justify(
     values: Array,
     state: Array,
     times: Array,
+    stop: Array,
 ) -> float:
     """Turns a schedule round and back up to `rounds` times; returns the best makespan seen.
 
@@ -60,21 +64,26 @@ def justify(
         start: in and out, per op.
         best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
         row, values, state, times: working space (see `list_ops`).
+        stop: its one number is 0 until some other thread wants this one to come to its end.
     """
     idle, found = 0, 1e300
+    # For `True` and `False` as they are numba would compile all of `list_ops` once each.
+    forward, turned = rounds < 0, rounds >= 0
     for _ in range(rounds):
         ends_reversed(p, start, noise, values)
-        if list_ops(back, values, wait, True, start, row, state, times) < 0:
+        if stop[0] != 0 or list_ops(back, values, wait, turned, start, row, state, times, forward) < 0:
             return best
         ends_reversed(p, start, noise, values)
-        makespan = list_ops(p, values, wait, False, start, row, state, times)
+        if stop[0] != 0:
+            return best
+        makespan = list_ops(p, values, wait, forward, start, row, state, times, forward)
         if makespan < 0:
             return best
         idle = 0 if makespan < found * (1 - 1e-12) else idle + 1
         found = min(found, makespan)
         if makespan < best * (1 - 1e-12):
             best = makespan
-            best_row[:] = row
+            copied(row, best_row)
         if idle >= PATIENCE:
             return best
     return best
@@ -96,17 +105,23 @@ def trials(
     values: Array,
     state: Array,
     times: Array,
+    stop: Array,
 ) -> float:
     """Justifies from many random starts; returns the best makespan, and stops at `target`.
+
+    After every list scheduling it looks whether it is to stop.
 
     Args:
         classes: several rows of priority classes, one entry a queue, to start from.
         scale: ms, what waits and noise are drawn in proportion to.
+        stop: see `justify`.
     """
-    largest = 0
+    largest, forward = 0, num_trials < 0
     for q in range(len(p.rank)):
         largest = max(largest, p.size[q])
     for _ in range(num_trials):
+        if stop[0] != 0:
+            return best
         chosen = np.random.randint(len(classes))
         base = scale * np.random.uniform(0.0, 1.2)
         uneven = np.random.uniform(0.0, 0.6)
@@ -115,10 +130,10 @@ def trials(
         for q in range(len(p.rank)):
             for j in range(p.size[q]):
                 values[p.op_first[q] + j] = classes[chosen, q] * (largest + 1.0) + j
-        if list_ops(p, values, wait, False, start, row, state, times) < 0:
+        if list_ops(p, values, wait, forward, start, row, state, times, forward) < 0:
             continue
         noise = 0.0 if np.random.random() < 0.5 else scale * np.random.uniform(0.0, 0.5)
-        best = justify(p, back, wait, noise, rounds, start, row, best, best_row, values, state, times)
+        best = justify(p, back, wait, noise, rounds, start, row, best, best_row, values, state, times, stop)
         if best <= target:
             return best
     return best

@@ -40,6 +40,8 @@ def named(search: Search) -> None:
     if search.problem.queues.num_ops > MOST_OPS:
         return
     for name in STARTS:
+        if search.left <= 0:
+            break
         for row in _rows_of(search.problem, name):
             value = time_of(search.problem, row) if fits(search.problem, row) else -1.0
             if value >= 0:

@@ -31,7 +31,7 @@ def list_ops(
     row: Array,
     state: Array,
     times: Array,
-    in_turn: bool = False,
+    in_turn: bool,
 ) -> float:
     """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 

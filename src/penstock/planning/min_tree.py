@@ -7,6 +7,12 @@ from typing import Any
 Array = Any
 
 
+def copied(source: Array, target: Array) -> None:
+    """Copies numbers one by one: for slices numba compiles much more, to say what does not fit."""
+    for place in range(len(source)):
+        target[place] = source[place]
+
+
 def least_of(tree: Array, leaves: int) -> int:
     """The number of the least leaf of a tree of minima (its root is `tree[1]`), the first of equals."""
     node = 1

@@ -21,6 +21,7 @@ import numpy as np
 
 from penstock.planning import listing, min_tree
 from penstock.planning.listing import list_ops
+from penstock.planning.min_tree import copied
 
 OPTIONS = {"nogil": True}
 """For numba: searches on several threads do not wait for one another."""
@@ -40,11 +41,12 @@ def squeezed(
 ) -> float:
     """The makespan of a block, repeated and squeezed; the order is left in `row`. -1 where the ranks are stuck."""
     first = 3 + len(p.cap)
-    wait[:] = block[3:first]
+    copied(block[3:first], wait)
+    forward = first < 0  # for `False` as it is numba would compile all of `list_ops` once more
     for q in range(len(p.rank)):
         for j in range(p.size[q]):
             values[p.op_first[q] + j] = block[first + q] + block[1] * j
-    return list_ops(p, values, wait, False, start, row, state, times, block[2] > 0)
+    return list_ops(p, values, wait, forward, start, row, state, times, block[2] > 0)
 
 
 def drawn(
@@ -65,6 +67,7 @@ def drawn(
     row: Array,
     state: Array,
     times: Array,
+    stop: Array,
 ) -> float:
     """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
 
@@ -77,9 +80,12 @@ def drawn(
         block: in and out, of the best drawn here: the makespan, the period, whether memory is taken in
             turn, the wait of each rank, and offsets.
         trial: room for one like it. The others are room for `list_ops`.
+        stop: its one number is set by another thread when this one is to come to its end.
     """
     num_ranks, num_queues = len(p.cap), len(p.rank)
     for _ in range(num_draws):
+        if stop[0] != 0:
+            return best
         alike = np.random.random() < 0.5  # the ways back as the ways there
         for k in range(4):
             step[k] = step[k - 2] if alike and k >= 2 else 1.0 + 0.5 * max(0, np.random.randint(-2, 6))
@@ -88,7 +94,8 @@ def drawn(
         trial[1] = period * np.random.uniform(0.6, 1.3)
         base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
         trial[2] = 1.0 if np.random.random() < 0.7 else 0.0
-        trial[3 : 3 + num_ranks] = base
+        for r in range(num_ranks):
+            trial[3 + r] = base
         for q in range(num_queues):
             offset = 0.0
             for k in range(len(step)):
@@ -99,10 +106,10 @@ def drawn(
             continue
         trial[0] = made
         if made < block[0]:
-            block[:] = trial
+            copied(trial, block)
         if made < best * (1 - 1e-12):
             best = made
-            best_row[:] = row
+            copied(row, best_row)
             if best <= target:
                 return best
     return best
@@ -127,6 +134,7 @@ def improved(
     row: Array,
     state: Array,
     times: Array,
+    stop: Array,
 ) -> float:
     """Anneals the block that is given, from temperature `hot` to `cold` (ms); returns the best makespan.
 
@@ -138,7 +146,9 @@ def improved(
     num_ranks, num_queues = len(p.cap), len(p.rank)
     first = 3 + num_ranks
     for move in range(num_moves):
-        trial[:] = block
+        if stop[0] != 0:
+            return best
+        copied(block, trial)
         size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
         change = size * (1.0 if np.random.random() < 0.5 else -1.0)
         kind, chosen = np.random.random(), np.random.randint(num_queues)
@@ -170,10 +180,10 @@ def improved(
         trial[0] = made
         worse = made - block[0]
         if worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves))):
-            block[:] = trial
+            copied(trial, block)
         if made < best * (1 - 1e-12):
             best = made
-            best_row[:] = row
+            copied(row, best_row)
             if best <= target:
                 return best
     return best

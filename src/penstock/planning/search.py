@@ -8,22 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.engine.compiled import compiled
+from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import forward_backward, listing
 from penstock.planning.problem import BACKWARD_CLASS, Array, Problem
 from penstock.planning.progress import Progress, certain
+from penstock.planning.threads import Threads
 
 if TYPE_CHECKING:
     from penstock.planning.span_objective import Span
 
 _MOST_SEEN = 8
 _SLICE = 0.1
-"""Seconds that compiled code runs before it comes back to look at the clock."""
+"""Seconds after which threads meet, and say where they stand, or when they next come by."""
 
 
 class Space:
@@ -55,6 +57,8 @@ class Search:
         span: where the span is to be short; then value and bound here are its shift above those of the span.
         value, row, how: the best so far.
         seen: orders that were the best for a while, the newest last.
+        until: seconds, since the search began, at which it must have come to its end.
+        clock: what says the time, in seconds.
     """
 
     problem: Problem
@@ -64,6 +68,8 @@ class Search:
     span: Span | None = None
     on_progress: Callable[[Progress], None] | None = None
     began: float = field(default_factory=time.perf_counter)
+    until: float = float("inf")
+    clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
     value: float = float("inf")
     row: Array = None
     how: str = ""
@@ -71,7 +77,12 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.began
+        return self.clock() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds till the search must have come to its end; below 0 where it should have."""
+        return self.until - self.seconds
 
     @property
     def shift(self) -> float:
@@ -139,9 +150,11 @@ def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
     number = np.arange(queues.num_ops) - np.repeat(queues.op_first[:-1], counts)
     space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
     space.wait[:] = 0.0
-    module: Any = compiled(listing)
+    module: Any = ready(listing)
     return float(
-        module.list_ops(queues, space.values, space.wait, False, space.start, space.row, space.state, space.times)
+        module.list_ops(
+            queues, space.values, space.wait, False, space.start, space.row, space.state, space.times, False
+        )
     )
 
 
@@ -182,7 +195,7 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
     """The makespan of fixed orders, started as soon as possible; -1 where they deadlock."""
     queues = problem.queues
     num_ranks = queues.num_ranks
-    module: Any = compiled(listing)
+    module: Any = ready(listing)
     return float(
         module.time_row(
             queues,
@@ -196,23 +209,40 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
     )
 
 
-def justified(search: Search, space: Space, until: float) -> None:
-    """Step 2: justification from random starts, until `until` (seconds since the search began)."""
-    module: Any = compiled(forward_backward)
-    queues = search.problem.queues
-    back, classes = queues.turned(), class_rows(search.problem)
-    scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
-    module.seed(search.seed)
-    row = search.row.copy()
-    best = time_of(search.problem, row)
-    num_trials = 1
-    while not search.closed and search.seconds < until:
-        before = time.perf_counter()
-        best = module.trials(
-            queues, back, classes, scale, num_trials, 10, search.target, best, row, space.start, space.row,
-            space.wait, space.values, space.state, space.times,
+class Trials:
+    """One thread's trials: its best order, and working space."""
+
+    def __init__(self, search: Search, number: int) -> None:
+        self._problem, self._classes = search.problem, class_rows(search.problem)
+        self._module: Any = ready(forward_backward)
+        self._back, self._space = search.problem.queues.turned(), Space(search.problem)
+        durations = search.problem.queues.duration
+        self._scale = float(np.mean(durations)) if len(durations) else 0.0
+        self._random = np.random.default_rng([search.seed, number])
+        self._num_trials = 1
+        self.best, self.best_row = time_of(search.problem, search.row), search.row.copy()
+
+    def go(self, target: float, stop: Array) -> None:
+        """Makes some trials, about as many as a slice of time holds, or until `stop` is no longer 0."""
+        space, before = self._space, time.perf_counter()
+        self._module.seed(int(self._random.integers(2**31)))
+        self.best = self._module.trials(
+            self._problem.queues, self._back, self._classes, self._scale, self._num_trials, 10, target, self.best,
+            self.best_row, space.start, space.row, space.wait, space.values, space.state, space.times, stop,
         )  # fmt: skip
         if time.perf_counter() - before < _SLICE / 2:
-            num_trials *= 2
-        search.take(best, row, "justified")
-        search.report("justified")
+            self._num_trials *= 2
+
+
+def justified(search: Search, until: float, num_threads: int | None = None) -> None:
+    """Step 2: justification from random starts, until `until` (seconds since the search began)."""
+    if search.closed or search.seconds >= until:
+        return
+    with Threads(num_threads, is_compiled(forward_backward)) as threads:
+        each = [Trials(search, number) for number in range(threads.num)]
+        while not search.closed and search.seconds < until:
+            calls = [partial(trials.go, search.target, threads.stop) for trials in each]
+            threads.run(calls, until - search.seconds)
+            for trials in each:
+                search.take(trials.best, trials.best_row, "justified")
+            search.report("justified")

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.dispatch.queues import QueueGraph
 from penstock.dispatch.tables import Tables
-from penstock.engine.compiled import compiled
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
 from penstock.simulate import listing
@@ -67,7 +67,8 @@ class Lister:
     """Runs one queue graph, many times, in buffers of its own.
 
     Args:
-        compile: whether to run compiled; by default for large graphs, or where numba is loaded already.
+        compile: whether to run compiled; by default for large graphs, and where numba is loaded and has nothing to
+            compile first.
     """
 
     def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
@@ -80,7 +81,7 @@ class Lister:
         for length in lengths:
             self.row_first.append(self.row_first[-1] + length)
         if compile is None:
-            compile = graph.num_ops > COMPILE_ABOVE or "numba" in sys.modules
+            compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(listing))
         self._compiled = compile
         self._numpy_tables = graph.tables.as_numpy() if compile else None
         self._loop: ModuleType = compiled(listing) if compile else listing

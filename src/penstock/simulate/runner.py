@@ -24,7 +24,7 @@ import numpy as np
 from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
-from penstock.engine.compiled import compiled
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, W
@@ -88,7 +88,7 @@ class Runner:
 
     Args:
         costs: per stage.
-        compile: whether to run compiled; by default where numba is loaded already.
+        compile: whether to run compiled; by default where numba is loaded and nothing needs to be compiled first.
     """
 
     KEPT, TEMPLATES = 256, 8
@@ -147,7 +147,7 @@ class Runner:
         through = passed(order, links, self.costs, links_at)
         use = self.compile
         if use is None:
-            use = "numba" in sys.modules
+            use = "numba" in sys.modules and is_compiled(engine)
         use = use and through.arrival is None
         arrays = {
             **order.ints,

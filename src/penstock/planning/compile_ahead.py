@@ -1,0 +1,160 @@
+"""The planner's machine code: there before it is needed, and waited for by nobody whose time is limited.
+
+    python -m penstock.planning.compile_ahead          compiles all of it, once per machine; `make install` does
+
+Where that has not been done the first plan starts this command as a process of its own, searches with the same
+functions as they stand, and uses the machine code from the moment it is there. The process ends by itself, and all
+later plans find its work on disk. So compiling never keeps a plan beyond its time limit, unless its problem is too
+large to be searched without.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from penstock.cost import Costs, Links
+from penstock.engine import sweep
+from penstock.engine.compiled import cache_folder, compiling, is_compiled
+from penstock.library import build
+from penstock.planning import anneal, forward_backward, listing, longest_paths, repeat
+from penstock.planning.annealing_threads import COLD, HOT, Walk
+from penstock.planning.bounds import jackson_bound, path_bound, span_bound, work_bound
+from penstock.planning.building_blocks import BlockSearch, steps_before
+from penstock.planning.problem import Problem, pose
+from penstock.planning.search import Search, Space, Trials, greedy, time_of
+from penstock.schedule import one_to_one
+from penstock.simulate import engine, simulate
+from penstock.simulate import listing as rule_listing
+
+_LOOK = 0.02
+"""Seconds between looks for machine code that another process makes."""
+
+_children: list[subprocess.Popen[bytes]] = []
+"""The process that compiles, where this one started it."""
+
+
+def missing() -> list[ModuleType]:
+    """The modules whose machine code is not there yet."""
+    return [module for module in STEPS if not is_compiled(module)]
+
+
+def compile_all() -> None:
+    """Compiles what is not there, by planning next to nothing."""
+    _compile(missing())
+
+
+def begin() -> None:
+    """Sees to it that machine code is made, by another process and without waiting for it.
+
+    Where none can be started, or it could keep its work nowhere, nothing is done.
+    """
+    if _children or not missing() or not sys.executable or any(cache_folder(module) is None for module in STEPS):
+        return
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    try:
+        _children.append(
+            subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt of the plan leaves it its work
+            )
+        )
+    except OSError:
+        return
+
+
+def wait_for(*modules: ModuleType) -> None:
+    """Waits until the machine code of these modules is there, and compiles it here where no other process does."""
+    begin()
+    while not all(map(is_compiled, modules)):
+        if any(child.poll() is None for child in _children):
+            time.sleep(_LOOK)
+        else:
+            _compile([module for module in missing() if module in modules])
+
+
+def wait_for_children() -> None:
+    """Waits until the process that compiles has come to its end, where this one started it."""
+    for child in _children:
+        child.wait()
+
+
+def _compile(modules: Sequence[ModuleType]) -> None:
+    problem = _problem()
+    for module in modules:
+        with compiling(module):
+            STEPS[module](problem)
+
+
+def _problem() -> Problem:
+    """A small problem with all that compiled functions tell apart."""
+    return pose(Costs.uniform(2), one_to_one(2), 2, 3, Links({(0, 1): 0.5}), [(1.0, 0.5)] * 2, [2.0] * 2, split=True)
+
+
+def _begun(problem: Problem) -> Search:
+    search = Search(problem, 0.0)
+    greedy(search, Space(problem))
+    time_of(problem, search.row)
+    return search
+
+
+def _bounds(problem: Problem) -> None:
+    jackson_bound(problem), work_bound(problem), span_bound(problem), path_bound(problem)
+
+
+def _prove(problem: Problem) -> None:
+    """What `check` and `simulate` do with a schedule so large that they run compiled."""
+    simulate(build("zb-h1", 64, 300), Costs.uniform(64))
+
+
+def _build(problem: Problem) -> None:
+    """What programs and library schedules do that are so large that they are built by compiled code."""
+    build("zb-v", 4, 1700)
+
+
+def _justify(problem: Problem) -> None:
+    Trials(_begun(problem), 0).go(0.0, np.zeros(1, np.int64))
+
+
+def _walk(problem: Problem) -> None:
+    walk = Walk(problem, 0)
+    walk.begin(_begun(problem).row)
+    walk.go(1e-3, HOT, COLD, 0.0, np.zeros(1, np.int64))
+
+
+def _repeat(problem: Problem) -> None:
+    blocks, stop = BlockSearch(problem, *steps_before(problem), 0), np.zeros(1, np.int64)
+    blocks.adopt(_begun(problem).row)
+    blocks.draw(1, 0.0, stop)
+    blocks.improve(1, 0.1, 0.1, 0.0, stop)
+
+
+STEPS: dict[ModuleType, Callable[[Problem], object]] = {
+    listing: _begun,
+    longest_paths: _bounds,
+    sweep: _prove,
+    engine: _prove,
+    rule_listing: _build,
+    forward_backward: _justify,
+    anneal: _walk,
+    repeat: _repeat,
+}
+"""What uses all that plans use of each module, in the order in which a plan needs them."""
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    compile_all()
+    print(f"compiled in {time.perf_counter() - began:.1f} s")
