@@ -17,11 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.engine.network import starts_of
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.async_ops import launches, memory_edges, rows_of
 from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
-from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered, starts_of
+from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.text import ranks_together

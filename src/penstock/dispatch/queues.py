@@ -7,7 +7,8 @@ wait for is said between queues, once for all microbatches, so a problem of mill
     queue 0  F of stage 0   4 ops, on rank 0         queue 2  F of stage 1   needs queue 0, + link delay
     queue 1  B of stage 0   needs 0 and 3 (+ delay)  queue 3  B of stage 1   needs queue 2
 
-A rank's order is then a row of queue numbers: `listing` decides them by rules, `simulate.listing` drives it.
+A rank's order is then a row of queue numbers: `listing` decides them by rules, `simulate.listing` drives it, and the
+engine times them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
@@ -32,6 +34,7 @@ from penstock.dispatch.tables import (
     SlotRecord,
     Tables,
 )
+from penstock.engine.network import Irregular, Network, of_queues
 from penstock.engine.tolerance import slack
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined
@@ -72,6 +75,24 @@ class QueueGraph:
     def num_ops(self) -> int:
         """All ops; one that several ranks run together counts once."""
         return self.tables.num_ops
+
+    @cached_property
+    def network(self) -> tuple[Network, Irregular]:
+        """The queues as the engine times them; all needs are said beside the network."""
+        queues, needs = self.tables.queues, self.tables.needs
+        return of_queues(
+            [record.length for record in queues],
+            [record.duration for record in queues],
+            [self.hosts(q) for q in range(self.num_queues)],
+            [
+                [
+                    (need.queue, need.delay, need.before, need.after)
+                    for need in needs[record.need_first : record.need_last]
+                ]
+                for record in queues
+            ],
+            self.num_rows,
+        )
 
     def hosts(self, queue: int) -> list[int]:
         """The ranks that run a queue's ops, or their streams."""
@@ -227,12 +248,12 @@ def queue_graph(
         for p, _, _ in found:
             unlocks[p].append(q)
     starts = {
-        name: _running_total([len(row) for row in each])
+        name: list(accumulate(map(len, each), initial=0))
         for name, each in (("host", rows), ("need", needs), ("unlock", unlocks), ("own", own))
     }
-    first_op = _running_total(lengths)
+    first_op = list(accumulate(lengths, initial=0))
     slot_rows = [[q for q in row if classes[q] == kind] for row in own for kind in range(NUM_CLASSES)]
-    slot_first = _running_total([len(row) for row in slot_rows])
+    slot_first = list(accumulate(map(len, slot_rows), initial=0))
     tables = Tables(
         queues=[
             QueueRecord(
@@ -371,10 +392,3 @@ def _reserves(
 
 def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
     return [value for row in rows for value in row]
-
-
-def _running_total(values: Sequence[int]) -> list[int]:
-    total = [0]
-    for value in values:
-        total.append(total[-1] + value)
-    return total

@@ -1,7 +1,7 @@
 """The earliest start of every op of given orders: as soon as its row comes to it and what it needs is there.
 
-    row 0 | 0 1 2 3         op 4 waits for a message from op 0, op 2 for one from op 5
-    row 1 | 4 5 6 7         starts: 0, then 1 and 4, then 5 and 2, ...
+    row 0 | 0 0 1 1         queue 2 waits for messages from queue 0, queue 1 for those from queue 3
+    row 1 | 2 3 2 3         starts: 0 in row 0, then 0 and 2, then 3 and 1, ...
 
 Whatever the order in which rows are gone through, the starts are the same, and where the rows end: no op ever takes
 back that it is ready. So one sweep is a proof that orders end, or that they never do. Written to be compiled.
@@ -11,61 +11,111 @@ from __future__ import annotations
 
 from typing import Any
 
-Array = Any
-"""A list or an array of numbers."""
+from penstock.engine.network import Array
 
 
 def earliest(
-    first: Array,
-    row_of: Array,
-    missing: Array,
-    edge_first: Array,
-    edge_to: Array,
-    duration: Array,
-    late: Array,
-    start: Array,
-    place: Array,
-    free: Array,
-    waiting: Array,
-    is_waiting: Array,
-) -> int:
-    """Fills in the starts; returns how many ops have one: fewer than there are where rows wait for one another.
+    p: Any, more: Any, row: Array, start: Array, head: Array, place: Array, free: Array, stack: Array, waits: Array
+) -> float:
+    """Starts every op of fixed orders as soon as possible; returns the makespan (ms, with tails).
+
+    It is -1 where the rows wait for one another.
 
     Args:
-        first: row r has ops `first[r]` to `first[r + 1] - 1`, in its order.
-        row_of: of each op. missing: of each op, how many edges lead to it; it is counted down.
-        edge_first, edge_to: the edges from op o are `edge_to[edge_first[o]:edge_first[o + 1]]`.
-        duration: of each op (ms). late: of each edge, ms from its op's end until what it carries is there.
-        start: 0 at first; then when each op starts (ms), or may start as far as is known where it never does.
-        place, free: of each row, the op it stands at, and when it is free; `first` and 0 at first.
-        waiting, is_waiting: working space, an entry per row.
+        p: `Network`.
+        more: `Irregular`, or None; the compiler leaves out what that has no part in.
+        row: queue ids in the order of the rows' ops.
+        start: out, ms, per op.
+        head, place: out, how many ops of each queue ran, and the place that each row has come to.
+        free: out, when each row is free (ms).
+        stack, waits: working space of 2 R ints, and of R ints, which only what is irregular needs.
     """
-    num_rows = len(first) - 1
-    for row in range(num_rows):
-        waiting[row] = num_rows - 1 - row
-        is_waiting[row] = 1
-    depth, done = num_rows, 0
+    rank, op_first, row_first, duration = p.rank, p.op_first, p.row_first, p.duration
+    message_from, delay, local_from, message_to = p.message_from, p.delay, p.local_from, p.message_to
+    num_rows = len(row_first) - 1
+    for q in range(len(rank)):
+        head[q] = 0
+    for r in range(num_rows):
+        place[r] = row_first[r]
+        free[r] = 0.0
+        stack[r] = num_rows - 1 - r
+        if more is not None:
+            waits[r] = 0
+    depth = num_rows
     while depth > 0:
         depth -= 1
-        row = waiting[depth]
-        is_waiting[row] = 0
-        op = place[row]
-        while op < first[row + 1] and missing[op] == 0:
-            if free[row] > start[op]:
-                start[op] = free[row]
-            end = start[op] + duration[op]
-            free[row] = end
-            done += 1
-            op += 1
-            place[row] = op
-            for edge in range(edge_first[op - 1], edge_first[op]):
-                target = edge_to[edge]
-                missing[target] -= 1
-                if end + late[edge] > start[target]:
-                    start[target] = end + late[edge]
-                other = row_of[target]
-                if missing[target] == 0 and place[other] == target and other != row and is_waiting[other] == 0:
-                    is_waiting[other] = 1
-                    waiting[depth] = other
-                    depth += 1
-    return done
+        r = stack[depth]
+        if more is not None:
+            waits[r] = 1
+        at, end, clock = place[r], row_first[r + 1], free[r]
+        while at < end:
+            q = row[at]
+            j = head[q]
+            time = clock
+            before = message_from[q]
+            if before >= 0:
+                if head[before] <= j:
+                    break
+                time = max(time, start[op_first[before] + j] + duration[before] + delay[q])
+            before = local_from[q]
+            if before >= 0:
+                if head[before] <= j:
+                    break
+                time = max(time, start[op_first[before] + j] + duration[before])
+            if more is not None:
+                ready = True
+                for n in range(more.need_first[q], more.need_first[q + 1]):
+                    before, last = more.need_queue[n], (j // more.after[n] + 1) * more.before[n] - 1
+                    if head[before] <= last:
+                        ready = False
+                        break
+                    time = max(time, start[op_first[before] + last] + duration[before] + more.need_delay[n])
+                for h in range(more.host_first[q], more.host_first[q + 1]):
+                    other = more.hosts[h]
+                    if other != r:
+                        if place[other] >= row_first[other + 1] or row[place[other]] != q:
+                            ready = False
+                            break
+                        time = max(time, free[other])
+                if not ready:
+                    break
+                for h in range(more.host_first[q], more.host_first[q + 1]):
+                    other = more.hosts[h]
+                    if other != r:  # the last of its rows to come takes the others along
+                        free[other] = time + duration[q]
+                        place[other] += 1
+                        if waits[other] == 1:
+                            waits[other] = 0
+                            stack[depth] = other
+                            depth += 1
+            start[op_first[q] + j] = time
+            clock = time + duration[q]
+            head[q] = j + 1
+            at += 1
+            if more is None:
+                after = message_to[q]
+                if after >= 0 and head[after] == j:  # its row may stand before just this op
+                    other = rank[after]
+                    if other != r and place[other] < row_first[other + 1] and row[place[other]] == after:
+                        stack[depth] = other
+                        depth += 1
+            else:
+                for u in range(more.unlock_first[q], more.unlock_first[q + 1]):
+                    after = more.unlocks[u]
+                    other = rank[after]
+                    if (
+                        other != r
+                        and waits[other] == 1
+                        and place[other] < row_first[other + 1]
+                        and row[place[other]] == after
+                    ):
+                        waits[other] = 0
+                        stack[depth] = other
+                        depth += 1
+        place[r], free[r] = at, clock
+    makespan = 0.0
+    for r in range(num_rows):
+        if place[r] < row_first[r + 1]:
+            return -1.0
+        makespan = max(makespan, free[r] + p.tail[r])
+    return makespan

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import Array
 from penstock.planning import anneal
-from penstock.planning.problem import Array, Problem
+from penstock.planning.problem import Problem
 from penstock.planning.search import Search, time_of
 from penstock.planning.threads import Threads
 

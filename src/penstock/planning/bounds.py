@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.compiled import ready
+from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
-from penstock.planning.problem import NONE, Array, Problem, Queues
+from penstock.planning.problem import Problem
 
 _NOTHING = np.empty((0, 1), np.int64)
 
@@ -72,7 +73,7 @@ def waits(problem: Problem) -> Waits:
     return Waits(_topological(queues), release, lag)
 
 
-def _topological(queues: Queues) -> Array:
+def _topological(queues: Network) -> Array:
     """Queues, each after those it waits for, one chain at a time so that walking them touches memory in order."""
     order: list[int] = []
     needs = (queues.message_from >= 0).astype(int) + (queues.local_from >= 0)
@@ -103,7 +104,7 @@ _FAR = 2**40
 """Further back than any op."""
 
 
-def behind(queues: Queues, given: Waits) -> Array:
+def behind(queues: Network, given: Waits) -> Array:
     """How far behind the other queues of its rank each is at least, by shortest paths; see `longest_paths.heads`."""
     width = int(np.diff(queues.rank_first).max(initial=1))
     result = np.full((len(queues.rank), width), _FAR, np.int64)
@@ -140,7 +141,7 @@ def heads_and_tails(problem: Problem, given: Waits | None = None, work: bool = F
     )
 
 
-def _heads(queues: Queues, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
+def _heads(queues: Network, given: Waits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
     ready(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
     return head
@@ -162,12 +163,12 @@ def busy_bound(problem: Problem) -> float:
     return bound
 
 
-def ways(queues: Queues) -> list[float]:
+def ways(queues: Network) -> list[float]:
     """The longest path of one microbatch to each queue (ms)."""
     return _way(queues, _topological(queues).tolist())
 
 
-def _way(queues: Queues, order: Sequence[int]) -> list[float]:
+def _way(queues: Network, order: Sequence[int]) -> list[float]:
     way = [0.0] * len(queues.rank)
     for q in order:
         message, local = int(queues.message_from[q]), int(queues.local_from[q])

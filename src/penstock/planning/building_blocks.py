@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import NONE, Array
 from penstock.planning import repeat
-from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, NONE, Array, Problem
+from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
 from penstock.planning.search import Search, Space, time_of
 from penstock.planning.threads import Threads
 

@@ -23,6 +23,8 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine import sweep
 from penstock.engine.compiled import cache_folder, compiling, is_compiled
+from penstock.engine.network import of_queues
+from penstock.engine.timing import Timer
 from penstock.library import build
 from penstock.planning import anneal, forward_backward, listing, longest_paths, repeat
 from penstock.planning.annealing_threads import COLD, HOT, Walk
@@ -114,6 +116,12 @@ def _bounds(problem: Problem) -> None:
     jackson_bound(problem), work_bound(problem), span_bound(problem), path_bound(problem)
 
 
+def _time(problem: Problem) -> None:
+    _begun(problem)
+    _prove(problem)
+    Timer(*of_queues([1], [1.0], [(0,)], [[]], 1), compile=True).time([0])
+
+
 def _prove(problem: Problem) -> None:
     """What `check` and `simulate` do with a schedule so large that they run compiled."""
     simulate(build("zb-h1", 64, 300), Costs.uniform(64))
@@ -143,8 +151,8 @@ def _repeat(problem: Problem) -> None:
 
 STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     listing: _begun,
+    sweep: _time,
     longest_paths: _bounds,
-    sweep: _prove,
     engine: _prove,
     rule_listing: _build,
     forward_backward: _justify,

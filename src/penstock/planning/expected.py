@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost import Links
+from penstock.engine.network import NONE, Array
 from penstock.engine.tolerance import is_within
 from penstock.planning.bounds import jackson_bound
-from penstock.planning.problem import NONE, Array, Problem
+from penstock.planning.problem import Problem
 from penstock.planning.search import Search, time_of
 
 _WORSE = 2e-3

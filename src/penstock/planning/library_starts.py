@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.engine.memory import peaks
+from penstock.engine.network import Array
 from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.problem import Array, Problem
+from penstock.planning.problem import Problem
 from penstock.planning.search import Search, time_of
 from penstock.program.placements import bidirectional, wave
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape

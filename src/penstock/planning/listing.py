@@ -1,4 +1,4 @@
-"""List scheduling and the timing of fixed orders, over the arrays of `problem`. Written to be compiled.
+"""List scheduling over the arrays of a `Network`. Written to be compiled.
 
 `list_ops` goes from event to event: the rank that can start something first picks, among the ops it could start
 then, the one of least value. With `wait[r]` above 0 the rank may also pick an op that becomes ready within so many
@@ -36,7 +36,7 @@ def list_ops(
     """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 
     Args:
-        p: `Queues`.
+        p: `Network`.
         values: per op, least first.
         wait: per rank, ms.
         turned: op j of a queue is number size - 1 - j in `values` and `start`.
@@ -191,48 +191,3 @@ def can_finish(
                 return False
             room += kept
     return True
-
-
-def time_row(p: Any, row: Array, start: Array, head: Array, place: Array, free: Array, stack: Array) -> float:
-    """Starts every op of fixed orders as soon as possible; returns the makespan, or -1 where the ranks deadlock.
-
-    Working space: `head` Q ints, `place` and `stack` R ints, `free` R floats.
-    """
-    num_queues, num_ranks = len(p.rank), len(p.cap)
-    for q in range(num_queues):
-        head[q] = 0
-    for r in range(num_ranks):
-        place[r] = p.row_first[r]
-        free[r] = 0.0
-        stack[r] = num_ranks - 1 - r
-    depth, done, makespan = num_ranks, 0, 0.0
-    while depth > 0:
-        depth -= 1
-        r = stack[depth]
-        while place[r] < p.row_first[r + 1]:
-            q = row[place[r]]
-            j = head[q]
-            time = free[r]
-            before = p.message_from[q]
-            if before >= 0:
-                if head[before] <= j:
-                    break
-                time = max(time, start[p.op_first[before] + j] + p.duration[before] + p.delay[q])
-            before = p.local_from[q]
-            if before >= 0:
-                if head[before] <= j:
-                    break
-                time = max(time, start[p.op_first[before] + j] + p.duration[before])
-            start[p.op_first[q] + j] = time
-            free[r] = time + p.duration[q]
-            head[q] = j + 1
-            place[r] += 1
-            done += 1
-            after = p.message_to[q]
-            if after >= 0 and head[after] == j:  # its rank may stand before just this op
-                other = p.rank[after]
-                if other != r and place[other] < p.row_first[other + 1] and row[place[other]] == after:
-                    stack[depth] = other
-                    depth += 1
-        makespan = max(makespan, free[r] + p.tail[r])
-    return makespan if done == p.op_first[num_queues] else -1.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
+from penstock.engine import sweep
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
@@ -209,7 +210,7 @@ def plan(
     problem = pose(costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, split)
     num_ops = problem.queues.num_ops
     if num_ops > _MOST_UNCOMPILED:
-        compile_ahead.wait_for(listing, longest_paths)
+        compile_ahead.wait_for(listing, sweep, longest_paths)
     else:
         compile_ahead.begin()
     search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)

@@ -1,95 +1,20 @@
 """A planning problem as plain arrays: what runs where, how long it takes, what waits for what, and what may be held.
 
-Within one stage each kind of op runs in microbatch order. That loses nothing, by an exchange argument: two ops of
-a kind that run out of order can swap places without delaying any other. So a rank's order is a sequence of queues,
-and an op is (queue, number within the queue):
-
-    queue    0 1 2 | 3 4 5        F I W of stage 0 | F I W of stage 1
-    row of rank 0 | 0 0 1 2 0 1 2 1 2        that is F0 F1 I0 W0 F2 I1 W1 I2 W2
-
-A queue waits for at most two others, one op for the op of the same number: a message from a neighbouring stage and
-the op before it on its own. Time can be turned round: the same arrays, with before and after exchanged, pose the
-problem of running everything backwards.
+The arrays are a `Network` of the engine. A queue of it waits for at most two others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.network import NONE, Array, Network
 from penstock.schedule import Op, Placement, Schedule
 
-Array = Any
-"""A numpy array."""
-
-NONE = -1
 FORWARD_CLASS, BACKWARD_CLASS, WEIGHT_CLASS = 1, 0, 2
-
-
-class Queues(NamedTuple):
-    """The arrays that compiled functions take. Q queues over R ranks, n ops.
-
-    Attributes:
-        rank, pipeline: of each queue.
-        rank_first: rank r has queues `rank_first[r]` to `rank_first[r + 1] - 1`.
-        size: ops of each queue.
-        op_first: queue q has ops `op_first[q]` to `op_first[q + 1] - 1`.
-        row_first: rank r has places `row_first[r]` to `row_first[r + 1] - 1` in a row of all ranks' orders.
-        duration: ms of each queue's ops.
-        memory: what an op adds to (at its start) or takes from (at its end) what its rank holds.
-        message_from, delay: the queue on another stage whose op it needs, and ms until that op's message is there.
-        local_from: the queue on its own stage whose op it needs.
-        message_to, local_to: the same seen from the other side; `delay_to` is the delay towards `message_to`.
-        cap: most that each rank may hold.
-        release, tail: ms before a rank may start, and ms that count after its last op: 0 but where the span matters.
-    """
-
-    rank: Array
-    pipeline: Array
-    rank_first: Array
-    size: Array
-    op_first: Array
-    row_first: Array
-    duration: Array
-    memory: Array
-    message_from: Array
-    delay: Array
-    local_from: Array
-    message_to: Array
-    delay_to: Array
-    local_to: Array
-    cap: Array
-    release: Array
-    tail: Array
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.cap)
-
-    @property
-    def num_ops(self) -> int:
-        return int(self.op_first[-1])
-
-    def turned(self) -> Queues:
-        """The problem with time turned round: op j of a queue is its op size - 1 - j; what freed memory takes it."""
-        return self._replace(
-            memory=-self.memory,
-            message_from=self.message_to,
-            delay=self.delay_to,
-            local_from=self.local_to,
-            message_to=self.message_from,
-            delay_to=self.delay,
-            local_to=self.local_from,
-            release=self.tail,
-            tail=self.release,
-        )
-
-    def with_delays(self, delay: Array, delay_to: Array) -> Queues:
-        return self._replace(delay=delay, delay_to=delay_to)
 
 
 @dataclass(frozen=True)
@@ -102,7 +27,7 @@ class Problem:
         placement, microbatch_pipeline: as in the schedule to be made.
     """
 
-    queues: Queues
+    queues: Network
     kind: tuple[str, ...]
     stage: tuple[int, ...]
     placement: Placement
@@ -216,7 +141,7 @@ def pose(
             joined(q, number[pipeline, stage, "I"], "local")
     rank_first = np.searchsorted(rank, np.arange(num_ranks + 1)).astype(np.int64)
     op_first = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
-    queues = Queues(
+    queues = Network(
         rank=rank,
         pipeline=np.array([key[1] for key in keys], np.int64),
         rank_first=rank_first,

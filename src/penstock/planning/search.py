@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.engine import sweep
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import forward_backward, listing
-from penstock.planning.problem import BACKWARD_CLASS, Array, Problem
+from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Progress, certain
 from penstock.planning.threads import Threads
 
@@ -195,18 +197,11 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
     """The makespan of fixed orders, started as soon as possible; -1 where they deadlock."""
     queues = problem.queues
     num_ranks = queues.num_ranks
-    module: Any = ready(listing)
-    return float(
-        module.time_row(
-            queues,
-            row,
-            np.empty(queues.num_ops) if start is None else start,
-            np.empty(len(queues.rank), np.int64),
-            np.empty(num_ranks, np.int64),
-            np.empty(num_ranks),
-            np.empty(2 * num_ranks, np.int64),
-        )
-    )
+    start = np.empty(queues.num_ops) if start is None else start
+    head, place = np.empty(len(queues.rank), np.int64), np.empty(num_ranks, np.int64)
+    stack, waits = np.empty(2 * num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    module: Any = ready(sweep)
+    return float(module.earliest(queues, None, row, start, head, place, np.empty(num_ranks), stack, waits))
 
 
 class Trials:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.engine.network import NONE, Array
 from penstock.planning.bounds import jackson_bound, span_bound, ways
-from penstock.planning.problem import NONE, Array, Problem
+from penstock.planning.problem import Problem
 
 
 class First(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from penstock.engine.compiled import is_compiled
+from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths
 from penstock.planning.annealing_threads import walked
 from penstock.planning.bounds import jackson_bound, work_bound, work_seconds
@@ -13,7 +14,7 @@ from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.objective import Expected
-from penstock.planning.problem import Array, Problem
+from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
 from penstock.planning.search import Search, Space, greedy, justified
 from penstock.planning.span_objective import Span, span_of

@@ -148,10 +148,3 @@ def accumulation_edges(columns: Columns) -> tuple[Array, Array]:
     place, kind = np.sort(place), columns.kind[adding]
     pairs = np.flatnonzero((place[1:] == place[:-1]) & (kind[1:] != kind[:-1]))
     return adding[pairs], adding[pairs + 1]
-
-
-def starts_of(end: Array, num_ops: int) -> Array:
-    """Of edges sorted by one end, where those of each op begin; one entry more than ops."""
-    first = np.zeros(num_ops + 1, np.int64)
-    np.cumsum(np.bincount(end, minlength=num_ops), out=first[1:])
-    return first

@@ -16,12 +16,10 @@ from typing import Any
 from penstock.dispatch.queues import QueueGraph
 from penstock.dispatch.tables import Tables
 from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.timing import COMPILE_ABOVE, Timer
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
 from penstock.simulate import listing
-
-COMPILE_ABOVE = 20_000
-"""Ops above which loading compiled code (about 0.6 s, once a process) pays for a single run."""
 
 
 @dataclass(frozen=True)
@@ -29,34 +27,28 @@ class Listed:
     """Rows and times of a run.
 
     Attributes:
-        tables: as the run left them.
-        num_started: ops that have run; fewer than `graph.num_ops` where the ranks got stuck.
-        makespan: first op's start to last op's end (ms).
+        reached: how many places of each row have run: fewer than there are where the ranks got stuck.
+        makespan: first op's start to last op's end (ms), as far as they ran.
 
     `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
     """
 
     graph: QueueGraph
-    tables: Tables
     rows: Any
     row_first: Sequence[int]
     start_time: Any
-    num_started: int
+    reached: Sequence[int]
     makespan: float
 
     @property
     def complete(self) -> bool:
         """Whether every op has run."""
-        return self.num_started == self.graph.num_ops
+        return sum(self.reached) == self.row_first[-1]
 
     def copy_rows(self) -> list[list[int]]:
         """Each rank's queue numbers in order, up to where it got; then those of streams, where there are any."""
-        rows = range(self.graph.num_rows)
-        done = [0] * self.graph.num_rows
-        for q, record in enumerate(self.tables.queues):
-            for rank in self.graph.hosts(q):
-                done[rank] += int(record.started if hasattr(record, "started") else record["started"])
-        return [[int(q) for q in self.rows[self.row_first[r] : self.row_first[r] + done[r]]] for r in rows]
+        begins = self.row_first[:-1]
+        return [[int(q) for q in self.rows[a : a + done]] for a, done in zip(begins, self.reached, strict=True)]
 
     def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
         """The schedule that was made."""
@@ -73,13 +65,7 @@ class Lister:
 
     def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
         self.graph = graph
-        lengths = [0] * graph.num_rows
-        for q, record in enumerate(graph.tables.queues):
-            for rank in graph.hosts(q):
-                lengths[rank] += record.length
-        self.row_first = [0]
-        for length in lengths:
-            self.row_first.append(self.row_first[-1] + length)
+        self.row_first: list[int] = graph.network[0].row_first
         if compile is None:
             compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(listing))
         self._compiled = compile
@@ -94,26 +80,20 @@ class Lister:
     def list_by_rules(self, tables: Tables) -> Listed:
         """Makes rows by the rules in `tables`, which are left as they are."""
         run = self._ready(tables)
-        started = self._loop.run(
+        reached = self._numbers(self.graph.num_rows)
+        self._loop.run(
             run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
-            self._start_time, self._rows, self._row_first, self._numbers(self.graph.num_rows), self._winners,
+            self._start_time, self._rows, self._row_first, reached, self._winners,
         )  # fmt: skip
-        return self._listed(run, started, self._rows)
+        ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
+        return Listed(self.graph, self._rows, self.row_first, self._start_time, list(map(int, reached)), float(ends))
 
     def time_rows(self, rows: Any) -> Listed:
         """Times rows laid out rank by rank, or one list a rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
-            rows = self._as_numbers([q for row in rows for q in row])
-        run = self._ready(self._numpy_tables or self.graph.tables)
-        space = [self._numbers(self.graph.num_rows) for _ in range(3)]
-        started = self._loop.time_rows(
-            run.queues, run.ranks, run.hosts, run.needs, run.unlocks, self._start_time, rows, self._row_first, *space
-        )
-        return self._listed(run, started, rows)
-
-    def _listed(self, run: Tables, started: int, rows: Any) -> Listed:
-        ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
-        return Listed(self.graph, run, rows, self.row_first, self._start_time, int(started), float(ends))
+            rows = [q for row in rows for q in row]
+        timed = Timer(*self.graph.network, self._compiled).time(rows)
+        return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, timed.makespan)
 
     def _ready(self, tables: Tables) -> Tables:
         if self._compiled and isinstance(tables.queues, list):

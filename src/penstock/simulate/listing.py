@@ -1,7 +1,7 @@
 """List scheduling: drives the deciding core through time until every op has its place. Also runs compiled.
 
-`run` makes the rows by rules; `time_rows` times rows that are given. Both fill in every op's start, laid out
-queue by queue. Rows are laid out rank by rank: rank r's queue numbers are `rows[row_first[r]:row_first[r + 1]]`.
+`run` makes the rows by rules. It fills in every op's start, laid out queue by queue. Rows are laid out rank by rank:
+rank r's queue numbers are `rows[row_first[r]:row_first[r + 1]]`.
 """
 
 from __future__ import annotations
@@ -89,73 +89,3 @@ def replay(rank: int, winners: Numbers, ranks: Records) -> None:
             return
         winners[node] = winner
         node //= 2
-
-
-def time_rows(
-    queues: Records,
-    ranks: Records,
-    hosts: Numbers,
-    needs: Records,
-    unlocks: Numbers,
-    start_time: Numbers,
-    rows: Numbers,
-    row_first: Numbers,
-    done: Numbers,
-    waiting: Numbers,
-    listed: Numbers,
-) -> int:
-    """Times rows, each op as soon as its rank comes to it and has what it needs.
-
-    Returns how many ops started; fewer than all means a deadlock. `ranks[r].free_at` is then when rank r ends.
-    An op of several ranks starts when all of them have come to it. Working space, an entry a rank: `done`,
-    `waiting` (a stack of the ranks that may go on), `listed` (whether a rank is on it); `done` is 0 at first.
-    """
-    num_ranks = len(ranks)
-    depth = num_ranks
-    for r in range(num_ranks):
-        waiting[r] = num_ranks - 1 - r
-        listed[r] = 1
-    started = 0
-    while depth > 0:
-        depth -= 1
-        rank = waiting[depth]
-        listed[rank] = 0
-        while done[rank] < row_first[rank + 1] - row_first[rank]:
-            q = rows[row_first[rank] + done[rank]]
-            time = ready_time(q, queues, needs, start_time)
-            if time == NEVER or not all_there(q, queues, hosts, rows, row_first, done):
-                break
-            for h in range(queues[q].host_first, queues[q].host_last):
-                time = max(time, ranks[hosts[h]].free_at)
-            start_time[queues[q].first_op + queues[q].started] = time
-            queues[q].started += 1
-            started += 1
-            for h in range(queues[q].host_first, queues[q].host_last):
-                host = hosts[h]
-                ranks[host].free_at = time + queues[q].duration
-                done[host] += 1
-                if host != rank and listed[host] == 0:
-                    listed[host] = 1
-                    waiting[depth] = host
-                    depth += 1
-            for u in range(queues[q].unlock_first, queues[q].unlock_last):
-                target = unlocks[u]
-                for h in range(queues[target].host_first, queues[target].host_last):
-                    host = hosts[h]
-                    if host != rank and listed[host] == 0:
-                        listed[host] = 1
-                        waiting[depth] = host
-                        depth += 1
-    return started
-
-
-def all_there(q: int, queues: Records, hosts: Numbers, rows: Numbers, row_first: Numbers, done: Numbers) -> bool:
-    """Whether all ranks that run the next op of queue `q` together have come to it."""
-    if queues[q].host_last - queues[q].host_first < 2:
-        return True
-    for h in range(queues[q].host_first, queues[q].host_last):
-        host = hosts[h]
-        at = row_first[host] + done[host]
-        if at >= row_first[host + 1] or rows[at] != q:
-            return False
-    return True

@@ -23,6 +23,8 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from penstock.engine import memory
+from penstock.engine.network import of_queues
+from penstock.engine.timing import Timer
 from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
 
@@ -188,21 +190,24 @@ def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float,
 
 
 def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[Instance]:
-    """Starts every (block, turn) of `sequence`, in which needs come first, as soon as its ranks and needs allow."""
-    free = [0.0] * flow.num_ranks
-    ends: dict[tuple[int, int], float] = {}
-    timed = []
-    for index, turn in sequence:
-        block = flow.blocks[index]
-        start = max(free[rank] for rank in block.ranks)
-        for need in block.needs:
-            start = max(start, ends[need.block, turn] + need.delay)
-        end = start + block.duration
-        ends[index, turn] = end
-        for rank in block.ranks:
-            free[rank] = end
-        timed.append(Instance(index, turn, start))
-    return timed
+    """Starts every (block, turn) of `sequence` as soon as its ranks and needs allow; turns of a block ascend."""
+    rows: list[list[int]] = [[] for _ in range(flow.num_ranks)]
+    place, size = [], [0] * len(flow.blocks)
+    for index, _ in sequence:
+        place.append(size[index])
+        size[index] += 1
+        for rank in flow.blocks[index].ranks:
+            rows[rank].append(index)
+    network, irregular = of_queues(
+        size,
+        [block.duration for block in flow.blocks],
+        [block.ranks for block in flow.blocks],
+        [[(need.block, need.delay, 1, 1) for need in block.needs] for block in flow.blocks],
+        flow.num_ranks,
+    )
+    start = Timer(network, irregular).time(list(chain(*rows))).start
+    first = network.op_first
+    return [Instance(b, turn, start[first[b] + at]) for (b, turn), at in zip(sequence, place, strict=True)]
 
 
 def makespan(flow: Flow, timed: Sequence[Instance]) -> float:

@@ -5,15 +5,14 @@ Each function says whether a rule holds. Where one does not, `check` goes throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from penstock.engine import sweep
-from penstock.engine.compiled import compiled
 from penstock.engine.memory import peaks
-from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W, starts_of
+from penstock.engine.network import of_ops
+from penstock.engine.timing import Timer
+from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W
 from penstock.schedule.microbatch_order import places_of
 from penstock.schedule.schedule import Schedule
 
@@ -78,29 +77,8 @@ def are_in_microbatch_order(schedule: Schedule, columns: Columns) -> bool:
 
 def run_to_their_ends(columns: Columns, edges: tuple[Any, Any]) -> bool:
     """Whether the ranks, each in its own order, all reach their last op."""
-    producer, consumer = edges
-    num_ops, num_rows = columns.num_ops, len(columns.first) - 1
-    order = np.argsort(producer, kind="stable")
-    arrays = {
-        "first": columns.first,
-        "row_of": columns.rank,
-        "missing": np.bincount(consumer, minlength=num_ops),
-        "edge_first": starts_of(producer, num_ops),
-        "edge_to": consumer[order],
-        "duration": np.zeros(num_ops),
-        "late": np.zeros(len(consumer)),
-        "start": np.zeros(num_ops),
-        "place": columns.first[:-1].copy(),
-        "free": np.zeros(num_rows),
-        "waiting": np.zeros(num_rows, np.int64),
-        "is_waiting": np.zeros(num_rows, np.int64),
-    }
-    earliest: Callable[..., int] = sweep.earliest
-    if num_ops > COMPILE_ABOVE:
-        earliest = compiled(sweep).earliest
-    else:
-        arrays = {name: array.tolist() for name, array in arrays.items()}
-    return int(earliest(**arrays)) == num_ops
+    network, irregular = of_ops(columns.first, columns.rank, *edges)
+    return Timer(network, irregular, columns.num_ops > COMPILE_ABOVE).time(np.arange(columns.num_ops)).complete
 
 
 def are_within(columns: Columns, limit: float) -> bool:

@@ -1,0 +1,221 @@
+"""The one form in which orders are planned and timed: queues of ops, what waits for what, the rows that run them.
+
+A queue is one kind of op of one stage in one pipeline. Within a stage each kind of op runs in one order of
+microbatches. That loses nothing, by an exchange argument: two ops of a kind that run out of order can swap places
+without delaying any other. So the state of a queue is a count, needs are said between queues, once for all of their
+ops, and a row (a rank's order, or that of its asynchronous stream) is a sequence of queues:
+
+    queue    0 1 2 | 3 4 5        F I W of stage 0 | F I W of stage 1
+    row of rank 0 | 0 0 1 2 0 1 2 1 2        that is F0 F1 I0 W0 F2 I1 W1 I2 W2
+
+Regular is a queue in one row that waits for at most two others, one op for the op of the same number: a message from
+another stage, and the op before it on its own. All else is said beside it (`Irregular`): several messages, windows of
+ops that unlock windows, ops that stand in several rows at once. What has no order in common is queues of one op each.
+
+Time can be turned round: the same arrays, with before and after exchanged, pose the problem of running everything
+backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any
+"""A numpy array, for compiled functions; or a list, for those that run as they stand."""
+
+NONE = -1
+FLOATS = ("duration", "delay", "need_delay", "tail", "memory", "delay_to", "cap", "release")
+"""The arrays of floats; all others are of ints."""
+
+
+class Network(NamedTuple):
+    """The arrays that all functions of the engine take. Q queues over R rows, n ops.
+
+    Attributes:
+        rank: the row of each queue; the first of several.
+        op_first: queue q has ops `op_first[q]` to `op_first[q + 1] - 1`.
+        row_first: row r has places `row_first[r]` to `row_first[r + 1] - 1` in a row of all rows' orders.
+        duration: ms of each queue's ops.
+        message_from, delay: the queue on another stage whose op it needs, and ms until that op's message is there.
+        local_from: the queue on its own stage whose op it needs.
+        message_to, local_to: the same seen from the other side; `delay_to` is the delay towards `message_to`.
+        tail: ms that count after each row's last op, and `release`, ms before it may start: 0 but where the span
+            matters.
+        size: ops of each queue. Like those below it is there in problems that are to be planned.
+        pipeline: of each queue.
+        rank_first: rank r has queues `rank_first[r]` to `rank_first[r + 1] - 1`.
+        memory: what an op adds to (at its start) or takes from (at its end) what its rank holds.
+        cap: most that each rank may hold.
+    """
+
+    rank: Array
+    op_first: Array
+    row_first: Array
+    duration: Array
+    message_from: Array
+    delay: Array
+    local_from: Array
+    message_to: Array
+    tail: Array
+    size: Array = None
+    pipeline: Array = None
+    rank_first: Array = None
+    memory: Array = None
+    delay_to: Array = None
+    local_to: Array = None
+    cap: Array = None
+    release: Array = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.row_first) - 1
+
+    @property
+    def num_ops(self) -> int:
+        return int(self.op_first[-1])
+
+    def turned(self) -> Network:
+        """The problem with time turned round: op j of a queue is its op size - 1 - j; what freed memory takes it."""
+        return self._replace(
+            memory=-self.memory,
+            message_from=self.message_to,
+            delay=self.delay_to,
+            local_from=self.local_to,
+            message_to=self.message_from,
+            delay_to=self.delay,
+            local_to=self.local_from,
+            release=self.tail,
+            tail=self.release,
+        )
+
+    def with_delays(self, delay: Array, delay_to: Array) -> Network:
+        return self._replace(delay=delay, delay_to=delay_to)
+
+
+class Irregular(NamedTuple):
+    """What is not regular in a network.
+
+    Attributes:
+        need_first: queue q has needs `need_first[q]` to `need_first[q + 1] - 1`, besides those of the network.
+        need_queue, need_delay: of each need, the queue whose op must have ended, and ms until what it made is there.
+        before, after: of each need, how many ops of `need_queue` unlock how many of the queue.
+        unlock_first, unlocks: who waits for queue q, for a message of the network or by such a need:
+            `unlocks[unlock_first[q]:unlock_first[q + 1]]`.
+        host_first, hosts: queue q stands in the rows `hosts[host_first[q]:host_first[q + 1]]`, in all at once; none
+            where it stands in its own alone.
+    """
+
+    need_first: Array
+    need_queue: Array
+    need_delay: Array
+    before: Array
+    after: Array
+    unlock_first: Array
+    unlocks: Array
+    host_first: Array
+    hosts: Array
+
+
+def of_ops(row_first: Array, row_of: Array, producer: Array, consumer: Array) -> tuple[Network, Irregular | None]:
+    """A network of queues of one op each, numbered row by row, that take no time.
+
+    Args:
+        row_first: row r has ops `row_first[r]` to `row_first[r + 1] - 1`.
+        row_of: of each op.
+        producer, consumer: what needs what; on one row the order says it already.
+    """
+    num_ops, num_rows = len(row_of), len(row_first) - 1
+    between = np.flatnonzero(row_of[producer] != row_of[consumer])
+    producer, consumer = producer[between], consumer[between]
+    message_from, message_to = np.full((2, num_ops), NONE, np.int64)
+    alone = (np.bincount(producer, minlength=num_ops)[producer] == 1) & (
+        np.bincount(consumer, minlength=num_ops)[consumer] == 1
+    )
+    message_from[consumer[alone]] = producer[alone]
+    message_to[producer[alone]] = consumer[alone]
+    nothing = np.zeros(num_ops)
+    network = Network(
+        rank=row_of,
+        op_first=np.arange(num_ops + 1),
+        row_first=row_first,
+        duration=nothing,
+        message_from=message_from,
+        delay=nothing,
+        local_from=np.full(num_ops, NONE, np.int64),
+        message_to=message_to,
+        tail=np.zeros(num_rows),
+    )
+    if alone.all():
+        return network, None
+    rest = consumer[~alone]
+    one = np.ones(len(rest), np.int64)
+    irregular = Irregular(
+        need_first=starts_of(rest, num_ops),
+        need_queue=producer[~alone][np.argsort(rest, kind="stable")],
+        need_delay=np.zeros(len(rest)),
+        before=one,
+        after=one,
+        unlock_first=starts_of(producer, num_ops),
+        unlocks=consumer[np.argsort(producer, kind="stable")],
+        host_first=np.zeros(num_ops + 1, np.int64),
+        hosts=np.zeros(0, np.int64),
+    )
+    return network, irregular
+
+
+def of_queues(
+    size: Sequence[int],
+    duration: Sequence[float],
+    hosts: Sequence[Sequence[int]],
+    needs: Sequence[Sequence[tuple[int, float, int, int]]],
+    num_rows: int,
+) -> tuple[Network, Irregular]:
+    """A network whose needs are all said beside it, as lists.
+
+    Args:
+        size, duration, hosts: of each queue, how many ops, ms of one, and the rows it stands in.
+        needs: of each queue, (queue, delay, before, after) of all that it needs.
+    """
+    num_queues, lengths = len(size), [0] * num_rows
+    unlocks: list[list[int]] = [[] for _ in size]
+    for q, found in enumerate(needs):
+        for row in hosts[q]:
+            lengths[row] += size[q]
+        for need in found:
+            unlocks[need[0]].append(q)
+    none = [NONE] * num_queues
+    network = Network(
+        rank=[rows[0] for rows in hosts],
+        op_first=list(accumulate(size, initial=0)),
+        row_first=list(accumulate(lengths, initial=0)),
+        duration=list(duration),
+        message_from=none,
+        delay=[0.0] * num_queues,
+        local_from=none,
+        message_to=none,
+        tail=[0.0] * num_rows,
+    )
+    queue, delay, before, after = ([need[n] for found in needs for need in found] for n in range(4))
+    irregular = Irregular(
+        list(accumulate(map(len, needs), initial=0)),
+        queue,
+        delay,
+        before,
+        after,
+        list(accumulate(map(len, unlocks), initial=0)),
+        list(chain.from_iterable(unlocks)),
+        list(accumulate(map(len, hosts), initial=0)),
+        list(chain.from_iterable(hosts)),
+    )
+    return network, irregular
+
+
+def starts_of(group: Array, num_groups: int) -> Array:
+    """Where each group begins once its members stand together; one entry more than groups."""
+    first = np.zeros(num_groups + 1, np.int64)
+    np.cumsum(np.bincount(group, minlength=num_groups), out=first[1:])
+    return first
