@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import penstock as ps
 import penstock.runtime.stage.split.slot as slot_module
 from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied, real
+from own_loop import seeded
 from penstock.library.build import SCHEDULES
 from penstock.runtime.tensors.dtensor import whole
 from penstock.runtime.tensors.rng import mix
@@ -159,7 +160,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
     autocast = rng.random() < 0.2 and not (shape and shape[2] > 1)  # whose shards round by themselves
     sharding = rng.choice(["none", "zero1", "fsdp"]) if replicas > 1 else "none"
     listed = rng.random() < 0.15
-    form = rng.choice(["sequential"] * 30 + ["list"] * 15 + ["functions"] * 8 + ["subclass"])
+    form = rng.choice(["sequential"] * 24 + ["subclass"] * 6 + ["list"] * 15 + ["functions"] * 8 + ["subclass"])
     events = tuple(sorted(rng.sample(EVENTS, rng.choice([0, 0, 1, 1, 2]))))
     if sharding == "fsdp" or (shape and shape[2] > 1):  # the model then has shards, into which no plain values go
         events = tuple(event for event in events if event != "load after")
@@ -275,7 +276,14 @@ def model_of(case: Case, num_stages: int) -> Any:
     if case.form == "sequential":
         return nn.Sequential(*layers)
     if case.form == "subclass":
-        return Scaled(*layers)
+        model = Scaled(*layers)
+        model.whole = num_stages == 1
+        if not model.whole:
+            try:
+                model.paths = [path for paths in ps.split(model, num_stages).layers for path in paths]
+            except ps.runtime.PartitionError:
+                pass  # as the pipeline will
+        return model
     size, more = divmod(len(layers), num_stages)
     ends = [0]
     for stage in range(num_stages):
@@ -301,7 +309,7 @@ def _stage(case: Case, num_stages: int, stage: int) -> nn.Module:
 
 def as_module(model: Any) -> nn.Module:
     """With the names that a pipeline gives to parameters."""
-    if isinstance(model, Scaled):
+    if isinstance(model, Scaled) and model.whole:
         return nn.ModuleList([model])  # one stage
     return model if isinstance(model, nn.Module) else nn.ModuleList(model)
 
@@ -320,7 +328,14 @@ def batch_of(case: Case, step: int) -> tuple[Any, Any]:
 
 
 class Scaled(nn.Sequential):
-    """Has a forward of its own."""
+    """Has a forward of its own.
+
+    Attributes:
+        whole: whether it is one stage. paths: where it is several, those of its layers, in the order of their calls.
+    """
+
+    whole = True
+    paths: Sequence[str] = ()
 
     def forward(self, value: Any) -> Any:
         return super().forward(value) * 1.5
@@ -506,8 +521,13 @@ def plain_step(model: Any, case: Case, schedule: ps.Schedule, step: int, loss_fn
 
 
 def called(model: Any, value: Any, seed: int | None) -> Any:
-    """The model's output; a sequential with a forward of its own is one layer."""
-    return call([model], value, seed) if isinstance(model, Scaled) else call(model, value, seed)
+    """The model's output; a sequential with a forward of its own is one layer, or has those that tracing found."""
+    if not isinstance(model, Scaled):
+        return call(model, value, seed)
+    if model.whole or seed is None:
+        return call([model], value, seed)
+    with seeded(model, model.paths, seed):
+        return model(value)
 
 
 def compare(call: ps.OpCall) -> None:

@@ -7,7 +7,7 @@
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
 `ps.Pipeline` runs a schedule; it, `DelegateOptions`, `device_mesh`, `EmulatedMesh`, `EmulatedPipeline`, `emulate`,
-`OpCall`, `Placed`, `Steering` and `StepResult` import torch, when they are first used.
+`OpCall`, `Placed`, `split`, `Split`, `Steering` and `StepResult` import torch, when they are first used.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         device_mesh,
         emulate,
     )
+    from penstock.runtime.partitioning import Split, split
 
 __version__ = "0.1.0"
 
@@ -109,6 +110,7 @@ __all__ = [
     "Rules",
     "Schedule",
     "ScheduleError",
+    "Split",
     "StageGraph",
     "Steering",
     "Step",
@@ -139,12 +141,17 @@ __all__ = [
     "save",
     "simulate",
     "simulate_mesh",
+    "split",
     "with_updates",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all that is not imported above is the runtime's
+        if name in ("Split", "split"):  # `runtime.split` is the split backward
+            import penstock.runtime.partitioning
+
+            return getattr(penstock.runtime.partitioning, name)
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

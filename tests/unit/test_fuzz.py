@@ -40,7 +40,7 @@ def _right_or_refused(seed: int) -> None:
 
 def test_few_random_runs_are_refused_or_have_nothing_to_compare() -> None:
     cases = [draw(seed) for seed in range(400)]
-    assert sum(case.form == "subclass" for case in cases) < 20  # these alone may be refused
+    assert sum(case.form == "subclass" for case in cases) < 70  # these alone may be refused
     assert {case.schedule for case in cases} >= {"distmm", "chimera", "zb-v", "amdp", "mllm"}
 
 

@@ -30,8 +30,8 @@ class NeedsMore(torch.optim.SGD):
     [
         ({"schedule": "1f1b"}, r'the schedule is the text .1f1b.; build it first: ps.build\("1f1b", num_ranks='),
         ({"schedule": None}, "schedule is None; give a ps.Schedule"),
-        ({"model": None}, "model is None; give an nn.Sequential, or a list"),
-        ({"model": "gpt"}, "model is 'gpt'; give an nn.Sequential"),
+        ({"model": None}, "model is None; give a module, or a list"),
+        ({"model": "gpt"}, "model is 'gpt'; give a module"),
         ({"model": [lin(), 3]}, "stage 1 of the model is 3; give a module, or a function that makes one"),
         ({"loss_fn": 3}, "loss_fn is 3; give a function"),
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; give an optimizer, or a function"),

@@ -59,7 +59,7 @@ def require_arguments(
             raise RuntimeFailure(f'device is {device!r}: {first}; give one like "cpu" or "cuda:0"') from None
     if costs is not None:
         fits = hasattr(costs, "__len__") and hasattr(costs, "__iter__") and all(map(_is_number, costs))
-        _require(fits, "costs", costs, "a number for each layer of the sequential")
+        _require(fits, "costs", costs, "a number for each layer")
     groups = isinstance(tied, Sequence) and not isinstance(tied, str)
     fits = groups and all(
         isinstance(group, Sequence) and not isinstance(group, str) and all(isinstance(name, str) for name in group)
@@ -73,7 +73,7 @@ def require_arguments(
 def _require_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         return
-    wanted = "an nn.Sequential, or a list with one module, or function that makes one, for each stage"
+    wanted = "a module, or a list with one module, or function that makes one, for each stage"
     _require(isinstance(model, Sequence) and not isinstance(model, str), "model", model, wanted)
     for stage, source in enumerate(model):
         fits = isinstance(source, nn.Module) or callable(source)

@@ -84,9 +84,9 @@ class Pipeline:
     Either way every rank makes the same calls with the same whole batch.
 
     Args:
-        model: an `nn.Sequential`, cut into stages of equal cost; or a list with one module, or function
-            that makes one (called only where its stage runs), for each stage. A sequential with a forward, hooks,
-            parameters or buffers of its own is one stage.
+        model: a module, cut into stages of equal cost; what `ps.split` makes of it; or a list with one module, or
+            function that makes one (called only where its stage runs), for each stage. A forward that is more than
+            an `nn.Sequential`'s is traced, see `ps.split`.
         schedule: checked here; messages in it are left out, for the transport places them. With one rank a
             process, all must give the same.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)`
@@ -104,7 +104,7 @@ class Pipeline:
         device: where stages run; by default where the model's parameters lie.
         autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
         clip_norm: most the norm of the whole model's gradient may be at an update.
-        costs: of each layer of a sequential, for cutting it.
+        costs: of each layer of a module, in the order in which they are called, for cutting it.
         tied: for stages built by functions: groups of names of parameters that are one.
         seed: for dropout, the same whatever the schedule and the number of ranks.
         timeout: seconds that any wait may last.
@@ -128,8 +128,8 @@ class Pipeline:
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
-        PartitionError: more stages than layers, a list of another length than the schedule's stages, or a sequential
-            for several stages that does more than run its layers.
+        PartitionError: more stages than layers, a list of another length than the schedule's stages, or something in
+            the model's forward that stands in the way of cutting it; the message has the line.
         RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
             reached.
         ControlError: steering with numbers that make no sense.

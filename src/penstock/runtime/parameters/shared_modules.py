@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
 
-_GATHERS = (
+GATHERS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -27,6 +27,7 @@ _GATHERS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+"""Modules whose forward changes buffers in training, some in ways that no tensor's count of changes shows."""
 
 
 class SharedModules:
@@ -44,7 +45,7 @@ class SharedModules:
         self._gathering = [
             (module, [n for n, source in enumerate(sources) if source in given and module in set(source.modules())])
             for module, num in modules.items()
-            if num > 1 and isinstance(module, _GATHERS) and module.track_running_stats
+            if num > 1 and isinstance(module, GATHERS) and module.track_running_stats
         ]
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for index, stage in stages.items():

@@ -34,13 +34,13 @@ def stages_of(
     """The stages of `model`, in order. Factories are left for `build_stage` to call where they are needed.
 
     Args:
-        model: an `nn.Sequential` (cut by cost), any module for one stage, or a list with one module, or
-            function that makes one, for each stage. A sequential that does more than run its layers is one stage.
-        costs: of each layer of the sequential; by default its number of parameters.
+        model: a module, cut by cost, or a list with one module, or function that makes one, for each stage. One that
+            is no `nn.Sequential`, or does more than run its layers, is traced.
+        costs: of each layer; by default its number of parameters.
 
     Raises:
-        PartitionError: more stages than layers, a list of another length than the schedule's stages, or a sequential
-            that does more than run its layers, for several stages.
+        PartitionError: more stages than layers, a list of another length than the schedule's stages, or something
+            in the model's forward that stands in the way of tracing it.
         RuntimeFailure: a module that cannot be a stage, see `require_stage`.
     """
     if isinstance(model, nn.Module):
@@ -53,23 +53,23 @@ def stages_of(
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
             return [Stage({"0": model}, [0], with_arguments if own else with_one_argument)]
         if more:
-            raise PartitionError(
-                f"the {type(model).__name__} has {', '.join(more)}, which is not in its layers and would be lost "
-                f"where it is cut into {num_stages} stages; move that into one of the layers, or give a list with "
-                "one module for each stage"
-            )
+            return list(_traced(model, num_stages, costs))
         names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
         ranges = partition(parameter_costs(layers) if costs is None else costs, num_stages)
         return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
+    if isinstance(model, nn.Module) and num_stages > 1:
+        return list(_traced(model, num_stages, costs))
     sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
     if len(sources) != num_stages:
-        hint = "pass one a stage"
-        if isinstance(model, nn.Module):
-            hint = "pass an nn.Sequential to have it cut"
-            if is_compiled(model):
-                hint += "; this model is compiled by torch.compile as one piece: compile its layers instead"
-        raise PartitionError(f"{len(sources)} stage modules for a schedule of {num_stages} stages; {hint}")
+        raise PartitionError(f"{len(sources)} stage modules for a schedule of {num_stages} stages; pass one a stage")
     return list(sources)
+
+
+def _traced(model: nn.Module, num_stages: int, costs: Sequence[float] | None) -> Sequence[Stage]:
+    """The stages of a model with a forward of its own."""
+    from penstock.runtime.partitioning import split  # which looks at a model as this module does
+
+    return split(model, num_stages, costs=costs)
 
 
 def beside_layers(model: nn.Sequential) -> list[str]:

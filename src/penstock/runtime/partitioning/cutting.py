@@ -1,0 +1,336 @@
+"""`ps.split`: a module's forward cut into stages, as it is, and shown as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.cost.cut import PartitionError, partition
+from penstock.runtime.partitioning.layers import opened_modules
+from penstock.runtime.partitioning.place import Untraceable
+from penstock.runtime.partitioning.program import Call, Program
+from penstock.runtime.partitioning.recorder import attribute_line
+from penstock.runtime.partitioning.references import reached
+from penstock.runtime.partitioning.traced_stage import TracedStage
+from penstock.runtime.partitioning.tracing import Tracing, closed_paths, untouched
+from penstock.runtime.rng import restored
+from penstock.runtime.shared_modules import GATHERS
+from penstock.runtime.stage import Stage
+from penstock.runtime.stages import require_stage
+from penstock.runtime.tree import flatten
+
+
+class Split(Sequence[Stage]):
+    """A model in stages, for `ps.Pipeline`: a sequence of them. `print` shows it as a table.
+
+    Attributes:
+        layers: of each stage, the paths of the layers that it calls, in order.
+        costs: of each layer called, in order: its floating-point operations for the example, or its parameters.
+        kept_whole: modules that hold layers and could not be opened, and why.
+    """
+
+    def __init__(self, tracing: Tracing, program: Program, sizes: Sequence[int], costs: Sequence[float]) -> None:
+        calls = program.calls
+        self.costs = list(costs)
+        self.kept_whole = closed_paths(tracing)
+        ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+        self._shares = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
+        tracing.begins = tuple(calls[start] for start in ends[1:-1])
+        self._stages = _stages(tracing, program)
+        _require_apart(tracing.model, self._stages)
+        _require_unshared_statistics(tracing.model, self._stages, program)
+        self._sent: list[int] | None = None
+        self._with_costs = "FLOPs" if tracing.example is not None else "parameters"
+        if tracing.example is not None:
+            self._sent = _compared(tracing, self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @overload
+    def __getitem__(self, index: int) -> Stage: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Stage]: ...
+
+    def __getitem__(self, index: int | slice) -> Stage | list[Stage]:
+        return self._stages[index]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages)
+
+    def __str__(self) -> str:
+        total = sum(self._shares) or 1.0
+        sent = ["" if self._sent is None else _bytes(each) for each in self._sent or [0] * len(self)]
+        rows = [("stage", "layers", "parameters", "cost", "passes on" if self._sent is not None else "")]
+        for stage, paths in enumerate(self.layers):
+            held = sum(p.numel() for p in self._stages[stage].parameters())
+            name = paths[0] if len(paths) == 1 else f"{paths[0]} .. {paths[-1]}"
+            share = f"{self._shares[stage] / total:.1%}"
+            rows.append((str(stage), f"{name} ({len(paths)})", f"{held:,}", share, sent[stage]))
+        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        lines = [
+            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e:>{widths[4]}}".rstrip()
+            for a, b, c, d, e in rows
+        ]
+        return "\n".join([*lines, *self.kept_whole])
+
+    def __repr__(self) -> str:
+        return f"<Split into {len(self)} stages of {', '.join(str(len(paths)) for paths in self.layers)} layers>"
+
+
+def split(
+    model: nn.Module,
+    num_stages: int | None = None,
+    *,
+    at: Sequence[str] = (),
+    example: Any = None,
+    costs: Sequence[float] | None = None,
+) -> Split:
+    """Cuts a model between its layers, and whatever its forward does between them, into stages.
+
+        cut = ps.split(model, 4)                               # by cost
+        cut = ps.split(model, at=["encoder.3", "decoder.0"])   # before these layers
+        pipe = ps.Pipeline(cut, ps.build("1f1b", 4, 8), ...)
+
+    The forward is traced with `torch.fx`, its layers are called as they are. Loss, gradients and buffers are those of
+    the model to the bit, and parameters are the model's own, under its names. What tracing would make wrong is
+    refused with the line that stands in the way.
+
+    Parameters
+    ----------
+    model
+        Any module. Its blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential`.
+    num_stages
+        How many stages; without it and without `at`, one for each layer called, which shows what there is to cut.
+    at
+        The path of the layer with which each stage but the first begins; a path inside a block opens it.
+    example
+        Inputs of one microbatch, as `pipe.step` takes them: a tensor, a tuple or a dict. The forward may then depend
+        on shapes, layers are weighed by their operations, and the stages are compared with the model.
+    costs
+        Of each layer called, in order, in place of these.
+
+    Returns
+    -------
+    Split
+        The stages, a sequence for `ps.Pipeline`; printed, a table.
+
+    Raises
+    ------
+    PartitionError
+        Something in the forward stands in the way, with its line; or there are fewer layers than stages.
+    """
+    require_stage(model, "the model")
+    try:
+        opened = opened_modules(model, [_known(model, name) for name in at])
+        tracing = Tracing(model, opened, example)
+        program = tracing.first()
+    except Untraceable as error:
+        raise PartitionError(_cannot(model, error)) from error
+    calls = program.calls
+    if costs is not None and len(costs) != len(calls):
+        raise PartitionError(
+            f"{len(costs)} costs given for {len(calls)} layers: {', '.join(call.path for call in calls)}"
+        )
+    if costs is None:
+        costs = _operations(tracing, calls) if example is not None else _sizes(model, calls)
+    if at:
+        starts = [0, *(_place(calls, name, tracing) for name in at), len(calls)]
+        if any(a >= b for a, b in pairwise(starts)):
+            raise PartitionError(
+                f"stages cannot begin at {', '.join(at)}: the forward calls its layers in the order "
+                f"{', '.join(call.path for call in calls)}"
+            )
+        if num_stages is not None and num_stages != len(at) + 1:
+            raise PartitionError(f"{len(at)} names in at= make {len(at) + 1} stages, not {num_stages}")
+        sizes = [b - a for a, b in pairwise(starts)]
+    else:
+        wanted = len(calls) if num_stages is None else num_stages
+        if wanted > len(calls):
+            raise PartitionError(
+                f"{wanted} stages asked of a {type(model).__name__} with {len(calls)} layers to cut between: "
+                f"{', '.join(call.path for call in calls) or 'none'}"
+                + "".join(f"; {each}" for each in closed_paths(tracing))
+                + "; name layers inside of these with ps.split(model, at=[...]), or use fewer stages"
+            )
+        sizes = [len(part) for part in partition(costs, wanted)]
+    try:
+        return Split(tracing, program, sizes, costs)
+    except Untraceable as error:
+        raise PartitionError(_cannot(model, error)) from error
+
+
+def _cannot(model: nn.Module, error: Untraceable) -> str:
+    return (
+        f"{type(model).__name__} cannot be cut as it is: {error}. Move that into one of its layers, or give "
+        "ps.Pipeline a list with one module for each stage"
+    )
+
+
+def _known(model: nn.Module, name: str) -> str:
+    """Raises PartitionError where the model has no such module."""
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        names = [path for path, _ in model.named_modules() if path]
+        close = [path for path in names if path.endswith(name.split(".")[-1])] or names
+        raise PartitionError(
+            f"at= names {name!r}, which the model does not have; it has {', '.join(close[:8])}"
+        ) from None
+    return name
+
+
+def _place(calls: Sequence[Call], name: str, tracing: Tracing) -> int:
+    for place, call in enumerate(calls):
+        if call.path == name or call.path.startswith(f"{name}."):
+            return place
+    why = "".join(f"; {each}" for each in closed_paths(tracing))
+    raise PartitionError(
+        f"at= names {name!r}, which the forward does not call by itself; it calls "
+        f"{', '.join(call.path for call in calls)}{why}"
+    )
+
+
+def _sizes(model: nn.Module, calls: Sequence[Call]) -> list[float]:
+    """Of each call the layer's parameters, and a little for being there."""
+    return [1.0 + sum(p.numel() for p in model.get_submodule(call.path).parameters()) for call in calls]
+
+
+def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:
+    """Of each call the layer's floating-point operations for the example, at least 1."""
+    counter = FlopCounterMode(display=False)
+    device = flatten(tracing.example)[0][0].device
+    with untouched(tracing.model), restored(device), torch.no_grad(), counter:
+        tracing.outputs()
+    counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
+    name = type(tracing.model).__name__
+    times = {path: sum(call.path == path for call in calls) for path in {call.path for call in calls}}
+    return [max(1.0, counts.get(f"{name}.{call.path}", 0) / times[call.path]) for call in calls]
+
+
+def _stages(tracing: Tracing, program: Program) -> list[Stage]:
+    """A stage for each part, with the layers and tensors that it uses in training or evaluation.
+
+    The last one also holds what no stage uses, so that nothing of the model is lost.
+    """
+    model = tracing.model
+    programs = [program]
+    try:
+        programs.append(tracing.program(tracing.skeleton, (False,) * len(tracing.opened)))
+        parts = [each.parts(tracing.begins) for each in programs]
+    except PartitionError:  # which an evaluation then says
+        parts = [program.parts(tracing.begins)]
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    stages: list[Stage] = []
+    taken: set[str] = set()
+    for index in range(len(tracing.begins) + 1):
+        found = [each[index] for each in parts]
+        paths = dict.fromkeys(step.layer.path for part in found for step in part.steps if step.layer is not None)
+        layers = {path: model.get_submodule(path) for path in paths}
+        used = dict.fromkeys(path for part in found for path in part.tensors.values())
+        if index == len(tracing.begins):
+            own = {id(t) for stage in stages for t in (*stage.parameters(), *stage.buffers())}
+            own |= {id(t) for layer in layers.values() for t in (*layer.parameters(), *layer.buffers())}
+            used.update(dict.fromkeys(path for path, tensor in tensors.items() if id(tensor) not in own))
+        alias = {
+            path: f"{path}@{index}" for path in layers if any(name in taken for name in _names_in(path, layers[path]))
+        } | {path: _renamed(path, index) for path in used if path in taken}
+        stage = TracedStage(tracing, index, layers, {path: tensors[path] for path in used}, alias)
+        taken |= {name for name, _ in (*stage.named_parameters(), *stage.named_buffers())}
+        taken |= {name for path, layer in layers.items() for name in _names_in(path, layer)} | set(used)
+        stages.append(stage)
+    return stages
+
+
+def _names_in(path: str, layer: nn.Module) -> list[str]:
+    return [f"{path}.{name}" for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+
+
+def _renamed(path: str, index: int) -> str:
+    folder, _, last = path.rpartition(".")
+    return f"{folder}@{index}.{last}" if folder else f"{last}@{index}"
+
+
+def _require_apart(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raises Untraceable where a layer reaches for what lies in another stage without being called with it."""
+    modules = {module: path for path, module in model.named_modules()}
+    tensors = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    homes: dict[int, set[int]] = {}
+    for index, stage in enumerate(stages):
+        for each in (*stage.modules(), *stage.parameters(), *stage.buffers()):
+            homes.setdefault(id(each), set()).add(index)
+    for index, stage in enumerate(stages):
+        for layer in stage.in_order:
+            for found in reached(layer, modules, tensors):
+                what: nn.Module | Tensor = found.what
+                if isinstance(what, nn.Module):
+                    parts = [*what.parameters(), *what.buffers()]
+                    name = modules[what] or "the whole model"
+                else:
+                    parts, name = [what], tensors[id(what)]
+                others = sorted({home for part in parts for home in homes.get(id(part), {index}) if home != index})
+                if others and not all(index in homes.get(id(part), {index}) for part in parts):
+                    raise Untraceable(
+                        f"layer {modules.get(layer, type(layer).__name__)} (stage {index}) reads {name} of stage "
+                        f"{others[0]} through {found.attribute!r}, not as a layer or parameter of its own",
+                        attribute_line(found.module, found.attribute),
+                    )
+
+
+def _require_unshared_statistics(model: nn.Module, stages: Sequence[Stage], program: Program) -> None:
+    """Raises Untraceable where the forward reads statistics that a layer of another stage gathers: a stage is not
+    yet where the plain loop would be, or is past it."""
+    gathered = {
+        id(buffer): (f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        if isinstance(module, GATHERS)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    for index, stage in enumerate(stages):
+        for path, where in stage.tensors_at.items() if isinstance(stage, TracedStage) else ():
+            known = gathered.get(id(where))
+            others = [k for k, other in enumerate(stages) if k != index and any(b is where for b in other.buffers())]
+            if known is not None and others:
+                raise Untraceable(
+                    f"the forward reads {known} in stage {index}, and stage {others[0]} gathers it, at other times "
+                    "than a plain loop does",
+                    program.used_at.get(path),
+                )
+
+
+def _compared(tracing: Tracing, stages: Sequence[Stage]) -> list[int]:
+    """The bytes that each stage passes on for the example.
+
+    Raises:
+        Untraceable: the stages give something else than the model.
+    """
+    model, device = tracing.model, flatten(tracing.example)[0][0].device
+    outputs, sent = [], []
+    for staged in (False, True):
+        with untouched(model), restored(device), torch.no_grad():
+            torch.manual_seed(0)
+            if not staged:
+                outputs.append(tracing.outputs())
+                continue
+            value = tracing.example
+            for stage in stages:
+                value = stage(value)
+                sent.append(sum(leaf.numel() * leaf.element_size() for leaf in flatten(value)[0]))
+            outputs.append(value)
+    tracing.compare(*outputs)
+    return [*sent[:-1], 0]
+
+
+def _bytes(num: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num >= size:
+            return f"{num / size:.1f} {unit}"
+    return f"{num} B" if num else ""

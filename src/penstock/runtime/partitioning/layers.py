@@ -1,0 +1,112 @@
+"""Which modules of a model are its layers, that are called as they are, and which are opened to find these.
+
+    UNet                       opened
+      stem                     layer
+      down                     ModuleList: its entries are blocks
+        0, 1, 2                layers
+      up  ...
+
+Blocks are the entries of a `ModuleList`, `ModuleDict` or `Sequential` that has several of one class. What holds
+blocks is opened, and a block itself only where it is large and holds blocks again. It follows from the model alone,
+not from the number of stages, so that random draws, which are seeded layer by layer, are the same for any number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+
+from penstock.runtime.partitioning.place import Untraceable
+
+LARGE = 1 / 8
+"""The share of the model's parameters from which on a module is worth opening."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Module]:
+    """The modules whose forwards are to be traced, the model first.
+
+    Args:
+        names: of modules at which a stage is to begin; all that they lie in is opened.
+
+    Raises:
+        Untraceable: something is around the model's forward that tracing would lose.
+    """
+    why = why_closed(model)
+    if why:
+        raise Untraceable(f"the {type(model).__name__} {why}, and what is called as a whole cannot be cut", None)
+    total = max(1, _size(model))
+    found = dict.fromkeys([model, *_within(model, total)])
+    for name in names:
+        path = ""
+        for part in name.split(".")[:-1]:
+            path = f"{path}.{part}" if path else part
+            module = model.get_submodule(path)
+            if not is_list(module) and not why_closed(module):
+                found[module] = None
+    return list(found)
+
+
+def why_closed(module: nn.Module) -> str:
+    """In words, why a module's forward cannot be traced; empty where it may."""
+    for hooks in _HOOKS:
+        if getattr(module, hooks):
+            return f"has a hook ({hooks.strip('_').replace('_', ' ')})"
+    if "parametrizations" in module._modules:
+        return "has parametrizations"
+    if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+        return "is compiled by torch.compile as one piece (compile its layers instead)"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by TorchScript as one piece"
+    if type(module).__call__ is not nn.Module.__call__:
+        return "has a __call__ of its own"
+    return ""
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether a module has layers and no forward."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _within(module: nn.Module, total: int) -> Iterator[nn.Module]:
+    for child, is_block in _children(module):
+        if why_closed(child) or (_is_torchs(child) and type(child) is not nn.Sequential):
+            continue
+        large, holds = _size(child) > LARGE * total, _holds_blocks(child)
+        if (large and holds) if is_block else (large or holds):
+            yield child
+            yield from _within(child, total)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Those that a module calls: the entries of lists in place of these. And whether each is a block."""
+    repeated = _repeats(module)
+    for child in module.children():
+        if is_list(child):
+            yield from _children(child)
+        else:
+            yield child, repeated and type(child) is not nn.Sequential
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a list has several entries of one class, which is none of torch's own."""
+    if not (is_list(module) or isinstance(module, nn.Sequential)):
+        return False
+    kinds = Counter(type(child) for child in module._modules.values())
+    return any(num > 1 and not kind.__module__.startswith("torch.nn") for kind, num in kinds.items())
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(_repeats(part) for part in module.modules())
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,70 @@
+"""Where in the user's own code something happens: the line that an error names."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from penstock.cost.cut import PartitionError
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(linecache.__file__).parent))
+"""Folders of torch, of this package and of Python's own library, in which no line is the user's."""
+_SITE = ("site-packages", "dist-packages")
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.path, self.number).strip()
+        return f"{self.path}:{self.number}" + (f": {text}" if text else "")
+
+
+class Untraceable(PartitionError):
+    """What stands in the way of cutting a forward, and the line where.
+
+    Attributes:
+        what: in words. line: of the user's code; None where it is no one line.
+    """
+
+    def __init__(self, what: str, line: Line | None) -> None:
+        super().__init__(what if line is None else f"{what}, at {line}")
+        self.what, self.line = what, line
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's, nor Python's own, nor one of this package."""
+    inside_python = path.startswith(_NOT_THE_USERS) and not any(f"/{site}/" in path for site in _SITE)
+    return not (inside_python or path.startswith(_NOT_THE_USERS[:2]) or path.startswith("<frozen"))
+
+
+def line_of(frame: FrameType | None) -> Line | None:
+    """The user's innermost line from a frame on outwards."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return Line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def here() -> Line | None:
+    """The user's innermost line that is being run."""
+    return line_of(sys._getframe(1))
+
+
+def line_of_error(error: BaseException) -> Line | None:
+    """The user's innermost line that an error came through."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            found = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

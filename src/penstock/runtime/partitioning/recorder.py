@@ -1,0 +1,525 @@
+"""Traces a model's forward: which layers it calls, one after another, and what it does between them.
+
+Only the forwards of containers are traced (`opened` modules); their layers are called as they are, and what these do
+inside is their own. What tracing would freeze is refused, with its line: a branch that depends on data, a draw of
+Python's random numbers, a new value of an attribute. With an example of the inputs more is known: a branch that
+depends on shapes alone is taken as the example takes it, and every microbatch is held to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from penstock.runtime.partitioning.kinds import A_TENSOR, Answers, watching
+from penstock.runtime.partitioning.place import Line, Untraceable, here, line_of_error
+from penstock.runtime.partitioning.proxies import Traced
+from penstock.runtime.tree import Skeleton, unflatten
+
+MODEL = "model"
+"""The model's name in what is traced."""
+
+_FACTORIES = (
+    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm",
+    "tensor", "as_tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+"""Functions that make a tensor of numbers, which may be traced values."""
+
+_ABOUT_TENSORS = frozenset(
+    {
+        "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "is_cuda", "layout",
+        "requires_grad", "is_floating_point", "is_complex", "is_contiguous", "stride", "itemsize", "element_size",
+        "is_sparse", "is_leaf", "is_meta", "is_quantized", "storage_offset",
+    }
+)  # fmt: skip
+"""What says how a tensor is, and nothing of its values."""
+
+_AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__", "__reduce_ex__", "__deepcopy__"})
+"""What is never recorded of tensors that are there."""
+
+_DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss",
+          "normalvariate", "betavariate", "expovariate", "triangular", "getrandbits", "seed")  # fmt: skip
+_NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "choice", "permutation", "binomial")
+
+
+class Same:
+    """Holds a value to what it was for the example; a branch of the forward depends on it."""
+
+    __name__ = "same"
+
+    def __init__(self, expected: Any, line: Line | None) -> None:
+        self.expected, self.line = expected, line
+
+    def __call__(self, value: Any) -> None:
+        if _number(value) != self.expected:
+            raise Untraceable(
+                f"a microbatch gives {_number(value)!r} where the example gave {self.expected!r}, and the forward "
+                "may go another way; give an example like the microbatches, ps.split(model, ..., example=...)",
+                self.line,
+            )
+
+
+class Entry(nn.Module):
+    """Calls the model with values put in the places of its tensors."""
+
+    def __init__(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> None:
+        super().__init__()
+        self.model = model
+        self.__dict__["_call"] = (skeleton, num_leaves)
+
+    def forward(self, inputs: Any) -> Any:
+        skeleton, num_leaves = self.__dict__["_call"]
+        return called(self.model, unflatten([inputs[i] for i in range(num_leaves)], skeleton))
+
+
+def called(model: nn.Module, value: Any) -> Any:
+    """The model's output: a tuple holds positional arguments, a dict keyword arguments."""
+    if isinstance(value, tuple):
+        return model(*value)
+    if isinstance(value, dict):
+        return model(**value)
+    return model(value)
+
+
+class Recorder(fx.Tracer):
+    """Args:
+    opened: modules whose forwards are traced; all others are layers.
+    example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
+
+    Attributes:
+        failed_in: the innermost opened module in which something stands in the way.
+        kinds: whether the forward asked what kind of thing a value is, and the example had the answer.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None) -> None:
+        super().__init__()
+        self.failed_in: nn.Module | None = None
+        self.kinds = False
+        self._opened = set(opened)
+        self._example = example
+        self._concrete = 0
+
+    def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, Entry]:
+        """Returns the graph and the root that its names are relative to.
+
+        Raises:
+            Untraceable: what stands in the way.
+        """
+        entry = Entry(model, skeleton, num_leaves)
+        self._opened.add(entry)
+        before = {module: _plain_state(module) for module in self._opened}
+        generators = random.getstate()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(_replaced(self._replacements()))
+                stack.enter_context(_Mode(self))
+                stack.enter_context(watching(Answers(self._refuse_at, self._examples, self.suspended)))
+                graph = self.trace(entry)
+        except Untraceable:
+            raise
+        except fx.proxy.TraceError as error:
+            raise Untraceable(f"({error})", line_of_error(error)) from error
+        except Exception as error:
+            text = str(error).split("\n")[0]
+            raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
+        finally:
+            changed = _put_back(before)
+        if changed is not None:
+            module, name = changed
+            self.failed_in = module
+            raise Untraceable(
+                f"the forward of {type(module).__name__} changes its attribute {name!r}", attribute_line(module, name)
+            )
+        if random.getstate() != generators:
+            raise Untraceable("the forward draws Python's random numbers", None)
+        return graph, entry
+
+    # What fx asks.
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._concrete:
+            return forward(*args, **kwargs)
+        if m in self._opened:
+            try:
+                return super().call_module(m, forward, args, kwargs)
+            except Exception:
+                if self.failed_in is None:
+                    self.failed_in = m
+                raise
+        try:
+            self.path_of_module(m)
+        except NameError:
+            self.refuse(f"calls a {type(m).__name__} that is no part of the model")
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._concrete or not isinstance(attr_val, Tensor):
+            return attr_val
+        with self.suspended():
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> Traced:
+        return Traced(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
+        try:
+            return super().create_arg(a)
+        except NameError:
+            self.refuse("uses a parameter that is no part of the model")
+        except NotImplementedError:
+            if any(isinstance(value, fx.Proxy) for value in getattr(a, "__dict__", {}).values()):
+                self.refuse(f"puts a tensor into a {type(a).__name__}")
+            return a
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node.meta["line"] = here()
+        node.meta["no_grad"] = not torch.is_grad_enabled()
+        if torch.is_inference_mode_enabled():
+            self.refuse("enters torch.inference_mode(), whose tensors no later stage may use")
+        self._work_out(node)
+        return node
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        with self.suspended():
+            return super().create_proxy(kind, target, args, kwargs, *rest, **named)
+
+    def to_bool(self, obj: Any) -> bool:
+        return bool(self.fixed(obj, bool, "takes a branch that depends on"))
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        return iter([obj[i] for i in range(len(obj))])
+
+    def keys(self, obj: Any) -> Any:
+        self.refuse("takes the keys of a value")
+
+    # What is known of values.
+
+    def fixed(self, value: Traced, kind: Callable[[Any], Any], doing: str) -> Any:
+        """What a value is for the example, where it follows from shapes alone; microbatches are held to it."""
+        node = value.node
+        if "value" not in node.meta:
+            if _of_data(node):
+                self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
+            self.refuse(
+                f"{doing} the inputs, and no example of them is given; ps.split(model, ..., example=inputs) does that"
+            )
+        found = node.meta["value"]
+        if node.meta["data"] and not (kind is len and isinstance(found, Tensor | tuple | list)):
+            self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
+        if not node.meta["constant"]:
+            with self.suspended():
+                checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
+                checked.meta.setdefault("line", here())
+                guard = super().create_node("call_function", Same(_number(kind(found)), here()), (checked,), {})
+                guard.meta["line"] = here()
+        return kind(found)
+
+    def refuse(self, doing: str) -> Any:
+        """Raises Untraceable at the line that is being run."""
+        raise Untraceable(f"the forward {doing}" if not doing.startswith("the ") else doing, here())
+
+    def _refuse_at(self, what: str, line: Line) -> None:
+        raise Untraceable(f"the forward {what}", line)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Nothing inside is recorded."""
+        self._concrete += 1
+        try:
+            yield
+        finally:
+            self._concrete -= 1
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._concrete > 0
+
+    def _examples(self, value: Any) -> tuple[Any, ...]:
+        """What a traced value is, or is like: a tensor where a function of torch made it; or nothing."""
+        node = value.node
+        while "value" not in node.meta:
+            if node.op == "call_module" or node.op == "output":
+                return ()
+            if node.op == "get_attr" or (node.op == "call_function" and node.target is not getattr):
+                if _is_getitem(node) and node.args[0].op != "placeholder":
+                    node = node.args[0]
+                    continue
+                return (A_TENSOR,)
+            if node.op == "call_method" and node.target not in _ABOUT_TENSORS:
+                return (A_TENSOR,)
+            return ()
+        self.kinds = True
+        return (node.meta["value"],)
+
+    def _work_out(self, node: fx.Node) -> None:
+        """Notes the value that a node has for the example, whether it is made of values of tensors or only of how
+        they are, and whether it follows from no input at all."""
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            if self._example is not None:
+                node.meta.update(value=list(self._example), data=True, constant=False)
+            return
+        if node.op == "output" or any("value" not in each.meta for each in inputs):
+            return
+        if not inputs and node.op != "get_attr" and self._example is None:
+            return
+        if self._example is None and (node.op == "call_module" or not _about(node)) and node.op != "get_attr":
+            return
+        with self.suspended():
+            value = self._run(node)
+        of_values = any(each.meta["data"] and not isinstance(each.meta["value"], Tensor) for each in inputs)
+        of_values = of_values and not (_is_getitem(node) and isinstance(value, Tensor))
+        about = _about(node)
+        has_tensors = any(isinstance(each.meta["value"], Tensor) for each in inputs)
+        data = isinstance(value, Tensor) or node.op == "call_module" or of_values or (has_tensors and not about)
+        constant = node.op == "get_attr" or (bool(inputs) and about and all(i.meta["constant"] for i in inputs))
+        node.meta.update(value=value, data=data, constant=constant)
+
+    def _run(self, node: fx.Node) -> Any:
+        args = fx.node.map_arg(node.args, _value_of)
+        kwargs = fx.node.map_arg(node.kwargs, _value_of)
+        if node.op == "get_attr":
+            return attribute_of(self.root, str(node.target))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            args, kwargs = own_lists(args), own_lists(kwargs)
+            sizes = contents_of((args, kwargs))
+            value = self.root.get_submodule(str(node.target))(*args, **kwargs)
+            if contents_of((args, kwargs)) != sizes:
+                self.refuse(f"gives {node.target} a list or dict, which that changes")
+            return value
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        """What is replaced while tracing, by what: (owner, name, replacement)."""
+        found: list[tuple[Any, str, Any]] = []
+        for name in _FACTORIES:
+            found.append((torch, name, self._recorded(getattr(torch, name))))
+        for name in _DRAWS:
+            found.append((random, name, self._refused(getattr(random, name), "draws Python's random numbers")))
+        for name in ("manual_seed", "seed", "set_rng_state"):
+            found.append((torch, name, self._refused(getattr(torch, name), "seeds torch's random numbers")))
+        recompute = "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes"
+        found.append((checkpoint, "checkpoint", self._refused(checkpoint.checkpoint, recompute)))
+        autocast = "enters torch.autocast, which is the pipeline's part: ps.Pipeline(autocast=)"
+        found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+
+        def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+            given = partial(apply, cls)
+            if self._concrete:
+                return given(*args, **kwargs)
+            return self.create_proxy("call_function", _Named(given, cls.__name__), args, kwargs)
+
+        found.append((torch.autograd.Function, "apply", classmethod(applied)))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            for name in (
+                "rand",
+                "randn",
+                "random",
+                "uniform",
+                "normal",
+                "randint",
+                "choice",
+                "permutation",
+                "binomial",
+            ):
+                drawn = self._refused(getattr(numpy.random, name), "draws numpy's random numbers")
+                found.append((numpy.random, name, drawn))
+        return found
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if self._concrete:
+                return function(*args, **kwargs)
+            return self.create_proxy("call_function", function, args, kwargs)
+
+        return record
+
+    def _refused(self, function: Callable[..., Any], doing: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self._concrete else self.refuse(doing)
+
+        return refuse
+
+
+class _Named:
+    """A function with a name of its own."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function, self.__name__ = function, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _Mode(TorchFunctionMode):
+    """Records calls of torch in which no traced value takes part: draws of random numbers, uses of other tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self._recorder.is_suspended or name in _AT_ONCE or name in _ABOUT_TENSORS or name.startswith("_"):
+            return func(*args, **kwargs)
+        if any(issubclass(kind, fx.Proxy) for kind in types):
+            return func(*args, **kwargs)
+        return self._recorder.create_proxy("call_function", func, args, kwargs)
+
+
+@contextmanager
+def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
+    try:
+        for owner, name, other in replacements:
+            setattr(owner, name, other)
+        yield
+    finally:
+        for owner, name, own in before:
+            setattr(owner, name, own)
+
+
+def attribute_of(root: nn.Module, path: str) -> Any:
+    *folders, last = path.split(".")
+    return getattr(root.get_submodule(".".join(folders)), last)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta["value"]
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | type(None)) else str(value)
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def _about(node: fx.Node) -> bool:
+    """Whether a node says how a tensor is, or reckons with what says that."""
+    if node.op == "call_method":
+        return node.target in _ABOUT_TENSORS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in _ABOUT_TENSORS
+    return not any(isinstance(each.meta.get("value"), Tensor) for each in node.all_input_nodes)
+
+
+def _of_data(node: fx.Node) -> bool:
+    """Whether, as far as one can tell without an example, a value is one of a tensor's and not of its shape."""
+    if node.op in ("call_module", "placeholder", "get_attr"):
+        return True
+    if _is_getitem(node) or node.target is len:
+        return _of_data(node.args[0]) if isinstance(node.args[0], fx.Node) else True
+    if node.op == "call_method":
+        return node.target not in _ABOUT_TENSORS
+    if node.target is getattr:
+        return node.args[1] not in _ABOUT_TENSORS
+    return any(_of_data(each) for each in node.all_input_nodes)
+
+
+def own_lists(value: Any) -> Any:
+    """Lists and dicts that a layer may change without changing those of the graph."""
+    if type(value) in (list, fx.immutable_collections.immutable_list):
+        return [own_lists(each) for each in value]
+    if type(value) is tuple:
+        return tuple(own_lists(each) for each in value)
+    if type(value) in (dict, fx.immutable_collections.immutable_dict):
+        return {key: own_lists(each) for key, each in value.items()}
+    return value
+
+
+def contents_of(value: Any) -> Any:
+    """The items of lists and dicts, by identity."""
+    if isinstance(value, list | tuple):
+        return [contents_of(each) for each in value]
+    if isinstance(value, dict):
+        return {key: contents_of(each) for key, each in value.items()}
+    return id(value)
+
+
+def _plain_state(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's attributes, and what its lists, dicts and sets hold."""
+    return {name: (value, _contents(value)) for name, value in vars(module).items()}
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list | set) else None
+
+
+def _put_back(before: dict[nn.Module, dict[str, tuple[Any, Any]]]) -> tuple[nn.Module, str] | None:
+    """Sets all that a forward has changed back; the first change."""
+    first: tuple[nn.Module, str] | None = None
+    for module, state in before.items():
+        if isinstance(module, Entry):
+            continue
+        own = module.__dict__
+        for name in [name for name in own if name not in state]:
+            first = first or (module, name)
+            del own[name]
+        for name, (value, contents) in state.items():
+            if own.get(name) is not value:
+                first = first or (module, name)
+                own[name] = value
+            now = _contents(value)
+            if contents is not None and not _same(now, contents):
+                first = first or (module, name)
+                value.clear()
+                value.extend(contents) if isinstance(value, list) else value.update(contents)
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(a[key] is b[key] for key in a)
+    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
+
+
+def attribute_line(module: nn.Module, name: str) -> Line | None:
+    """Where a module's code, besides what makes it, mentions an attribute or a name."""
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        try:
+            path = inspect.getsourcefile(kind) or ""
+            lines, first = inspect.getsourcelines(kind)
+        except (OSError, TypeError):
+            continue
+        method = ""
+        for number, text in enumerate(lines, start=max(first, 1)):
+            if text.strip().startswith(("def ", "class ")):
+                method = text.strip().split("(")[0]
+            elif method not in ("", "def __init__") and re.search(rf"\b{re.escape(name)}\b", text):
+                return Line(path, number)
+    return None

@@ -1,0 +1,219 @@
+"""A stage of a traced model: calls its layers, does what the forward does between them, passes on what is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.partitioning.place import Untraceable
+from penstock.runtime.partitioning.program import Program, Step, fill, kind_of
+from penstock.runtime.partitioning.recorder import contents_of, own_lists
+from penstock.runtime.partitioning.tracing import Tracing
+from penstock.runtime.rng import mix, seed_generators
+from penstock.runtime.stage import Stage
+from penstock.runtime.tree import DTYPES, flatten
+
+_FORM, _DTYPE, _DEVICE = "form of the inputs", "a type of tensors", "the device of the stage"
+
+
+class TracedStage(Stage):
+    """Args:
+    layers: path in the model -> layer, in the order in which they are called first.
+    tensors: path -> parameter or buffer that the forward itself uses here.
+    kept: path -> those that no stage uses; they are held, named and saved, as the model's.
+    alias: of paths, in which an earlier stage has the same, those under which this one does.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        index: int,
+        layers: Mapping[str, nn.Module],
+        tensors: Mapping[str, Tensor],
+        alias: Mapping[str, str],
+    ) -> None:
+        outer = {
+            path: layer
+            for path, layer in layers.items()
+            if not any(path.startswith(f"{other}.") and alias.get(other, other) == other for other in layers)
+        }
+        super().__init__({alias.get(path, path): layer for path, layer in outer.items()}, range(len(outer)))
+        self._tracing, self._number = tracing, index
+        self._calls = dict(layers)
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for path, tensor in tensors.items():
+            self._hold(path, alias.get(path, path), tensor)
+
+    @property
+    def paths(self) -> list[str]:
+        """Of its layers, in the model."""
+        return list(self._calls)
+
+    @property
+    def tensors_at(self) -> dict[str, Tensor]:
+        """Path in the model -> the parameter or buffer that the forward itself uses here."""
+        return {path: getattr(*where) for path, where in self._places.items()}
+
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        super().replace(old, new)
+        calls = self._calls
+        calls.update({path: new for path, layer in calls.items() if layer is old})
+
+    def forward(self, value: Any, seed: int | None = None) -> Any:
+        """Runs the stage's part: of the model's inputs, or of what the stage before passed on."""
+        number, tracing = self._number, self._tracing
+        if number == 0:
+            leaves, skeleton = flatten(value)
+        else:
+            leaves, _ = flatten(value)
+            value = dict(value)
+            skeleton = json.loads(value.pop(_FORM)) if _FORM in value else tracing.skeleton
+        device = leaves[0].device if leaves else torch.device("cpu")
+        program, part = tracing.part(number, skeleton, self.training)
+        values: dict[int, Any] = dict(program.constants)
+        if number == 0:
+            values[program.inputs] = leaves
+            if seed is not None:
+                seed_generators(mix(seed, 0), device)
+        else:
+            for slot in part.comes:
+                values[slot] = _unpacked(value[str(slot)], device)
+        for slot, path in part.tensors.items():
+            values[slot] = self._tensor(path)
+        del value, leaves
+        for step, freed in zip(part.steps, part.frees, strict=True):
+            if step.layer is not None and seed is not None:
+                seed_generators(mix(seed, step.number), device)
+            try:
+                values[step.slot] = self._run(step, values)
+            except Exception as error:
+                error.add_note(f"in stage {number} of the {type(tracing.model).__name__}, at {step.line}")
+                raise
+            for slot in freed:
+                values.pop(slot, None)
+        if number == len(tracing.begins):
+            return fill(program.output, values)
+        return self._passed_on(program, part.goes, values, skeleton)
+
+    def _run(self, step: Step, values: Mapping[int, Any]) -> Any:
+        if step.no_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._called(step, values)
+        return self._called(step, values)
+
+    def _called(self, step: Step, values: Mapping[int, Any]) -> Any:
+        args, kwargs = fill(step.args, values), fill(step.kwargs, values)
+        if step.layer is not None:
+            layer = self._calls.get(step.layer.path)
+            if layer is None:
+                raise RuntimeFailure(
+                    f"the forward calls {step.target} in stage {self.__dict__['_number']} with these inputs or in "
+                    "this mode, and the stage does not have it; give ps.split(..., example=) inputs like those of "
+                    "the run"
+                )
+            if step.lists:
+                args, kwargs = own_lists(args), own_lists(kwargs)
+                before = contents_of((args, kwargs))
+            result = layer(*args, **kwargs)
+            if step.lists and contents_of((args, kwargs)) != before:
+                raise Untraceable(f"layer {step.target} changes a list or dict that it is given", step.line)
+            if step.kind is not None and kind_of(result) != step.kind:
+                raise Untraceable(
+                    f"layer {step.target} returns another kind of value than for the example, and the forward asks "
+                    "for it",
+                    step.line,
+                )
+            return result
+        if step.op == "call_method":
+            return getattr(args[0], str(step.target))(*args[1:], **kwargs)
+        assert callable(step.target)
+        return step.target(*args, **kwargs)
+
+    def _passed_on(self, program: Program, goes: tuple[int, ...], values: Mapping[int, Any], skeleton: Any) -> Any:
+        out: dict[str, Any] = {}
+        for slot in goes:
+            try:
+                out[str(slot)] = _packed(values[slot])
+            except TypeError as error:
+                line = next((step.line for step in program.steps if step.slot == slot), None)
+                raise Untraceable(f"{error}; a stage between uses it", line) from None
+        if str(skeleton) != str(self._tracing.skeleton):
+            out[_FORM] = json.dumps(skeleton)
+        return out
+
+    def _tensor(self, path: str) -> Tensor:
+        where = self._places.get(path)
+        if where is None:
+            raise RuntimeFailure(
+                f"the forward uses {path} in stage {self.__dict__['_number']} with these inputs or in this mode, and "
+                "the stage does not have it; give ps.split(..., example=) inputs like those of the run"
+            )
+        holder, name = where
+        found: Tensor = getattr(holder, name)
+        return found
+
+    def _hold(self, path: str, own: str, tensor: Tensor) -> None:
+        *folders, last = own.split(".")
+        holder: nn.Module = self
+        for folder in folders:
+            if folder not in holder._modules:
+                holder.add_module(folder, nn.Module())
+            holder = holder.get_submodule(folder)
+        if last not in holder._parameters and last not in holder._buffers:
+            if isinstance(tensor, Parameter):
+                holder.register_parameter(last, tensor)
+            else:
+                persistent = _is_persistent(self._tracing.model, path)
+                holder.register_buffer(last, tensor, persistent=persistent)
+        self._places[path] = holder, last
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedStage:
+        """Moves it, and has the user's model see the buffers that lie elsewhere then."""
+        before = self.tensors_at
+        super()._apply(fn, recurse)
+        for path, (holder, name) in self._places.items():
+            *folders, last = path.split(".")
+            owner = self._tracing.model.get_submodule(".".join(folders))
+            if owner._buffers.get(last) is before[path]:
+                owner._buffers[last] = getattr(holder, name)
+        return self
+
+
+def _is_persistent(model: nn.Module, path: str) -> bool:
+    *folders, last = path.split(".")
+    return last not in model.get_submodule(".".join(folders))._non_persistent_buffers_set
+
+
+def _packed(value: Any) -> Any:
+    """A value as it may travel between stages."""
+    if isinstance(value, Tensor | bool | int | float | str | type(None)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {_DEVICE: None}
+    if type(value) in (tuple, torch.Size):
+        return tuple(_packed(each) for each in value)
+    if type(value) is list:
+        return [_packed(each) for each in value]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _packed(each) for key, each in value.items()}
+    raise TypeError(f"a value of type {type(value).__name__} cannot pass from one stage to the next")
+
+
+def _unpacked(value: Any, device: torch.device) -> Any:
+    if type(value) is dict:
+        if _DTYPE in value:
+            return DTYPES[value[_DTYPE]]
+        if _DEVICE in value:
+            return device
+        return {key: _unpacked(each, device) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_unpacked(each, device) for each in value)
+    return value

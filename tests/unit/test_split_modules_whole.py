@@ -1,0 +1,441 @@
+"""Any module is cut into stages as it is: what comes out is the plain loop's to the bit, or the line in the way."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from own_loop import plain_evaluate, plain_step, state
+from own_models import GPT, MODELS, EncoderDecoder, Own, ResNet, UNet
+from penstock.runtime import PartitionError
+from plain_loop import cut, differences
+
+STAGES = 4
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CAN_BE_CUT = [name for name, own in MODELS.items() if not own.refused]
+
+
+def split(own: Own, model: nn.Module, inputs: Any) -> ps.Split:
+    return ps.split(model, STAGES, example=cut(inputs, 4)[0] if own.example else None)
+
+
+def compared(model: nn.Module, own: Own, schedule: str = "zb-h1", num_ranks: int = 4, num_steps: int = 3) -> None:
+    """Trains the stages and the plain model side by side."""
+    reference = copy.deepcopy(model)
+    inputs, targets = own.inputs(), own.targets()
+    stages = split(own, model, inputs)
+    assert len(stages) == STAGES
+    assert all(stages.layers)
+    layers = [path for paths in stages.layers for path in paths]
+    pipe = ps.Pipeline(stages, ps.build(schedule, num_ranks, 4), loss_fn=own.loss, optimizer=SGD)
+    optimizer = SGD(reference.parameters())
+    for step in range(1, num_steps + 1):
+        want = plain_step(reference, layers, inputs, targets, 4, own.loss, step)
+        assert torch.equal(pipe.step(inputs, targets, update=False).loss, want)
+        assert differences(state(reference), state(model)) == []
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.update()
+        assert differences(state(reference), state(model)) == []
+        want = plain_evaluate(reference, inputs, targets, 4, own.loss)
+        assert torch.equal(pipe.evaluate(inputs, targets).loss, want)
+    assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CAN_BE_CUT)
+def test_own_models_train_as_the_plain_loop_to_the_bit(name: str) -> None:
+    torch.manual_seed(1)
+    compared(MODELS[name].make(), MODELS[name])
+
+
+def test_seventeen_of_twenty_can_be_cut() -> None:
+    assert len(MODELS) == 20
+    assert len(CAN_BE_CUT) >= 17
+
+
+@pytest.mark.parametrize("name", [name for name, own in MODELS.items() if own.refused])
+def test_the_others_are_refused_with_their_line(name: str) -> None:
+    own = MODELS[name]
+    for example in (None, own.inputs()):
+        with pytest.raises(PartitionError, match=r"own_models\.py:\d+") as error:
+            ps.split(own.make(), STAGES, example=example)
+        assert own.refused in str(error.value)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 4), ("zb-v", 2), ("interleaved-1f1b", 2)])
+def test_other_schedules(schedule: str, num_ranks: int) -> None:
+    torch.manual_seed(2)
+    compared(MODELS["gpt"].make(), MODELS["gpt"], schedule, num_ranks)
+    compared(MODELS["unet"].make(), MODELS["unet"], schedule, num_ranks)
+
+
+def test_copies_of_stages_in_two_pipelines() -> None:
+    """Their gradients are added up pipeline by pipeline; the loss is the plain loop's."""
+    torch.manual_seed(2)
+    model, own = GPT(), MODELS["gpt"]
+    reference, inputs, targets = copy.deepcopy(model), own.inputs(), own.targets()
+    stages = ps.split(model, 4)
+    pipe = ps.Pipeline(stages, ps.build("chimera", 4, 4), loss_fn=own.loss)
+    layers = [path for paths in stages.layers for path in paths]
+    want = plain_step(reference, layers, inputs, targets, 4, own.loss)
+    assert torch.equal(pipe.step(inputs, targets, update=False).loss, want)
+    for a, b in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+
+
+def test_a_pipeline_takes_the_module_itself() -> None:
+    torch.manual_seed(3)
+    model = ResNet()
+    before = [parameter.clone() for parameter in model.parameters()]
+    pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=F.cross_entropy, optimizer=SGD)
+    pipe.step(torch.randn(8, 3, 8, 8), torch.randint(5, (8,)))
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model.load_state_dict(model.state_dict())
+
+
+class Scaled(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_cut() -> None:
+    torch.manual_seed(4)
+    layers = [nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 1)]
+    vectors = MODELS["layerdrop"]
+    compared(Scaled(*layers), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets))
+
+
+def test_the_number_of_stages_changes_no_draw() -> None:
+    """Dropout is seeded layer by layer, and the layers follow from the model alone."""
+    found = []
+    for num_stages in (2, 3, 5):
+        torch.manual_seed(5)
+        model, own = GPT(), MODELS["gpt"]
+        inputs, targets = own.inputs(), own.targets()
+        pipe = ps.Pipeline(model, ps.build("1f1b", num_stages, 4), loss_fn=own.loss)
+        found.append((pipe.step(inputs, targets, update=False).loss, state(model)))
+    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
+    assert all(differences(found[0][1], other) == [] for _, other in found)
+
+
+def test_stages_begin_where_at_says() -> None:
+    stages = ps.split(EncoderDecoder(), at=["encoder.layers.2", "decoder.layers.0"])
+    assert [paths[0] for paths in stages.layers] == ["shared", "encoder.layers.2", "decoder.layers.0"]
+    inside = ps.split(ResNet(), at=["layer2.0.conv2"])
+    assert inside.layers[1][0] == "layer2.0.conv2"
+    assert "layer1.0" in inside.layers[0]
+    with pytest.raises(PartitionError, match=r"'encoder\.layer', which the model does not have"):
+        ps.split(EncoderDecoder(), at=["encoder.layer"])
+    with pytest.raises(PartitionError, match="in the order"):
+        ps.split(EncoderDecoder(), at=["decoder.layers.0", "encoder.layers.0"])
+    with pytest.raises(PartitionError, match="2 stages, not 4"):
+        ps.split(EncoderDecoder(), 4, at=["decoder.layers.0"])
+
+
+def test_a_cut_inside_blocks_trains_as_the_plain_loop() -> None:
+    torch.manual_seed(6)
+    model, own = ResNet(), MODELS["resnet"]
+    reference, inputs, targets = copy.deepcopy(model), own.inputs(), own.targets()
+    stages = ps.split(model, at=["layer1.1.bn1", "layer2.1.relu", "layer3.0.conv2"])  # the identity goes along
+    layers = [path for paths in stages.layers for path in paths]
+    pipe = ps.Pipeline(stages, ps.build("1f1b", 4, 4), loss_fn=own.loss)
+    want = plain_step(reference, layers, inputs, targets, 4, own.loss)
+    assert torch.equal(pipe.step(inputs, targets, update=False).loss, want)
+    assert differences(state(reference), state(model)) == []
+
+
+def test_the_table_says_what_each_stage_holds() -> None:
+    torch.manual_seed(7)
+    table = str(ps.split(UNet(), 4, example=torch.randn(2, 3, 8, 8))).splitlines()
+    assert table[0].split() == ["stage", "layers", "parameters", "cost", "passes", "on"]
+    assert table[1].startswith("0      inc .. down.2 (4)")
+    assert table[1].endswith("3.8 kB")
+    assert len(table) == 5
+    assert sum(p.numel() for p in UNet().parameters()) == 6336 + 6720 + 1696 + 442
+    assert len(ps.split(UNet(), example=torch.randn(2, 3, 8, 8))) == 11  # a stage for each layer
+
+
+def test_inputs_of_another_form_are_traced_when_they_come() -> None:
+    """An optional mask, given by keyword, to a model that was cut without an example."""
+    torch.manual_seed(8)
+    model, own = EncoderDecoder(), MODELS["encoder-decoder"]
+    reference = copy.deepcopy(model)
+    stages = ps.split(model, 4)
+    layers = [path for paths in stages.layers for path in paths]
+    pipe = ps.Pipeline(stages, ps.build("1f1b", 4, 4), loss_fn=own.loss)
+    for step, masked in enumerate((True, False, True), start=1):
+        inputs, targets = own.inputs(), own.targets()
+        if not masked:
+            inputs.pop("src_mask")
+        want = plain_step(reference, layers, inputs, targets, 4, own.loss, step)
+        assert torch.equal(pipe.step(inputs, targets, update=False).loss, want)
+        assert differences(state(reference), state(model)) == []
+
+
+def test_a_checkpoint_has_the_names_of_the_model(tmp_path: Any) -> None:
+    torch.manual_seed(9)
+    own, losses = MODELS["gpt"], []
+    inputs, targets = own.inputs(), own.targets()
+    for num_stages in (4, 2):
+        torch.manual_seed(10 + num_stages)
+        model = GPT()
+        pipe = ps.Pipeline(model, ps.build("1f1b", num_stages, 4), loss_fn=own.loss, optimizer=SGD)
+        if num_stages == 4:
+            pipe.step(inputs, targets)
+            pipe.save(tmp_path)
+        else:
+            pipe.load(tmp_path)
+        losses.append(pipe.evaluate(inputs, targets).loss)
+    assert torch.equal(*losses)
+
+
+# What stands in the way.
+
+
+class Chain(nn.Module):
+    """Four layers; what `between` does after each stands in the way, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.scale, self.count, self.seen = 1.0, 0, []
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.between(torch.tanh(layer(x)))
+        return x.sum(-1, keepdim=True)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Counts(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+class Notes(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        self.seen.append(x)  # for somebody to look at
+        return x
+
+
+class Branches(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class OnShape(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] > 1 else -x
+
+
+class Seeds(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return F.dropout(x)
+
+
+class Drawn(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) > 0.5 else -x
+
+
+class Asks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LSTM(12, 12) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x, more = norm(x)
+            if more is not None:
+                x = x + 1
+        return super().forward(x)
+
+
+class AsksKind(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Tensor):
+            x = x * 2
+        return super().forward(x)
+
+
+class Recomputes(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x.sum(-1, keepdim=True)
+
+
+class Casts(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Counts, "changes its attribute 'count'.*self.count"),
+        (Notes, "changes its attribute 'seen'"),
+        (Branches, "x if x.sum.. > 0 else -x"),
+        (OnShape, "example=inputs.*x if x.shape.0. > 1 else -x"),
+        (Seeds, "seeds torch's random numbers.*torch.manual_seed.0."),
+        (Drawn, "x if torch.rand"),
+        (Asks, "more is not None"),
+        (AsksKind, "isinstance.x, Tensor."),
+        (Recomputes, "checkpoint.layer, x"),
+        (Casts, "with torch.autocast"),
+    ],
+)
+def test_what_tracing_would_freeze_is_refused_with_its_line(kind: type[nn.Module], line: str) -> None:
+    model = kind()
+    with pytest.raises(PartitionError, match=rf"test_split_modules_whole\.py:\d+.*{line}|{line}") as error:
+        ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
+    assert "test_split_modules_whole.py:" in str(error.value)
+    assert model.count == 0
+    assert model.seen == []
+
+
+@pytest.mark.parametrize("kind", [OnShape, Asks])
+def test_an_example_answers_what_follows_from_shapes_and_kinds(kind: type[nn.Module]) -> None:
+    torch.manual_seed(11)
+    vectors = MODELS["layerdrop"]
+    compared(kind(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets, example=True))
+
+
+def test_a_microbatch_that_would_take_another_branch_is_refused() -> None:
+    pipe = ps.Pipeline(ps.split(OnShape(), 4, example=torch.randn(2, 12)), ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
+    pipe.step(torch.randn(8, 12), torch.randn(8, 1))
+    with pytest.raises(PartitionError, match=r"gives False where the example gave True.*x.shape\[0\] > 1"):
+        pipe.step(torch.randn(4, 12), torch.randn(4, 1))
+
+
+class Scale(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_an_attribute_that_the_user_changes_between_steps_is_seen() -> None:
+    torch.manual_seed(12)
+    model = Scale()
+    x, y = torch.randn(8, 12), torch.randn(8, 1)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
+    for scale in (1.0, 3.0, 0.5):
+        model.scale = scale
+        want = plain_evaluate(model, x, y, 4, F.mse_loss)
+        assert torch.equal(pipe.evaluate(x, y).loss, want)
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(PartitionError, match="hook"):
+        pipe.evaluate(x, y)
+
+
+class Running(Chain):
+    """Its own forward gathers a mean in place, in one stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        x = x - self.mean
+        with torch.no_grad():
+            shift = self.layers[0](x)
+        return super().forward(x + shift)
+
+
+class Twice(nn.Module):
+    """Uses a parameter of its own before and after its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12) * 0.3)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight)
+        x[:, 0] = 1.0
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y
+        return F.linear(x, self.weight.t()).mean(-1, keepdim=True)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * grad * x  # not the derivative, so that it shows which was used
+
+
+class Squares(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        return Square.apply(x)
+
+
+@pytest.mark.parametrize("kind", [Running, Twice, Squares])
+def test_what_the_forward_does_itself_is_done_alike(kind: type[nn.Module]) -> None:
+    torch.manual_seed(13)
+    vectors = MODELS["layerdrop"]
+    compared(kind(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets))
+
+
+class Peeks(nn.Module):
+    """Reads another layer's statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.others = nn.Linear(12, 12), [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) - self.others[0].running_mean
+
+
+def test_a_hidden_read_of_another_stages_buffer_is_refused() -> None:
+    norm = nn.BatchNorm1d(12)
+    model = Scaled(norm, nn.Linear(24, 12), nn.Linear(12, 12), Peeks(norm))
+    with pytest.raises(
+        PartitionError, match=r"reads 0\.running_mean in stage 3, and stage 0 gathers it.*others\[0\]"
+    ):
+        ps.split(model, 4)  # the layer is a large part of the model, and so is opened
+    model = Scaled(norm, nn.Linear(12, 12), nn.Linear(12, 120), nn.Linear(120, 12), Peeks(norm))
+    with pytest.raises(PartitionError, match=r"layer 4 .stage 3. reads 0 of stage 0 through 'others'.*others\[0\]"):
+        ps.split(model, at=["1", "2", "4"])
+    assert len(ps.split(Scaled(norm, Peeks(norm), nn.Linear(12, 12)), at=["2"])) == 2  # both in one stage
+
+
+def test_a_norm_that_two_stages_use_is_refused_in_training() -> None:
+    class Shares(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(12)
+
+        def between(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    pipe = ps.Pipeline(Shares(), ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
+    with pytest.raises(ps.runtime.RuntimeFailure, match="have one BatchNorm1d, which gathers statistics"):
+        pipe.step(torch.randn(8, 12), torch.randn(8, 1))
+
+
+def test_too_many_stages_say_what_there_is() -> None:
+    with pytest.raises(PartitionError, match=r"20 stages asked of a Chain with 4 layers.*layers\.0, layers\.1"):
+        ps.split(Chain(), 20)
+    with pytest.raises(PartitionError, match="3 costs given for 4 layers"):
+        ps.split(Chain(), 2, costs=[1, 2, 3])
+    assert [len(paths) for paths in ps.split(Chain(), 2, costs=[9, 1, 1, 1]).layers] == [1, 3]
