@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -279,10 +279,8 @@ def model_of(case: Case, num_stages: int) -> Any:
         model = Scaled(*layers)
         model.whole = num_stages == 1
         if not model.whole:
-            try:
+            with suppress(ps.runtime.PartitionError):  # as the pipeline will
                 model.paths = [path for paths in ps.split(model, num_stages).layers for path in paths]
-            except ps.runtime.PartitionError:
-                pass  # as the pipeline will
         return model
     size, more = divmod(len(layers), num_stages)
     ends = [0]
