@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.rng import mix
+from penstock.runtime.tensors.rng import mix
 from plain_loop import cut, seed_devices, weights
 
 

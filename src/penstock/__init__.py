@@ -74,7 +74,7 @@ if TYPE_CHECKING:
         device_mesh,
         emulate,
     )
-    from penstock.runtime.partitioning import Split, split
+    from penstock.runtime.stage.partitioning import Split, split
 
 __version__ = "0.1.0"
 
@@ -149,9 +149,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all that is not imported above is the runtime's
         if name in ("Split", "split"):  # `runtime.split` is the split backward
-            import penstock.runtime.partitioning
+            import penstock.runtime.stage.partitioning
 
-            return getattr(penstock.runtime.partitioning, name)
+            return getattr(penstock.runtime.stage.partitioning, name)
         import penstock.runtime
 
         return getattr(penstock.runtime, name)

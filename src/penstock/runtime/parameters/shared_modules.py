@@ -17,17 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
-
-GATHERS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-"""Modules whose forward changes buffers in training, some in ways that no tensor's count of changes shows."""
+from penstock.runtime.stage.statistics import GATHERS
 
 
 class SharedModules:

@@ -67,7 +67,7 @@ def stages_of(
 
 def _traced(model: nn.Module, num_stages: int, costs: Sequence[float] | None) -> Sequence[Stage]:
     """The stages of a model with a forward of its own."""
-    from penstock.runtime.partitioning import split  # which looks at a model as this module does
+    from penstock.runtime.stage.partitioning import split  # which looks at a model as this module does
 
     return split(model, num_stages, costs=costs)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from penstock.runtime.partitioning.place import Line, is_users
+from penstock.runtime.stage.partitioning.place import Line, is_users
 
 _QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}
 _MISSING = object()

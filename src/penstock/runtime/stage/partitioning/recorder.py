@@ -22,10 +22,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from penstock.runtime.partitioning.kinds import A_TENSOR, Answers, watching
-from penstock.runtime.partitioning.place import Line, Untraceable, here, line_of_error
-from penstock.runtime.partitioning.proxies import Traced
-from penstock.runtime.tree import Skeleton, unflatten
+from penstock.runtime.stage.partitioning.kinds import A_TENSOR, Answers, watching
+from penstock.runtime.stage.partitioning.place import Line, Untraceable, here, line_of_error
+from penstock.runtime.stage.partitioning.proxies import Traced
+from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
 MODEL = "model"
 """The model's name in what is traced."""

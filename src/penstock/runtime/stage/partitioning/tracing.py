@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.partitioning.layers import why_closed
-from penstock.runtime.partitioning.place import Untraceable
-from penstock.runtime.partitioning.program import Call, Part, Program
-from penstock.runtime.partitioning.recorder import Recorder, called
-from penstock.runtime.rng import restored
-from penstock.runtime.tree import Skeleton, flatten, unflatten
+from penstock.runtime.stage.partitioning.layers import why_closed
+from penstock.runtime.stage.partitioning.place import Untraceable
+from penstock.runtime.stage.partitioning.program import Call, Part, Program
+from penstock.runtime.stage.partitioning.recorder import Recorder, called
+from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
+from penstock.runtime.tensors.rng import restored
 
 _SIMPLE = (int, float, str, tuple)
 

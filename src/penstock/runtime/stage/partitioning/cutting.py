@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.partitioning.layers import opened_modules
-from penstock.runtime.partitioning.place import Untraceable
-from penstock.runtime.partitioning.program import Call, Program
-from penstock.runtime.partitioning.recorder import attribute_line
-from penstock.runtime.partitioning.references import reached
-from penstock.runtime.partitioning.traced_stage import TracedStage
-from penstock.runtime.partitioning.tracing import Tracing, closed_paths, untouched
-from penstock.runtime.rng import restored
-from penstock.runtime.shared_modules import GATHERS
-from penstock.runtime.stage import Stage
-from penstock.runtime.stages import require_stage
-from penstock.runtime.tree import flatten
+from penstock.runtime.stage.cut import require_stage
+from penstock.runtime.stage.partitioning.layers import opened_modules
+from penstock.runtime.stage.partitioning.place import Untraceable
+from penstock.runtime.stage.partitioning.program import Call, Program
+from penstock.runtime.stage.partitioning.recorder import attribute_line
+from penstock.runtime.stage.partitioning.references import reached
+from penstock.runtime.stage.partitioning.traced_stage import TracedStage
+from penstock.runtime.stage.partitioning.tracing import Tracing, closed_paths, untouched
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.stage.statistics import GATHERS
+from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.rng import restored
 
 
 class Split(Sequence[Stage]):

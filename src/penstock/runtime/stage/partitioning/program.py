@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from penstock.cost.cut import PartitionError
-from penstock.runtime.partitioning.place import Line
-from penstock.runtime.partitioning.recorder import MODEL, attribute_of
+from penstock.runtime.stage.partitioning.place import Line
+from penstock.runtime.stage.partitioning.recorder import MODEL, attribute_of
 
 
 class Ref(NamedTuple):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.partitioning.place import Untraceable
-from penstock.runtime.partitioning.program import Program, Step, fill, kind_of
-from penstock.runtime.partitioning.recorder import contents_of, own_lists
-from penstock.runtime.partitioning.tracing import Tracing
-from penstock.runtime.rng import mix, seed_generators
-from penstock.runtime.stage import Stage
-from penstock.runtime.tree import DTYPES, flatten
+from penstock.runtime.stage.partitioning.place import Untraceable
+from penstock.runtime.stage.partitioning.program import Program, Step, fill, kind_of
+from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
+from penstock.runtime.stage.partitioning.tracing import Tracing
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.pytree import DTYPES, flatten
+from penstock.runtime.tensors.rng import mix, seed_generators
 
 _FORM, _DTYPE, _DEVICE = "form of the inputs", "a type of tensors", "the device of the stage"
 

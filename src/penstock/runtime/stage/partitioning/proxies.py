@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 if TYPE_CHECKING:
-    from penstock.runtime.partitioning.recorder import Recorder
+    from penstock.runtime.stage.partitioning.recorder import Recorder
 
 
 class Traced(fx.Proxy):
