@@ -22,6 +22,9 @@ from penstock.planning.span_objective import Span, span_of
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
 
+_MOST_OPS_IF_SEVERAL = 500
+"""Above this local search finds more than CP-SAT where ranks host several stages."""
+
 _BOUND_SHARE = 0.1
 """The most of the time left that the bound which counts a rank's own work may take."""
 
@@ -80,7 +83,8 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
         if not search.closed and hosts_several(search.problem):
             repeated(search, search.seconds + _REPEATED_SHARE * search.left)
         justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
-        if search.problem.queues.num_ops <= exact.MOST_OPS and exact.available():
+        most_ops = _MOST_OPS_IF_SEVERAL if hosts_several(search.problem) else exact.MOST_OPS
+        if search.problem.queues.num_ops <= most_ops and exact.available():
             walked(search, search.seconds + _WALKED_SHARE * search.left)
             exact.solve(search, search.until)
         walked(search, search.until)
