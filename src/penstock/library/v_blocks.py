@@ -1,0 +1,169 @@
+"""Patterns over a V: what one microbatch does, repeated every six slots of unit time and squeezed.
+
+Two F, two I and two W fill a rank's six slots, so a pattern may be repeated where the F and I of a rank fall into
+different slots modulo six. Each W takes the first slot that the pattern leaves free.
+
+The pattern alone leaves slots empty while the pipeline fills and drains. So its ops are moved to earlier slots
+as far as dependencies and the pattern's own peak memory allow (the paper's "squeeze"), first with the W in
+place, then without, after which the W are placed anew. The authors' generator moves only what lies outside the
+steady phase; here every op may move, which never came out worse and with few microbatches comes out better.
+
+Which pattern is best depends on the costs and on the memory there is: ZB-V, V-Half and V-Min are three choices of how
+many slots a microbatch takes from rank to rank, down the V and up, forward and backward. `shortest` tries them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from itertools import accumulate
+
+from penstock.cost import Costs
+from penstock.schedule import Op, Schedule, v_shape
+from penstock.simulate import simulate
+
+Pattern = list[tuple[int, int, int, int]]
+"""Per rank, the slots of microbatch 0's F and I, down the V and up, in that order."""
+
+Slots = dict[int, Op]
+"""What a rank runs in each slot of unit time; slots without an op are bubbles."""
+
+_PERIOD = 6
+_HELD = {"F": 1, "I": 0, "W": -1}
+"""What an op adds to the stage activations its rank holds."""
+
+_MOST_TRIED = 40
+_MOST_OPS = 30_000
+"""Patterns that `shortest` tries at most, and the ops that all of them may have together."""
+
+
+def shortest(schedule: Schedule, costs: Costs) -> Schedule:
+    """Of the schedules of all patterns whose peak is at most that of `schedule`, a V, and of itself, the shortest.
+
+    Raises:
+        CostError: costs for another number of stages.
+    """
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    best, least, cap = schedule, simulate(schedule, costs).makespan, _peak(schedule)
+    fitting = sorted(
+        (max(slots[3] for slots in pattern), pattern)
+        for pattern in _patterns(num_ranks)
+        if _lifetimes(pattern) <= cap + 1
+    )
+    num_tried = max(4, min(_MOST_TRIED, _MOST_OPS // (6 * num_ranks * num_microbatches)))
+    for _, pattern in fitting[:: max(1, len(fitting) // num_tried)]:
+        made = from_pattern(schedule.name, pattern, num_microbatches)
+        if _peak(made) <= cap and (makespan := simulate(made, costs).makespan) < least:
+            best, least = made, makespan
+    return best
+
+
+def _patterns(num_ranks: int) -> list[Pattern]:
+    """All whose steps from rank to rank are alike, at most five slots each, and that can be repeated."""
+    found = []
+    ranks, last = range(num_ranks), num_ranks - 1
+    for down, up, back_down, back_up in itertools.product(range(1, _PERIOD), repeat=4):
+        for turn, pause in itertools.product(range(1, 4), range(_PERIOD)):
+            middle = down * last + turn
+            back = middle + up * last + 1 + pause
+            middle_back = back + back_down * last + 1
+            pattern = [
+                (down * r, middle + up * (last - r), back + back_down * r, middle_back + back_up * (last - r))
+                for r in ranks
+            ]
+            if all(len({slot % _PERIOD for slot in slots}) == len(slots) for slots in pattern):
+                found.append(pattern)
+    return found
+
+
+def _lifetimes(pattern: Pattern) -> int:
+    """About how many activations a rank holds: those of microbatches that follow within the life of one."""
+    return max(
+        -((first - last - 2) // _PERIOD) - ((second - third - 2) // _PERIOD) for first, second, third, last in pattern
+    )
+
+
+def _peak(schedule: Schedule) -> int:
+    """Most stage activations that a rank holds."""
+    return max(max(accumulate((_HELD[op.kind] for op in row), initial=0)) for row in schedule.order)
+
+
+def from_pattern(name: str, pattern: Pattern, num_microbatches: int) -> Schedule:
+    """The schedule of a pattern: per rank, the slots of microbatch 0's F and I, down the V and up, in that order."""
+    num_ranks = len(pattern)
+    rows = []
+    for rank, slots in enumerate(pattern):
+        near, far = rank, 2 * num_ranks - 1 - rank
+        steps = list(zip(slots, (("F", near), ("F", far), ("I", far), ("I", near)), strict=True))
+        row = {_PERIOD * m + slot: Op(*step, m) for m in range(num_microbatches) for slot, step in steps}
+        rows.append(_with_weights(row))
+    cap = max(max(_levels(row)) for row in rows)
+    rows = _squeeze(rows, cap, first=0)
+    last_read = max(slot for slot, op in rows[0].items() if (op.kind, op.stage) == ("F", 0))
+    bare = [{slot: op for slot, op in row.items() if op.kind != "W"} for row in rows]
+    rows = [_with_weights(row) for row in _squeeze(bare, cap, first=last_read)]
+    order = [[row[slot] for slot in sorted(row)] for row in rows]
+    return Schedule.of(name, v_shape(num_ranks), order, num_microbatches)
+
+
+def _with_weights(row: Slots) -> Slots:
+    """The row with the W of every I in the first free slots behind it, in the order of the I."""
+    filled = dict(row)
+    late: deque[Op] = deque()
+    slot, last = min(row), max(row)
+    while slot <= last or late:
+        if slot not in row:
+            if late:
+                filled[slot] = late.popleft()._replace(kind="W")
+        elif row[slot].kind == "I":
+            late.append(row[slot])
+        slot += 1
+    return filled
+
+
+def _levels(row: Slots) -> list[int]:
+    """Stage activations held after each slot, from F to W."""
+    return list(accumulate(_HELD[row[slot].kind] if slot in row else 0 for slot in range(max(row) + 1)))
+
+
+def _squeeze(rows: list[Slots], cap: int, first: int) -> list[Slots]:
+    """Moves ops from slot `first` on to the earliest free slot of their rank that comes after all they need and
+    keeps the rank under `cap` activations; rows without W are weighed with theirs where those would fall."""
+    slot_of = {op: slot for row in rows for slot, op in row.items()}
+    num_stages = 2 * len(rows)
+    bare = not any(op.kind == "W" for op in rows[0].values())
+    moved = [dict(row) for row in rows]
+    levels = [_levels(row) for row in rows]
+    for slot, rank in sorted((slot, rank) for rank, row in enumerate(rows) for slot in row if slot >= first):
+        op, row, level = rows[rank][slot], moved[rank], levels[rank]
+        ready = 1 + max((slot_of[needed] for needed in _needed(op, num_stages)), default=-1)
+        del row[slot]
+        for earlier in (free for free in range(ready, slot + 1) if free not in row):
+            row[earlier] = op
+            if earlier == slot:
+                break
+            if bare:
+                fits = max(_levels(_with_weights(row))) <= cap
+            else:
+                fits = op.kind != "F" or max(level[earlier:slot]) < cap
+            if fits:
+                slot_of[op] = earlier
+                level[earlier:slot] = [held + _HELD[op.kind] for held in level[earlier:slot]]
+                break
+            del row[earlier]
+    return moved
+
+
+def _needed(op: Op, num_stages: int) -> list[Op]:
+    """What must come before `op`: what it depends on, and the same op of the microbatch before."""
+    kind, stage, m = op
+    needed = [Op(kind, stage, m - 1)] if m else []
+    if kind == "F" and stage:
+        needed.append(Op("F", stage - 1, m))
+    elif kind == "I":
+        needed.append(Op("F", stage, m))
+        if stage + 1 < num_stages:
+            needed.append(Op("I", stage + 1, m))
+    elif kind == "W":
+        needed.append(Op("I", stage, m))
+    return needed
