@@ -21,6 +21,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
     return module
 
@@ -40,3 +41,14 @@ def test_fuzz() -> None:
         said = ", ".join(f"{part[kind]} {kind}" for kind in KINDS)
         assert f"{part['cases']} cases: {said}" in readme
         assert part["different"] == part["raw"] == 0
+
+
+def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script("peers", monkeypatch)
+    results = json.loads((BENCHMARKS / "peers/results.json").read_text(encoding="utf-8"))["rows"]
+    peers = json.loads((BENCHMARKS / "peers/peers.json").read_text(encoding="utf-8"))["rows"]
+    assert run.table(results) in (BENCHMARKS / "peers/README.md").read_text(encoding="utf-8")
+    assert [(row["peer"], row["makespan"], row["peak"]) for row in results] == [
+        (row["peer"], row["makespan"], row["peak"]) for row in peers
+    ]
+    assert len(peers) == len(list(run.settings())) == 420
