@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.schedule import Op
 from processes import forkserver
@@ -108,12 +108,12 @@ class Chain:
     def backward(self, source: int) -> list[Edge]:
         return [Edge(Op("B", source, m), Op("B", source - 1, m)) for m in range(self.num_microbatches)]
 
-    def expected(self, rank: int) -> list[Expected]:
+    def expected(self, rank: int) -> list[ExpectedMessages]:
         channels = [(rank - 1, self.forward(rank - 1))] if rank else []
         if rank < self.num_ranks - 1:
             channels.append((rank + 1, self.backward(rank + 1)))
         return [
-            Expected(ChannelKey.of(edges[0]), peer, tuple((edge, self.tags.message(edge)) for edge in edges))
+            ExpectedMessages(ChannelKey.of(edges[0]), peer, tuple((edge, self.tags.message(edge)) for edge in edges))
             for peer, edges in channels
         ]
 

@@ -34,9 +34,9 @@ from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
 from penstock.train import command as train_command
-from penstock.train.emulated.order import EmulatedOrder
+from penstock.train.emulated.order import EmulatedJob
 from penstock.train.folder import RunFolder
-from penstock.train.order import Order
+from penstock.train.order import TrainJob
 from penstock.train.tasks.open import open_task
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.train.compare import run as comparing
     from penstock.tune import session
 
-    def only_check(order: Order, port: int | None) -> int:
+    def only_check(order: TrainJob, port: int | None) -> int:
         settings, folder = order.settings, RunFolder(Path(order.folder))
         open_task(settings, settings.build_schedule())
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
             folder.file("control.jsonl").write_text(rehearsed_log(), encoding="utf-8")
         return 0
 
-    def only_check_emulated(order: EmulatedOrder, port: int | None) -> int:
+    def only_check_emulated(order: EmulatedJob, port: int | None) -> int:
         order.settings.read_costs(order.settings.build_schedule())
         return 0
 
@@ -155,7 +155,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
         interface_up = interface_down
 
-    def estimate_instead(asked: session.Asked, *hooks: Any) -> session.Outcome:
+    def estimate_instead(asked: session.Asked, *hooks: Any) -> session.TuneOutcome:
         if isinstance(asked.source, session.Measuring):
             source = session.Estimating(tflops=0.1)
             asked = replace(asked, source=source, num_ranks=asked.num_ranks or 2, num_verified=0)
@@ -164,7 +164,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_nothing(settings: Any, source: Any, num_ranks: int, sizes: list[int], *rest: Any) -> Any:
         config = session.config_of(settings)
         profiles = {size: session.estimate(config, settings.preset, size, 0.1) for size in sizes}
-        transfers = {num_ranks: session.Transfer.assumed()}
+        transfers = {num_ranks: session.MessageCosts.assumed()}
         return SimpleNamespace(profiles=profiles, transfers=transfers, num_measured=0, num_reused=0, notices=[])
 
     def only_simulate(contenders: list[Any], trains: bool, *rest: Any) -> Any:

@@ -10,7 +10,7 @@ import penstock as ps
 from emulated_ranks import Ran, ran, run_to_the_end, start_worker
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.channel import Tags, expected_by_channel
-from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import Wiring, num_indices
 from penstock.schedule import Schedule
@@ -29,7 +29,7 @@ def tags_of(schedule: Schedule) -> Tags:
 
 
 def step(
-    transport: GroupTransport | RoutedTransport,
+    transport: GlooTransport | RoutedTransport,
     wiring: Wiring,
     rank: int,
     costs: ps.Costs,

@@ -15,7 +15,7 @@ from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulate import Timeline
@@ -32,7 +32,7 @@ class Ran:
     """
 
     times: list[list[tuple[Op, int, int]]]
-    crossings: list[list[Crossing]]
+    crossings: list[list[TransferRecord]]
     timeline: Timeline
 
     def started(self) -> dict[Op, int]:
@@ -100,7 +100,7 @@ def run_threads(
     return [ran(wiring, [rows[step] for rows in found], dispatch) for step in range(len(delegated))]
 
 
-Rank = tuple[list[tuple[Op, int, int]], float, list[Crossing]]
+Rank = tuple[list[tuple[Op, int, int]], float, list[TransferRecord]]
 """Of one rank: start and end of its ops, the most it held, what came to it."""
 
 
@@ -125,7 +125,7 @@ def blocked_starts(ran: Ran, depth: int, bounded: Callable[[int, int], bool] = l
     arrived.
     """
     held_up = 0
-    by_link: dict[tuple[int, int], list[Crossing]] = {}
+    by_link: dict[tuple[int, int], list[TransferRecord]] = {}
     for crossings in ran.crossings:
         for crossing in crossings:
             by_link.setdefault((crossing.source, crossing.target), []).append(crossing)

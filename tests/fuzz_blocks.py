@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.models.block import Block
+from penstock.models.block import TransformerBlock
 
 
 def real(x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ BLOCKS["relu in place"] = lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU(inpla
 BLOCKS["nothing"] = lambda d: nn.Identity()
 BLOCKS["bilinear"] = lambda d: Around(nn.Bilinear(d, d, d), lambda inner, x: inner(x, x))
 BLOCKS["transformer layer"] = lambda d: nn.TransformerEncoderLayer(d, HEADS, 2 * d, batch_first=True)
-BLOCKS["gpt block"] = lambda d: Block(d, HEADS)
+BLOCKS["gpt block"] = lambda d: TransformerBlock(d, HEADS)
 BLOCKS["attention"] = lambda d: Around(
     nn.MultiheadAttention(d, HEADS, batch_first=True), lambda inner, x: inner(x, x, x)[0]
 )

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.tune.profile import KINDS, Profile, Transfer
-from penstock.tune.work import Answer, Task
+from penstock.tune.profile import KINDS, MessageCosts, Profile
+from penstock.tune.work import Task, WorkerAnswer
 
 
 def profile(num_layers: int = 4, seed: int = 0, **changes: Any) -> Profile:
@@ -34,9 +34,9 @@ def transfer(
     reduce: float = 0.0,
     threads: float = 0.0,
     **rest: float,
-) -> Transfer:
+) -> MessageCosts:
     """Messages that cost the same whatever their size."""
-    return Transfer([1.0], [send], [receive], [delay], [reduce], [threads], **rest)
+    return MessageCosts([1.0], [send], [receive], [delay], [reduce], [threads], **rest)
 
 
 def ranges(*counts: int) -> list[range]:
@@ -61,8 +61,8 @@ class Ranks:
         num_ranks: int,
         num_threads: int,
         say: Callable[[str], None] | None = None,
-        keep: Callable[[int, Answer], None] | None = None,
-    ) -> list[Answer]:
+        keep: Callable[[int, WorkerAnswer], None] | None = None,
+    ) -> list[WorkerAnswer]:
         answers = []
         for number, task in enumerate(tasks):
             if self._interrupt_at == len(self.tasks):
@@ -70,7 +70,9 @@ class Ranks:
             if say is not None:
                 say(task["text"])
             self.tasks.append(task)
-            answers.append(Answer([self._answer(task, rank, num_ranks) for rank in range(num_ranks)], self._others))
+            answers.append(
+                WorkerAnswer([self._answer(task, rank, num_ranks) for rank in range(num_ranks)], self._others)
+            )
             if keep is not None:
                 keep(number, answers[-1])
         return answers

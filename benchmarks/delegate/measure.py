@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.delegate import DelegateTransport
-from penstock.runtime.transport.wire_format import Packet, Spec
+from penstock.runtime.transport.wire_format import Packet, WireSpec
 from penstock.schedule import Op
 
 SIZES = {"16 MB": 16 << 20, "1 MB": 1 << 20, "64 KB": 64 << 10}
@@ -72,17 +72,17 @@ class Plain:
         else:
             self._socket = socket.create_connection(tuple(gather(None)[1]))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._packets: dict[Spec, Packet] = {}
-        self.spec: Spec | None = None
+        self._packets: dict[WireSpec, Packet] = {}
+        self.spec: WireSpec | None = None
 
     def begin(self, count: int) -> None:
         pass
 
-    def _packet(self, spec: Spec) -> Packet:
+    def _packet(self, spec: WireSpec) -> Packet:
         return self._packets.setdefault(spec, Packet(spec)) if spec not in self._packets else self._packets[spec]
 
     def send(self, number: int, payload: Payload) -> None:
-        packet = self._packet(Spec.of(payload))
+        packet = self._packet(WireSpec.of(payload))
         packet.pack(payload)
         self._socket.sendall(packet.buffer.numpy().data)
 
@@ -107,7 +107,7 @@ class Gloo(Plain):
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]], folder: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        self._rings: dict[Spec, list[Packet]] = {}
+        self._rings: dict[WireSpec, list[Packet]] = {}
         self._under_way: list[tuple[Any, Packet]] = []
         self._left = 0
         self.spec = None
@@ -118,7 +118,7 @@ class Gloo(Plain):
             work.wait()
         self._under_way = []
 
-    def _next(self, spec: Spec) -> Packet:
+    def _next(self, spec: WireSpec) -> Packet:
         ring = self._rings.setdefault(spec, [Packet(spec) for _ in range(2)])
         ring.append(ring.pop(0))
         return ring[-1]
@@ -126,7 +126,7 @@ class Gloo(Plain):
     def send(self, number: int, payload: Payload) -> None:
         if len(self._under_way) == 2:
             self._under_way.pop(0)[0].wait()
-        packet = self._next(Spec.of(payload))
+        packet = self._next(WireSpec.of(payload))
         packet.pack(payload)
         self._under_way.append((dist.isend(packet.buffer, 1), packet))
 
@@ -153,11 +153,11 @@ class Delegates:
         self._rank = rank
         self.transport = DelegateTransport(rank, 2, gather, self._tags, 60.0, host_memory=HOST_MEMORY)
         self._came: list[Edge] = []
-        self.spec: Spec | None = None
+        self.spec: WireSpec | None = None
 
     def begin(self, count: int) -> None:
         messages = tuple((edge, self._tags.message(edge)) for edge in self._edges[:count])
-        expected = [Expected(ChannelKey.of(self._edges[0]), 0, messages)] if self._rank else []
+        expected = [ExpectedMessages(ChannelKey.of(self._edges[0]), 0, messages)] if self._rank else []
         self.transport.begin(expected, ["s"] * MAX_MESSAGES, 0, True, {})
 
     def send(self, number: int, payload: Payload) -> None:
@@ -199,7 +199,7 @@ def rank_main(rank: int, pipe: Connection, folder: str, rounds: int, idle_second
             torch.manual_seed(turn)
             payload = Payload([torch.randn(num_bytes // 4)], 0, [True])
             for name, way in ways.items():
-                way.spec = Spec.of(payload)
+                way.spec = WireSpec.of(payload)
                 found = _measure(rank, gather, way, payload, NUM_STREAMED[size])
                 if turn and rank == 0:  # the first round warms up
                     samples.append({"way": name, "size": size, "bytes": num_bytes, **found})

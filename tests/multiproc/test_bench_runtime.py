@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.bench.rank import Job, difference
+from penstock.bench.rank import RankJob, difference
 from penstock.bench.runtime import METRICS, SIDES, BenchError, launch
 from penstock.cli import main
 
@@ -37,19 +37,19 @@ def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_memory_is_measured_in_a_launch_of_one_side() -> None:
-    job = Job("tiny", "1f1b", 2, 8, "frozen", ("ours",), 1, 1, "", 120.0)
+    job = RankJob("tiny", "1f1b", 2, 8, "frozen", ("ours",), 1, 1, "", 120.0)
     assert all(rank["peak_bytes"] > 0 for rank in launch(job))
 
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
-    job = Job("tiny", "1f1b", 2, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
+    job = RankJob("tiny", "1f1b", 2, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):
         launch(job)
 
 
 def test_a_launch_past_its_deadline_ends() -> None:
-    job = Job("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
+    job = RankJob("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
     with pytest.raises(BenchError, match=r"had not ended after 0\.5 s"):
         launch(replace(job, deadline=0.5))
 

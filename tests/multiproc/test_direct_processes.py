@@ -17,8 +17,8 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
-from penstock.runtime.transport.gloo import GroupTransport
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
 from plain_loop import gradients
@@ -52,7 +52,7 @@ def emulated(rank: int, name: str, depth: int, dispatch: str) -> list[int]:
     return found
 
 
-def is_slow(crossing: Crossing) -> bool:
+def is_slow(crossing: TransferRecord) -> bool:
     return {crossing.source, crossing.target} == {0, 1}
 
 
@@ -91,7 +91,7 @@ def test_a_channel_that_stays_full_meets_the_deadline() -> None:
 def computes_for_long(rank: int, direct: bool) -> int:
     """Forwards together take longer than any wait may, and gradients are expected all that time."""
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=6)
-    transport = (DirectTransport if direct else GroupTransport)(world(), tags_of(schedule), 1.0)
+    transport = (DirectTransport if direct else GlooTransport)(world(), tags_of(schedule), 1.0)
     seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 250, 1, 1), "frozen", threaded=True)
     return len(seen.started())
 
@@ -123,7 +123,7 @@ def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
 # Crossings.
 
 
-def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list[list[Crossing]], int]:
+def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list[list[TransferRecord]], int]:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=8)
     costs = ps.Costs([3, 3], [3, 3], [3, 3], message_bytes=[1000, 1000])
     conditions = Conditions(LinkConditions.parse(links))
@@ -152,7 +152,7 @@ def test_a_late_link_is_seen(dispatch: str, threaded: bool) -> None:
 CONDITIONS = "0:1=latency:20ms 1:2=occupancy:10ms 2:3=bandwidth:100KB/s 3:4=loss:50%,20ms#1"
 
 
-def conditioned(rank: int, name: str) -> list[Crossing]:
+def conditioned(rank: int, name: str) -> list[TransferRecord]:
     """A link of every kind, by one transport."""
     schedule = ps.build("1f1b", num_ranks=5, num_microbatches=10)
     costs = ps.Costs([3] * 5, [3] * 5, [3] * 5, message_bytes=[1000] * 5)

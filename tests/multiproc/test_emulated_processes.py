@@ -15,7 +15,7 @@ from penstock.cost.conditions import LinkConditions
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
-from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.nccl import NcclTransport, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
@@ -127,7 +127,7 @@ def train_through_lines(rank: int) -> list[bool]:
         assert isinstance(pipe._peers, GroupPeers)
         given = pipe._peers.group, pipe._tags, 20.0, lines_of(wire(schedule)), "gloo", torch.device("cpu")
         pipe._transport = (
-            LineTransport(*given) if links is None else ConditionedLines(*given, conditions=Conditions(links))
+            NcclTransport(*given) if links is None else ConditionedLines(*given, conditions=Conditions(links))
         )
         x = torch.randn(12, 4)
         loss = pipe.step(x, x.sum(1, keepdim=True), update=False).loss

@@ -9,7 +9,7 @@ from torch import nn
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.nccl import NcclTransport, lines_of
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
@@ -44,7 +44,7 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss)
         assert isinstance(pipe._peers, GroupPeers)
         lines = lines_of(wire(schedule, [tie.stages for tie in pipe._model.ties]))
-        pipe._transport = LineTransport(pipe._peers.group, pipe._tags, 30.0, lines, "gloo", torch.device("cpu"))
+        pipe._transport = NcclTransport(pipe._peers.group, pipe._tags, 30.0, lines, "gloo", torch.device("cpu"))
         wrong = []
         for step, rows in enumerate((19, 26, 19), start=1):  # shapes that come and go
             torch.manual_seed(step)

@@ -12,7 +12,7 @@ from torch import nn
 import penstock as ps
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport import channel
-from penstock.runtime.transport.gloo import GroupTransport
+from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.wire_format import Packet
 from processes import run_ranks
 
@@ -33,7 +33,7 @@ class Peaks:
                 watch.alive.add(self)
 
         channel.Packet = Watched  # type: ignore[misc]
-        for cls, method in ((GroupTransport, "_accept"), (GroupTransport, "send"), (StageRunner, "forward")):
+        for cls, method in ((GlooTransport, "_accept"), (GlooTransport, "send"), (StageRunner, "forward")):
             self._watch(cls, method)
 
     def _watch(self, cls: type, method: str) -> None:
@@ -42,7 +42,7 @@ class Peaks:
         def watched(this: Any, *args: Any) -> Any:
             result = plain(this, *args)
             self.note("packets", len(self.alive))
-            if isinstance(this, GroupTransport):
+            if isinstance(this, GlooTransport):
                 self.note("unused", len(this._ready))
             else:
                 self.note("held", len(this._held))

@@ -15,7 +15,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.devices.null import NullDevice
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.liveness import needed_channel_depth
 from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
@@ -45,7 +45,7 @@ def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool
             rank,
             Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
             devices[rank],
-            LocalTransport(board, rank),
+            LoopbackTransport(board, rank),
         )
         for rank in range(schedule.num_ranks)
     ]

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.channel import ChannelKey, Expected
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.fleet import Post
-from penstock.runtime.transport.delegate.inbox import Inbox
+from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import MOST_WAITING, Outbox
 from penstock.schedule import Op
 
@@ -117,7 +117,7 @@ def test_lanes_that_keep_up_do_not_grow() -> None:
 
 
 EDGES = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(4)]
-EXPECTED = [Expected(ChannelKey.of(EDGES[0]), 0, tuple((edge, 100 + m) for m, edge in enumerate(EDGES)))]
+EXPECTED = [ExpectedMessages(ChannelKey.of(EDGES[0]), 0, tuple((edge, 100 + m) for m, edge in enumerate(EDGES)))]
 POST, LANE = Post(False, 0, 0), Lane(0, 1, 0, 0)
 
 
@@ -129,7 +129,7 @@ def message(number: int, tag: int, step: int = 1, digest: int = 5, sent: int = 0
 
 def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     fleet = Orders(1, 64 * MB)
-    inbox = Inbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
     assert inbox.begin(1, 5, EXPECTED, 1) == []
     assert inbox.came(POST, message(1, 102)) == EDGES[2]
     assert inbox.owed() == {0}
@@ -145,7 +145,7 @@ def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
 
 
 def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
-    inbox = Inbox(Orders(1, 64 * MB))  # type: ignore[arg-type]
+    inbox = DelegateInbox(Orders(1, 64 * MB))  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     assert inbox.came(POST, message(1, 100, step=2)) is None
     assert inbox.begin(2, 5, EXPECTED, 1) == [EDGES[0]]
@@ -155,7 +155,7 @@ def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
 
 def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_is_held() -> None:
     fleet = Orders(1, 64 * MB)
-    inbox = Inbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     for number in (1, 2, 3):
         inbox.came(POST, message(number, 99 + number))
@@ -168,7 +168,7 @@ def test_a_new_receiving_delegate_knows_what_its_forerunner_delivered_and_what_i
 
 def test_delegates_are_granted_what_the_messages_on_their_way_take() -> None:
     fleet = Orders(1, 80 * 1024)  # ten slots are a share
-    inbox = Inbox(fleet)  # type: ignore[arg-type]
+    inbox = DelegateInbox(fleet)  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED, 1)
     for number in range(4):  # one each ms, 6 ms on its way: ceil(2 * 6) + 1 must have a place
         inbox.came(POST, message(number + 1, 100 + number, sent=number * MS, arrived=(number + 6) * MS))

@@ -20,7 +20,7 @@ from penstock.runtime.transport.delegate.carrier.frame import (
     spec_room,
     unpack,
 )
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, Note, Ring
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, DescriptorRing, Note
 
 pytestmark = pytest.mark.unit
 
@@ -66,11 +66,11 @@ def test_the_payload_is_aligned_after_the_spec() -> None:
     assert body_bytes(65, 1000) == 1128
 
 
-def rings(count: int = 1) -> tuple[Ring, Ring]:
+def rings(count: int = 1) -> tuple[DescriptorRing, DescriptorRing]:
     """The two ends of a ring, each with a mapping of its own."""
     shared = os.memfd_create("ring")
     os.ftruncate(shared, RING_BYTES)
-    ends = Ring(mmap(shared, RING_BYTES), 0), Ring(mmap(shared, RING_BYTES), 0)
+    ends = DescriptorRing(mmap(shared, RING_BYTES), 0), DescriptorRing(mmap(shared, RING_BYTES), 0)
     os.close(shared)
     return ends
 

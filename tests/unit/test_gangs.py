@@ -21,10 +21,10 @@ from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import Awaited
 from penstock.runtime.execute.devices.null import NullDevice
 from penstock.runtime.execute.executors import run_local
-from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
@@ -230,14 +230,14 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
         change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
         caps = frozen_peaks(wiring.graph, change)
         for dispatch in ("frozen", "dynamic"):
-            board, meeting = Switchboard(schedule.num_ranks, None), Meeting(wiring.graph)
+            board, meeting = Switchboard(schedule.num_ranks, None), Gang(wiring.graph)
             workers = [
                 Worker(
                     wiring,
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
                     Meets(meeting, rank, schedule),
-                    LocalTransport(board, rank),
+                    LoopbackTransport(board, rank),
                     meeting,
                 )
                 for rank in range(schedule.num_ranks)
@@ -259,7 +259,7 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
 class Meets(NullDevice):
     """Leaves word for the other ranks, as devices do that run something."""
 
-    def __init__(self, meeting: Meeting, rank: int, schedule: ps.Schedule) -> None:
+    def __init__(self, meeting: Gang, rank: int, schedule: ps.Schedule) -> None:
         super().__init__()
         self._meeting, self._rank, self._schedule = meeting, rank, schedule
 

@@ -11,8 +11,8 @@ from penstock.cli import main
 from penstock.cost import CostError, LinkCondition
 from penstock.lab import LabError, LabMisuse, Layout, commands, permitted
 from penstock.lab.events import read_events
-from penstock.lab.layout import Way, lab_of
-from penstock.lab.links import Change, from_anywhere, read_change, read_interface, read_links, read_place, ways_of
+from penstock.lab.layout import NetworkWay, lab_of
+from penstock.lab.links import WayChange, from_anywhere, read_change, read_interface, read_links, read_place, ways_of
 
 TWO = Layout("7", 2)
 
@@ -68,20 +68,20 @@ def test_an_interface_that_comes_up_gets_the_route_it_had() -> None:
 def test_links_hold_both_ways_unless_each_is_named() -> None:
     held = read_links(["0:1=10", "1:0=40", "0:2=latency:5ms"], Layout("7", 3, 1))
     assert {way: condition.latency.at(0, "") for way, condition in held.items()} == {
-        Way(0, 1, 0): 10,
-        Way(1, 0, 0): 40,
-        Way(0, 2, 0): 5,
-        Way(2, 0, 0): 5,
+        NetworkWay(0, 1, 0): 10,
+        NetworkWay(1, 0, 0): 40,
+        NetworkWay(0, 2, 0): 5,
+        NetworkWay(2, 0, 0): 5,
     }
 
 
 def test_what_is_said_of_one_network_goes_before_what_is_said_of_all() -> None:
     held = read_links(["0:1@1=loss:1%", "0:1=30"], TWO)
     assert held == {
-        Way(0, 1, 0): LinkCondition.parse("30"),
-        Way(1, 0, 0): LinkCondition.parse("30"),
-        Way(0, 1, 1): LinkCondition.parse("loss:1%"),
-        Way(1, 0, 1): LinkCondition.parse("loss:1%"),
+        NetworkWay(0, 1, 0): LinkCondition.parse("30"),
+        NetworkWay(1, 0, 0): LinkCondition.parse("30"),
+        NetworkWay(0, 1, 1): LinkCondition.parse("loss:1%"),
+        NetworkWay(1, 0, 1): LinkCondition.parse("loss:1%"),
     }
 
 
@@ -106,14 +106,14 @@ def test_links_that_make_no_sense(text: str, said: str) -> None:
 
 
 def test_changes_of_a_link() -> None:
-    assert read_change("down") == Change(cut=True, keep=True)
-    assert read_change("up") == Change(cut=False, keep=True)
-    assert read_change("20") == Change(LinkCondition.parse("latency:20ms"))
+    assert read_change("down") == WayChange(cut=True, keep=True)
+    assert read_change("up") == WayChange(cut=False, keep=True)
+    assert read_change("20") == WayChange(LinkCondition.parse("latency:20ms"))
     assert read_place("3:1@1") == (3, 1, 1)
     assert read_place("3:1") == (3, 1, None)
     assert read_interface("3:1") == (3, 1)
-    assert ways_of(TWO, 0, 1, None, both=False) == [Way(0, 1, 0), Way(0, 1, 1)]
-    assert ways_of(TWO, 0, 1, 1, both=True) == [Way(0, 1, 1), Way(1, 0, 1)]
+    assert ways_of(TWO, 0, 1, None, both=False) == [NetworkWay(0, 1, 0), NetworkWay(0, 1, 1)]
+    assert ways_of(TWO, 0, 1, 1, both=True) == [NetworkWay(0, 1, 1), NetworkWay(1, 0, 1)]
     for reading in (read_place, read_interface):
         with pytest.raises(LabMisuse, match="like 0:1"):
             reading("eth0")

@@ -16,11 +16,11 @@ from penstock.cost import CostError, LinkCondition
 from penstock.lab import LabError, LabMisuse, Layout
 from penstock.lab.control import ControlServer, ask
 from penstock.lab.forwarder import Forwarder
-from penstock.lab.layout import Way
-from penstock.lab.links import Change, read_change, read_links
+from penstock.lab.layout import NetworkWay
+from penstock.lab.links import WayChange, read_change, read_links
 from penstock.lab.packets import PacketQueue
 
-WAY = Way(0, 1, 0)
+WAY = NetworkWay(0, 1, 0)
 LAYOUT = Layout("7", 3, 2)
 PATIENCE = 20.0
 
@@ -51,7 +51,7 @@ def test_a_trace_begins_when_it_is_set() -> None:
 def test_packets_sent_after_a_change_do_not_overtake() -> None:
     late = queue("latency:60ms")
     first = late.take(1, 0.0)
-    late.change(Change(), 10.0)
+    late.change(WayChange(), 10.0)
     assert late.take(1, 20.0) == first == 60.0
     assert late.take(1, 70.0) == 70.0
 
@@ -152,7 +152,7 @@ def test_late_packets_arrive_in_order_and_not_before_their_time() -> None:
 def test_only_a_device_whose_packets_get_lost_gives_single_segments() -> None:
     with carrying("0:1@1=loss:1%") as (forwarder, _, told):
         assert told == [True, True]
-        forwarder.change(Way(0, 1, 1), Change())
+        forwarder.change(NetworkWay(0, 1, 1), WayChange())
         assert told == [True, True, False]
 
 

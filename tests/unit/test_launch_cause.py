@@ -9,18 +9,20 @@ import pytest
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
 from penstock.runtime.launch.message import ranks
-from penstock.runtime.launch.peer_loss import Loss, loss_of
-from penstock.runtime.launch.report import Kind, Report
+from penstock.runtime.launch.peer_loss import LossKind, loss_of
+from penstock.runtime.launch.report import FailureKind, FailureReport
 from penstock.runtime.launch.reporter import report_failure
 
 pytestmark = pytest.mark.unit
 
 
-def report(rank: int, kind: Kind, at: float, *, final: bool = True, context: str | None = None) -> Report:
-    return Report(rank, kind, "ValueError", "what", context, ["  File x"], "all of it", at, final)
+def report(
+    rank: int, kind: FailureKind, at: float, *, final: bool = True, context: str | None = None
+) -> FailureReport:
+    return FailureReport(rank, kind, "ValueError", "what", context, ["  File x"], "all of it", at, final)
 
 
-def end(rank: int, code: int, at: float, said: Report | None = None, asked: bool = False) -> End:
+def end(rank: int, code: int, at: float, said: FailureReport | None = None, asked: bool = False) -> End:
     return End(rank, code, at, asked, said)
 
 
@@ -30,8 +32,8 @@ def test_nothing_failed() -> None:
 
 def test_an_exception_before_the_losses_it_caused_even_if_they_were_noticed_first() -> None:
     ends = [
-        end(0, 1, 5, report(0, Kind.LOST, 4)),
-        end(1, 1, 6, report(1, Kind.ERROR, 5, context="step 17")),
+        end(0, 1, 5, report(0, FailureKind.LOST, 4)),
+        end(1, 1, 6, report(1, FailureKind.ERROR, 5, context="step 17")),
         end(2, 0, 1),
     ]
     root = root_cause(ends)
@@ -46,7 +48,7 @@ def test_an_exception_before_the_losses_it_caused_even_if_they_were_noticed_firs
 
 
 def test_a_kill_comes_before_the_exceptions_that_follow_it() -> None:
-    ends = [end(0, 1, 5.2, report(0, Kind.ERROR, 5)), end(1, -9, 5.1), end(2, -15, 8, asked=True)]
+    ends = [end(0, 1, 5.2, report(0, FailureKind.ERROR, 5)), end(1, -9, 5.1), end(2, -15, 8, asked=True)]
     root = root_cause(ends)
     assert root is ends[1]
     text = explain(root, ends)
@@ -56,19 +58,22 @@ def test_a_kill_comes_before_the_exceptions_that_follow_it() -> None:
 
 
 def test_a_kill_by_the_parent_is_no_cause() -> None:
-    ends = [end(0, -9, 9, asked=True), end(1, 1, 5, report(1, Kind.LATE, 5))]
+    ends = [end(0, -9, 9, asked=True), end(1, 1, 5, report(1, FailureKind.LATE, 5))]
     assert root_cause(ends) is ends[1]
 
 
 def test_an_exception_that_was_caught_does_not_hide_a_kill() -> None:
-    ends = [end(0, -11, 9, report(0, Kind.ERROR, 3, final=False)), end(1, 1, 9.1, report(1, Kind.LOST, 9.1))]
+    ends = [
+        end(0, -11, 9, report(0, FailureKind.ERROR, 3, final=False)),
+        end(1, 1, 9.1, report(1, FailureKind.LOST, 9.1)),
+    ]
     root = root_cause(ends)
     assert root is ends[0]
     assert "rank 0 was killed by SIGSEGV" in explain(root, ends)
 
 
 def test_a_silent_exit() -> None:
-    ends = [end(0, 1, 5.1, report(0, Kind.LOST, 5)), end(1, 3, 4.9)]
+    ends = [end(0, 1, 5.1, report(0, FailureKind.LOST, 5)), end(1, 3, 4.9)]
     root = root_cause(ends)
     assert root is ends[1]
     assert explain(root, ends).startswith("penstock: rank 1 ended with exit code 3 and reported no exception")
@@ -76,38 +81,41 @@ def test_a_silent_exit() -> None:
 
 
 def test_only_losses() -> None:
-    ends = [end(0, 1, 5, report(0, Kind.LOST, 5)), end(1, 1, 4, report(1, Kind.LOST, 4))]
+    ends = [end(0, 1, 5, report(0, FailureKind.LOST, 5)), end(1, 1, 4, report(1, FailureKind.LOST, 4))]
     assert root_cause(ends) is ends[1]
 
 
 def test_an_interrupt_has_the_shells_code() -> None:
-    assert exit_code(end(0, -signal.SIGINT, 5, report(0, Kind.INTERRUPT, 5))) == 130
+    assert exit_code(end(0, -signal.SIGINT, 5, report(0, FailureKind.INTERRUPT, 5))) == 130
 
 
 @pytest.mark.parametrize(
     ("error", "loss"),
     [
-        (PeerLost("x"), Loss.LOST),
-        (DeadlineExceeded("x"), Loss.LATE),
-        (ConnectionResetError("x"), Loss.LOST),
+        (PeerLost("x"), LossKind.LOST),
+        (DeadlineExceeded("x"), LossKind.LATE),
+        (ConnectionResetError("x"), LossKind.LOST),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:61081. This"),
-            Loss.LOST,
+            LossKind.LOST,
         ),
-        (RuntimeError("Application timeout caused pair closure"), Loss.LOST),
-        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), Loss.LATE),
+        (RuntimeError("Application timeout caused pair closure"), LossKind.LOST),
+        (
+            RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
+            LossKind.LATE,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (ValueError("Connection closed by peer"), None),
     ],
 )
-def test_losses_by_their_words(error: BaseException, loss: Loss | None) -> None:
+def test_losses_by_their_words(error: BaseException, loss: LossKind | None) -> None:
     assert loss_of(error) is loss
 
 
 def test_a_loss_in_the_chain_makes_an_exception_secondary() -> None:
     error = ValueError("cannot clean up")
     error.__context__ = PeerLost("rank 0 is gone")
-    assert Report.of(error, 1, final=True).kind is Kind.LOST
+    assert FailureReport.of(error, 1, final=True).kind is FailureKind.LOST
 
 
 def test_the_innermost_context_counts() -> None:
@@ -115,7 +123,7 @@ def test_the_innermost_context_counts() -> None:
     error.__cause__ = ValueError("inner")
     report_failure(error.__cause__, "step 17")
     report_failure(error, "the training loop")
-    assert Report.of(error, 1, final=True).context == "step 17"
+    assert FailureReport.of(error, 1, final=True).context == "step 17"
 
 
 def test_ranks_in_words() -> None:

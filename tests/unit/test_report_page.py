@@ -18,8 +18,8 @@ from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
     Alarms,
     Fault,
-    Memory,
-    Ran,
+    RanConfiguration,
+    RunMemory,
     Shares,
     Shown,
 )
@@ -41,10 +41,10 @@ def small() -> RunStory:
         name="small",
         facts=(("schedule", "zb"), ("ranks", "2")),
         ran=(
-            Ran(0, "zb, frozen", 6, 158.5, 158.0, 0.004, shares, 4),
-            Ran(1, "zb, dynamic", 6, 118.5, 118, 0.02, None, 7),
+            RanConfiguration(0, "zb, frozen", 6, 158.5, 158.0, 0.004, shares, 4),
+            RanConfiguration(1, "zb, dynamic", 6, 118.5, 118, 0.02, None, 7),
         ),
-        memory=Memory((4.0, 3.0), (4.0, 4.0), "activations", "measured"),
+        memory=RunMemory((4.0, 3.0), (4.0, 4.0), "activations", "measured"),
         alarms=Alarms(3, 2, 1),
         faults=(Fault(8, "link 0–1 went down"),),
         counters=(("messages sent again", 3.0),),

@@ -20,7 +20,7 @@ from penstock.runtime.execute.devices.torch_device import TorchDevice
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.loopback import LocalTransport, Switchboard
+from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
 from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
@@ -228,7 +228,7 @@ def test_any_of_them_complete_without_numbers() -> None:
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
                     NullDevice(),
-                    LocalTransport(board, rank),
+                    LoopbackTransport(board, rank),
                 )
                 for rank in range(schedule.num_ranks)
             ]

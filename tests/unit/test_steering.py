@@ -30,11 +30,11 @@ from penstock.control.log import event_line, header
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.clock import Trip, ahead
 from penstock.runtime.adapt.first_costs import COUNT, FIRST, MeasuredCosts
-from penstock.runtime.adapt.report import Measured, Report, lines_of, report_of
-from penstock.runtime.adapt.report_collector import Gathering
-from penstock.runtime.adapt.run_log import Records
-from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, Outcome, agree, short_digest
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.adapt.report import MeasuredStep, RankReport, lines_of, report_of
+from penstock.runtime.adapt.report_collector import ReportCollector
+from penstock.runtime.adapt.run_log import RunLog
+from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, VoteResult, agree, short_digest
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
@@ -49,19 +49,19 @@ HOLDS = Offer(2, 77, 3, 99)
 @pytest.mark.parametrize(
     ("offers", "outcome"),
     [
-        ([RUNS, RUNS, RUNS], Outcome()),
-        ([HOLDS, HOLDS, HOLDS], Outcome(switch=3)),
-        ([HOLDS, RUNS, HOLDS], Outcome(missing=(1,))),
-        ([RUNS, HOLDS, HOLDS], Outcome()),  # rank 0 has withdrawn it
-        ([HOLDS, Offer(2, 77, 1, 55), HOLDS], Outcome(missing=(1,))),  # an old one
-        ([HOLDS, HOLDS, Offer(2, 77, 3, REFUSED)], Outcome(refused=2)),
-        ([Offer(2, 77, 3, REFUSED), HOLDS, HOLDS], Outcome(refused=0)),
-        ([HOLDS, Offer(2, 77, 3, 98), HOLDS], Outcome(refused=1)),  # another text under the same number
-        ([HOLDS, Offer(2, 77, STOPPED), HOLDS], Outcome(stopped=1)),
-        ([Offer(2, 77, 2, 77)] * 2, Outcome()),
+        ([RUNS, RUNS, RUNS], VoteResult()),
+        ([HOLDS, HOLDS, HOLDS], VoteResult(switch=3)),
+        ([HOLDS, RUNS, HOLDS], VoteResult(missing=(1,))),
+        ([RUNS, HOLDS, HOLDS], VoteResult()),  # rank 0 has withdrawn it
+        ([HOLDS, Offer(2, 77, 1, 55), HOLDS], VoteResult(missing=(1,))),  # an old one
+        ([HOLDS, HOLDS, Offer(2, 77, 3, REFUSED)], VoteResult(refused=2)),
+        ([Offer(2, 77, 3, REFUSED), HOLDS, HOLDS], VoteResult(refused=0)),
+        ([HOLDS, Offer(2, 77, 3, 98), HOLDS], VoteResult(refused=1)),  # another text under the same number
+        ([HOLDS, Offer(2, 77, STOPPED), HOLDS], VoteResult(stopped=1)),
+        ([Offer(2, 77, 2, 77)] * 2, VoteResult()),
     ],
 )
-def test_all_ranks_or_none(offers: Sequence[Offer], outcome: Outcome) -> None:
+def test_all_ranks_or_none(offers: Sequence[Offer], outcome: VoteResult) -> None:
     assert agree(offers) == outcome
 
 
@@ -91,12 +91,12 @@ def test_a_double_carries_a_digest() -> None:
 NO_SHIFT = (0, 0)
 
 
-def measured(rank: int, crossings: Sequence[Crossing] = (), events: Sequence[Event] = ()) -> Measured:
+def measured(rank: int, crossings: Sequence[TransferRecord] = (), events: Sequence[Event] = ()) -> MeasuredStep:
     ops = [(Op("F", rank, 0), 1_000_000, 11_000_000), (Op("B", rank, 0), 31_000_000, 51_000_000)]
-    return Measured(rank, 1_000_000, 51_000_000 + rank * 1_000_000, ops, crossings, events)
+    return MeasuredStep(rank, 1_000_000, 51_000_000 + rank * 1_000_000, ops, crossings, events)
 
 
-def report(iteration: int, rank: int) -> Report:
+def report(iteration: int, rank: int) -> RankReport:
     return report_of(iteration, measured(rank), NO_SHIFT)
 
 
@@ -106,19 +106,19 @@ def transfers_in(lines: Sequence[str]) -> list[Transfers]:
 
 
 def test_a_report_comes_back_as_it_was() -> None:
-    sent = report_of(7, measured(1, [Crossing(0, 1, 100, 5, 6, 9)], [LinkDown((0, 1))]), NO_SHIFT)
-    assert Report.from_json(sent.to_json()) == sent
+    sent = report_of(7, measured(1, [TransferRecord(0, 1, 100, 5, 6, 9)], [LinkDown((0, 1))]), NO_SHIFT)
+    assert RankReport.from_json(sent.to_json()) == sent
     assert [row[:3] for row in sent.ops] == [["F", 1, 0], ["B", 1, 0]]
 
 
 def test_what_was_held_and_counted_travels() -> None:
     told = measured(1)._replace(peak=2.5, counters={"failovers": 1, "resent": 0})
-    sent = Report.from_json(report_of(7, told, NO_SHIFT).to_json())
+    sent = RankReport.from_json(report_of(7, told, NO_SHIFT).to_json())
     assert (sent.peak, sent.counters) == (2.5, {"failovers": 1, "resent": 0})
 
 
 def test_iterations_come_out_whole_and_in_order() -> None:
-    gathering = Gathering(2)
+    gathering = ReportCollector(2)
     order = [(0, 1), (1, 1), (0, 0), (2, 0), (3, 1), (3, 0), (1, 0), (2, 1), (4, 0), (4, 1)]
     found = [complete for each in order if (complete := gathering.add(report(*each))) is not None]
     # Of iteration 1 and 2 a report came after those of iteration 3: they are left out.
@@ -130,7 +130,10 @@ def test_iterations_come_out_whole_and_in_order() -> None:
 
 
 def test_what_a_controller_is_told_does_not_depend_on_what_came_in_first() -> None:
-    crossings = [Crossing(0, 1, 10, 0, 0, 30_000_000), Crossing(0, 1, 10, 5_000_000, 20_000_000, 35_000_000)]
+    crossings = [
+        TransferRecord(0, 1, 10, 0, 0, 30_000_000),
+        TransferRecord(0, 1, 10, 5_000_000, 20_000_000, 35_000_000),
+    ]
     first = report_of(4, measured(0, events=[LinkDown((0, 1))]), NO_SHIFT)
     lines = lines_of([first, report_of(4, measured(1, crossings), NO_SHIFT)])
     assert lines_of([first, report_of(4, measured(1, crossings[::-1]), NO_SHIFT)]) == lines
@@ -148,7 +151,7 @@ def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
     second = 1_000_000_000
     sent, arrived = 2_000_000, 32_000_000 + second
     posted = 1_000_000 + second if posted_ahead else sent
-    found = report_of(0, measured(1, [Crossing(0, 1, 10, sent, posted, arrived)]), (0, second))
+    found = report_of(0, measured(1, [TransferRecord(0, 1, 10, sent, posted, arrived)]), (0, second))
     assert [each.ms for each in transfers_in(found.events)] == [(30.0,)]
     assert found.links == {"0:1": 30.0}
     assert found.ops[0][3:] == [1.0 - 1000, 11.0 - 1000]
@@ -225,12 +228,12 @@ def test_options_that_make_no_sense() -> None:
 
 def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     for run in range(3):
-        records = Records(tmp_path, lambda _: None)
+        records = RunLog(tmp_path, lambda _: None)
         records.control(f"run {run}")
         records.close()
         records.control("too late")
-    Records(tmp_path / "empty", lambda _: None).close()
-    Records(tmp_path / "empty", lambda _: None).close()
+    RunLog(tmp_path / "empty", lambda _: None).close()
+    RunLog(tmp_path / "empty", lambda _: None).close()
     names = sorted(path.name for path in tmp_path.glob("control*"))
     assert names == ["control-1.jsonl", "control-2.jsonl", "control.jsonl"]
     assert [(tmp_path / name).read_text() for name in names] == ["run 0\n", "run 1\n", "run 2\n"]

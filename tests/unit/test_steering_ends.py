@@ -20,8 +20,8 @@ from test_steering_helms import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, g
 
 import penstock as ps
 from penstock.control import Sensitivity
-from penstock.runtime.adapt.controller_process import Decider
-from penstock.runtime.adapt.run_log import CONTROL, ITERATIONS, TIMELINES, Records
+from penstock.runtime.adapt.controller_process import ControllerProcess
+from penstock.runtime.adapt.run_log import CONTROL, ITERATIONS, TIMELINES, RunLog
 from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
 from stores import Server, running
 
@@ -81,7 +81,7 @@ def test_a_full_disk_ends_the_records_with_one_notice_and_steering_goes_on(tmp_p
 def test_a_disk_that_fills_leaves_whole_lines(tmp_path: Path) -> None:
     """The kernel takes a part of the line that the limit cuts."""
     said: list[str] = []
-    records = Records(tmp_path, said.append)
+    records = RunLog(tmp_path, said.append)
     line = json.dumps({"event": "x" * 90})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (350, before[1]))
@@ -109,7 +109,7 @@ def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None
         raise OSError(28, "No space left on device")
 
     with nothing_left():
-        decider = Decider(job, Sensitivity(), take, said.append)
+        decider = ControllerProcess(job, Sensitivity(), take, said.append)
         end = time.monotonic() + DEADLINE
         while not said and time.monotonic() < end:
             decider.feed(json.dumps({"record": {"iteration": 0, "number": 0}}))

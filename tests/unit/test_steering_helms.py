@@ -16,12 +16,12 @@ from penstock.control import Configuration, Dropped, Switched, replay
 from penstock.control.configuration import peaks
 from penstock.control.events import event_from_json
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt import Helm, Measured
+from penstock.runtime.adapt import Agent, MeasuredStep
 from penstock.runtime.adapt import agent as helm
-from penstock.runtime.adapt.coordinator import Setting
-from penstock.runtime.adapt.rendezvous import Meeting
+from penstock.runtime.adapt.coordinator import RunSetting
+from penstock.runtime.adapt.rendezvous import Rendezvous
 from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 
 pytestmark = pytest.mark.unit
 
@@ -42,13 +42,13 @@ class Group:
         self.folder = folder
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
-        setting = Setting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
+        setting = RunSetting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
         steering = ps.Steering(folder=folder, **options)
         self.helms = [
-            Helm(
+            Agent(
                 steering,
                 setting,
-                Meeting(stores[rank], "test", rank, range(NUM_RANKS), (0,) * NUM_RANKS),
+                Rendezvous(stores[rank], "test", rank, range(NUM_RANKS), (0,) * NUM_RANKS),
                 readies[rank],
             )
             for rank in range(NUM_RANKS)
@@ -71,12 +71,14 @@ class Group:
         for rank, one in enumerate(self.helms):
             ops = [(t.op, begin + round(t.start * 1e6), begin + round(t.end * 1e6)) for t in timeline.rows[rank]]
             crossings = [
-                Crossing(m.source_rank, rank, 0, sent, sent, sent + round(links.delay(m.source_rank, rank) * 1e6))
+                TransferRecord(
+                    m.source_rank, rank, 0, sent, sent, sent + round(links.delay(m.source_rank, rank) * 1e6)
+                )
                 for m in timeline.messages
                 if m.target_rank == rank
                 for sent in [begin + round(m.sent * 1e6)]
             ]
-            one.ended([Measured(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
+            one.ended([MeasuredStep(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
         self.numbers.append(self.helms[0].number)
         if heard:
             self.wait_for(lambda: len(self.records()) > number)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, open_store
-from penstock.runtime.adapt.store_client import Line
+from penstock.runtime.adapt.store_client import StoreClient
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from stores import Server, free_port, running
@@ -78,7 +78,7 @@ def test_a_server_that_died_is_found_again(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_stands_still_loses_nothing(server: Server) -> None:
-    line = Line(open_store(server.address))
+    line = StoreClient(open_store(server.address))
     assert line.push("a", b"1")
     server.signal(signal.SIGSTOP)
     threading.Timer(1.0, server.signal, [signal.SIGCONT]).start()
@@ -89,7 +89,7 @@ def test_a_server_that_stands_still_loses_nothing(server: Server) -> None:
 
 
 def test_a_line_knows_how_long_it_has_had_no_answer(server: Server) -> None:
-    line = Line(open_store(server.address))
+    line = StoreClient(open_store(server.address))
     server.kill()
     while line.push("a", b"1"):
         time.sleep(0.05)

@@ -16,7 +16,7 @@ from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.conditioned import Conditions, local_transports
 from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
-from penstock.runtime.transport.transfer_record import KEPT, Crossing, CrossingLog
+from penstock.runtime.transport.transfer_record import KEPT, CrossingLog, TransferRecord
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
@@ -227,12 +227,12 @@ def test_ranks_in_turn_see_what_the_conditions_say() -> None:
 def test_a_log_that_nobody_reads_keeps_the_latest() -> None:
     log = CrossingLog()
     for number in range(KEPT + 5):
-        log.add(Crossing(0, 1, number, 0, 0, 0))
+        log.add(TransferRecord(0, 1, number, 0, 0, 0))
     taken = log.take()
     assert [c.num_bytes for c in taken] == list(range(5, KEPT + 5))
     assert log.take() == []
 
 
 def test_a_late_receiver_s_waiting_is_not_the_link_s() -> None:
-    assert Crossing(0, 1, 8, sent=100, posted=400, arrived=450).duration == 50
-    assert Crossing(0, 1, 8, sent=400, posted=100, arrived=450).duration == 50
+    assert TransferRecord(0, 1, 8, sent=100, posted=400, arrived=450).duration == 50
+    assert TransferRecord(0, 1, 8, sent=400, posted=100, arrived=450).duration == 50

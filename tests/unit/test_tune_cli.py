@@ -18,12 +18,12 @@ from penstock.cli.tune import number_of_bytes
 from penstock.runtime import RuntimeFailure
 from penstock.train import command as train_command
 from penstock.train.inputs import gather_inputs
-from penstock.train.order import Order
+from penstock.train.order import TrainJob
 from penstock.tune import meter, session, verify
 from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
-from penstock.tune.search import Candidate, Ranked, search
-from penstock.tune.space import Space
+from penstock.tune.search import Ranked, TuneCandidate, search
+from penstock.tune.space import TuneSpace
 
 pytestmark = pytest.mark.unit
 
@@ -141,7 +141,7 @@ def test_the_best_schedule_trains(
     schedule = ps.load(out)
     assert (schedule.num_ranks, schedule.num_microbatches) == (2, best["num_microbatches"])
     monkeypatch.chdir(tmp_path)
-    orders: list[Order] = []
+    orders: list[TrainJob] = []
     monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
     assert main(shlex.split(result["train"])[1:]) == 0
     settings = orders[0].settings
@@ -310,7 +310,7 @@ def test_copies_and_several_pipelines_are_recommended_where_they_are_fastest(
 ) -> None:
     # The runtime runs both, so neither is marked, and the fastest of all is what to train with.
     monkeypatch.chdir(tmp_path)
-    orders: list[Order] = []
+    orders: list[TrainJob] = []
     monkeypatch.setattr(train_command, "_carry_out", lambda order, port: orders.append(order) or 0)
     for extra in (["--dp", "2"], ["--pp", "2", "--dp", "1", "--schedule", "chimera"]):
         result = told(capsys, "tune", *FAST, "--ranks", "2", *extra)
@@ -336,11 +336,11 @@ def test_copies_and_several_pipelines_are_recommended_where_they_are_fastest(
 def test_the_fastest_measured_is_the_choice(
     ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[Candidate] = []
+    ran: list[TuneCandidate] = []
 
-    def slower_first(best: list[Ranked], *_: Any, **__: Any) -> dict[Candidate, verify.Measured]:
+    def slower_first(best: list[Ranked], *_: Any, **__: Any) -> dict[TuneCandidate, verify.MeasuredCandidate]:
         ran.extend(ranked.candidate for ranked in best)
-        return {each: verify.Measured(90.0 - 10 * n, 1.0, 9, 0.0, (1.0,)) for n, each in enumerate(ran)}
+        return {each: verify.MeasuredCandidate(90.0 - 10 * n, 1.0, 9, 0.0, (1.0,)) for n, each in enumerate(ran)}
 
     monkeypatch.setattr(session, "verify", slower_first)
     result = told(capsys, "tune", *NANO, "--verify", "3")
@@ -349,7 +349,7 @@ def test_the_fastest_measured_is_the_choice(
 
 
 def test_what_train_refuses_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    space, model = Space(2, 4, pp=[2], dp=[1]), tune_models.profile(6)
+    space, model = TuneSpace(2, 4, pp=[2], dp=[1]), tune_models.profile(6)
     everything = search(space, lambda shape, again: model, lambda shape: tune_models.transfer())
     assert not everything.refused
 

@@ -13,13 +13,13 @@ from penstock.train.settings import Settings
 from penstock.tune import meter as meter_module
 from penstock.tune.database import Database, default_path
 from penstock.tune.errors import DatabaseError
-from penstock.tune.meter import Meter, Need
+from penstock.tune.meter import Meter, NeededProfile
 from penstock.tune.session import config_of
 
 pytestmark = pytest.mark.unit
 
 SMALL = Settings(preset="nano", depth=2, microbatches=1, ranks=1, threads=1)
-NEEDS = [Need(1, 1, False), Need(2, 1, False), Need(2, 2, True)]
+NEEDS = [NeededProfile(1, 1, False), NeededProfile(2, 1, False), NeededProfile(2, 2, True)]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_every_op_costs_is_taken_off_the_layers(tmp_path: Path, ranks: tune_models.Ranks) -> None:
-    told = measured(tmp_path / "db").profiles[Need(1, 1, False)]
+    told = measured(tmp_path / "db").profiles[NeededProfile(1, 1, False)]
     assert told.op_overhead == dict.fromkeys(("f", "b", "f_split", "i", "w"), 0.05)
     blocks = (1.4 + 1.6) / 2 - 0.05  # alike, so each has the mean
     assert told.f == pytest.approx((1.2 - 0.05, blocks, blocks, 1.8 - 0.05))

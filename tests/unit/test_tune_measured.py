@@ -9,12 +9,12 @@ import pytest
 from penstock.tune import verify
 from penstock.tune.device import Clock, others
 from penstock.tune.verify import measured_of
-from penstock.tune.work import Answer
+from penstock.tune.work import WorkerAnswer
 
 pytestmark = pytest.mark.unit
 
 
-def answer(steps: list[list[float]], busy: list[float | None], spans: list[float] | None = None) -> Answer:
+def answer(steps: list[list[float]], busy: list[float | None], spans: list[float] | None = None) -> WorkerAnswer:
     """Ranks' steps of 0.1 s of wall time and 0.08 s of their own work, and what others worked meanwhile."""
 
     def clock(cores: float | None) -> dict[str, float | None]:
@@ -22,7 +22,7 @@ def answer(steps: list[list[float]], busy: list[float | None], spans: list[float
         return {"wall": 0.1, "own": 0.08, "machine": machine}
 
     rows: list[dict[str, Any]] = [{"steps": row, "clocks": [clock(cores) for cores in busy]} for row in steps]
-    return Answer([{**row, "makespans": spans or steps[0]} for row in rows], None)
+    return WorkerAnswer([{**row, "makespans": spans or steps[0]} for row in rows], None)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import penstock as ps
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of, peak_bytes
 from penstock.tune.predict import predict, reduce_time, stage_costs
-from penstock.tune.profile import Profile, Transfer
+from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.transfer import rising_with_size, undisturbed
 from tune_models import profile, ranges, transfer
 
@@ -99,14 +99,14 @@ def test_more_ranks_than_devices_take_at_least_all_their_work() -> None:
 @pytest.mark.parametrize(("copies", "expected"), [(1, 0.0), (2, 20.0), (4, 30.0)])
 def test_copies_reduce_their_gradients_in_a_ring(copies: int, expected: float) -> None:
     """The rank with most gradients counts; over k copies 2 (k - 1) / k of them pass through each rank."""
-    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
+    links = MessageCosts([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
     assert reduce_time(ps.build("1f1b", 2, 4), ranges(1, 1), plain(), links, copies) == pytest.approx(expected)
 
 
 def test_several_pipelines_reduce_too() -> None:
     schedule = ps.build("dualpipe", 2, 4)
     told = profile(2, weight=[10.0, 20.0])
-    links = Transfer([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
+    links = MessageCosts([0.0, 100.0], [0, 0], [0, 0], [0, 0], [0.0, 100.0], [0, 0])
     assert reduce_time(schedule, ranges(1, 1), told, links, 1) == pytest.approx(30.0)
 
 
@@ -150,7 +150,7 @@ def test_a_disturbed_size_counts_as_the_next_larger_one() -> None:
 
 
 def test_message_times_lie_between_known_sizes() -> None:
-    links = Transfer([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3, [0] * 3)
+    links = MessageCosts([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3, [0] * 3)
     assert [links.at("delay", size) for size in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
     assert (links.latency, links.bandwidth) == (1.0, 6.0)
     assert transfer(delay=3.0).at("delay", 1e9) == 3.0
@@ -176,18 +176,18 @@ def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, object], sa
 
 def test_messages_that_make_no_sense_are_refused() -> None:
     with pytest.raises(TuneError, match="sizes are"):
-        Transfer([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0])
+        MessageCosts([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0])
     with pytest.raises(TuneError, match="bandwidth is 0"):
-        Transfer.assumed(1.0, 0.0)
+        MessageCosts.assumed(1.0, 0.0)
     with pytest.raises(TuneError, match="latency is -1"):
-        Transfer.assumed(-1.0)
+        MessageCosts.assumed(-1.0)
 
 
 def test_a_profile_reads_back() -> None:
     told = plain(op_overhead={"f": 0.5}, tied=3.0)
     assert Profile.from_json(told.to_json()) == told
     links = transfer(delay=2.0, step=1.0)
-    assert Transfer.from_json(links.to_json()) == links
+    assert MessageCosts.from_json(links.to_json()) == links
     with pytest.raises(TuneError, match="unknown field 'speed'"):
         Profile.from_json({**told.to_json(), "speed": 1})
     with pytest.raises(TuneError, match="field 'held' is missing"):

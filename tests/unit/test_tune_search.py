@@ -11,8 +11,8 @@ import penstock as ps
 from penstock.tune.errors import TuneError
 from penstock.tune.predict import Prediction, predict
 from penstock.tune.profile import Profile
-from penstock.tune.search import Candidate, Found, candidates, in_bytes, search
-from penstock.tune.space import ASYNCHRONOUS, Shape, Space, counts, schedules_for
+from penstock.tune.search import SearchFound, TuneCandidate, candidates, in_bytes, search
+from penstock.tune.space import ASYNCHRONOUS, Shape, TuneSpace, counts, schedules_for
 from tune_models import profile, transfer
 
 pytestmark = pytest.mark.unit
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 LINKS = transfer(send=0.1, receive=0.2, delay=1.0, reduce=2.0, step=0.5)
 
 
-def everything(space: Space, model: Profile) -> Iterator[tuple[Candidate, Prediction]]:
+def everything(space: TuneSpace, model: Profile) -> Iterator[tuple[TuneCandidate, Prediction]]:
     """Every candidate, simulated."""
     for shape, recompute in itertools.product(space.shapes(), space.recompute):
         for candidate in candidates(shape, model, recompute, space.schedules):
@@ -31,7 +31,7 @@ def everything(space: Space, model: Profile) -> Iterator[tuple[Candidate, Predic
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("limit", [None, 600.0])
 def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> None:
-    space, model = Space(4, 8), profile(9, seed)
+    space, model = TuneSpace(4, 8), profile(9, seed)
     found = search(space, lambda shape, again: model, lambda shape: LINKS, limit, num_best=6)
     fits = [(c, p) for c, p in everything(space, model) if limit is None or p.peak_bytes <= limit]
     expected = sorted((p.step, p.peak_bytes) for _, p in fits)[:6]
@@ -42,7 +42,7 @@ def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> No
 
 
 def test_programs_join_the_ranking() -> None:
-    model, space = profile(16, 5), Space(4, 8, dp=[1], microbatch_sizes=[1])
+    model, space = profile(16, 5), TuneSpace(4, 8, dp=[1], microbatch_sizes=[1])
     without = search(space, lambda shape, again: model, lambda shape: LINKS)
     found = search(space, lambda shape, again: model, lambda shape: LINKS, programs=True)
     assert found.best[0].prediction.step <= without.best[0].prediction.step
@@ -60,7 +60,7 @@ def test_programs_join_the_ranking() -> None:
 
 @pytest.mark.slow
 def test_programs_keep_the_memory_limit() -> None:
-    model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), Space(4, 8, pp=[4])
+    model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), TuneSpace(4, 8, pp=[4])
     least = min(p.peak_bytes for _, p in everything(space, model))
     found = search(
         space, lambda shape, again: model, lambda shape: LINKS, memory_limit=2 * least, programs=True, num_best=50
@@ -71,7 +71,7 @@ def test_programs_keep_the_memory_limit() -> None:
 
 def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
     model = profile(8, 3)
-    found = search(Space(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), num_best=5)
+    found = search(TuneSpace(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), num_best=5)
     for ranked in found.best:
         candidate = ranked.candidate
         stages = range(len(candidate.cut))
@@ -84,7 +84,7 @@ def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
 
 
 def test_an_impossible_limit_says_the_least_and_for_what() -> None:
-    space, model = Space(2, 4), profile(6)
+    space, model = TuneSpace(2, 4), profile(6)
     smallest = min(p.peak_bytes for _, p in everything(space, model))
     with pytest.raises(TuneError, match=r"nothing fits in 1 bytes a rank; the least is (.*), for .*pp 2") as told:
         search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=1.0)
@@ -96,12 +96,12 @@ def test_an_impossible_limit_says_the_least_and_for_what() -> None:
 def test_an_interrupt_gives_the_best_so_far() -> None:
     model, seen = profile(6), []
 
-    def stop(found: Found) -> None:
+    def stop(found: SearchFound) -> None:
         seen.append(found.num_tried)
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    found = search(Space(2, 4), lambda shape, again: model, lambda shape: LINKS, progress=stop)
+    found = search(TuneSpace(2, 4), lambda shape, again: model, lambda shape: LINKS, progress=stop)
     assert found.interrupted
     assert found.num_tried == 5
     assert found.best
@@ -112,43 +112,50 @@ def test_an_interrupt_before_anything_was_found_goes_on_up() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(Space(2, 4), stop, lambda shape: LINKS)
+        search(TuneSpace(2, 4), stop, lambda shape: LINKS)
 
 
 def test_shapes_divide_the_batch_and_fit_the_ranks() -> None:
-    shapes = Space(6, 12).shapes()
+    shapes = TuneSpace(6, 12).shapes()
     assert {shape.pp for shape in shapes} == {1, 2, 3, 4, 6}
     for shape in shapes:
         assert shape.pp * shape.dp <= 6
         assert shape.dp * shape.microbatch_size * shape.num_microbatches == 12
-    assert Space(4, 8, pp=[2], dp=[1], microbatch_sizes=[4]).shapes() == [Shape(2, 1, 4, 2)]
+    assert TuneSpace(4, 8, pp=[2], dp=[1], microbatch_sizes=[4]).shapes() == [Shape(2, 1, 4, 2)]
     assert counts(6) == [1, 2, 3, 4, 6]
 
 
 @pytest.mark.parametrize(
     "space",
-    [Space(2, 8, pp=[3]), Space(4, 8, dp=[3]), Space(4, 8, microbatch_sizes=[3]), Space(2, 8, pp=[2], dp=[2])],
+    [
+        TuneSpace(2, 8, pp=[3]),
+        TuneSpace(4, 8, dp=[3]),
+        TuneSpace(4, 8, microbatch_sizes=[3]),
+        TuneSpace(2, 8, pp=[2], dp=[2]),
+    ],
 )
-def test_a_space_with_nothing_in_it_is_refused(space: Space) -> None:
+def test_a_space_with_nothing_in_it_is_refused(space: TuneSpace) -> None:
     with pytest.raises(TuneError, match="no way to spread the batch is left"):
         space.shapes()
 
 
 def test_values_that_make_no_sense_are_refused() -> None:
     with pytest.raises(TuneError, match="num devices is 0"):
-        Space(0, 8)
+        TuneSpace(0, 8)
     with pytest.raises(TuneError, match="pp 0; give whole numbers"):
-        Space(2, 8, pp=[0])
+        TuneSpace(2, 8, pp=[0])
     with pytest.raises(ps.ScheduleError, match="did you mean"):
-        Space(2, 8, schedules=["zbv"])
+        TuneSpace(2, 8, schedules=["zbv"])
     with pytest.raises(TuneError, match="never flushes"):
-        Space(2, 8, schedules=[ASYNCHRONOUS[0]])
+        TuneSpace(2, 8, schedules=[ASYNCHRONOUS[0]])
 
 
 def test_a_schedule_that_accepts_none_of_the_counts_is_told() -> None:
     model = profile(6)
     with pytest.raises(TuneError, match="no schedule of interleaved-1f1b accepts"):
-        search(Space(4, 3, pp=[4], schedules=["interleaved-1f1b"]), lambda shape, again: model, lambda shape: LINKS)
+        search(
+            TuneSpace(4, 3, pp=[4], schedules=["interleaved-1f1b"]), lambda shape, again: model, lambda shape: LINKS
+        )
 
 
 def test_each_order_is_tried_once_and_no_run_without_end() -> None:

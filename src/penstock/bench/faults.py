@@ -31,7 +31,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.bench.faults_rank import MICROBATCHES, Job
+from penstock.bench.faults_rank import MICROBATCHES, FaultJob
 from penstock.bench.machine import machine
 from penstock.lab import HostProcess, Lab
 
@@ -187,10 +187,10 @@ def delegates_of(pid: int) -> list[int]:
     return found
 
 
-class Training:
+class FaultTraining:
     """The ranks' processes, and what they tell."""
 
-    def __init__(self, lab: Lab, job: Job) -> None:
+    def __init__(self, lab: Lab, job: FaultJob) -> None:
         self.job = job
         self._told: SimpleQueue[tuple[int, dict[str, Any] | str]] = SimpleQueue()
         words = ["python", "-m", "penstock.bench.faults_rank", job.to_json()]
@@ -249,12 +249,12 @@ def rank_environment(host: int) -> dict[str, str]:
 @contextmanager
 def training_in_a_lab(
     num_runs: int, num_steps: int, timeout: float, steered: bool = False
-) -> Iterator[tuple[Lab, Training, StoreServer | None]]:
+) -> Iterator[tuple[Lab, FaultTraining, StoreServer | None]]:
     """Two hosts, a rank on each that is to train `num_runs` times, and a store if the runs are steered."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, 2, LINKS) as lab:
         server = StoreServer(lab) if steered else None
-        job = Job(folder, num_runs, num_steps, timeout, None if server is None else server.address)
-        yield lab, Training(lab, job), server
+        job = FaultJob(folder, num_runs, num_steps, timeout, None if server is None else server.address)
+        yield lab, FaultTraining(lab, job), server
 
 
 def run(

@@ -29,7 +29,7 @@ WAIT = 300.0
 
 
 @dataclass(frozen=True)
-class Job:
+class FaultJob:
     """Attributes:
     folder: where files say go; num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
     store: by which the runs are steered, see `ps.Steering`; None: they are not.
@@ -50,7 +50,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    job = Job(**json.loads(argv[0]))
+    job = FaultJob(**json.loads(argv[0]))
     torch.set_num_threads(1)
     rank, _ = init_process(job.timeout)
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(job: Job, run: int, rank: int, inputs: Tensor, targets: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def train(
+    job: FaultJob, run: int, rank: int, inputs: Tensor, targets: Tensor
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """One run: what it tells, and this rank's parameters at its end."""
     torch.manual_seed(1)
     stages: list[nn.Module] = [

@@ -36,7 +36,7 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ToyPipeline:
     """What is trained: a chain of stages, one a rank."""
 
     name: str
@@ -57,7 +57,7 @@ class Case:
         depth: of direct channels.
     """
 
-    pipeline: Pipeline
+    pipeline: ToyPipeline
     schedule: str
     links: str
     transport: str
@@ -69,11 +69,11 @@ class Case:
         return PAPER.get((self.schedule, self.links, self.transport)) if self.pipeline == GPT_7B else None
 
 
-GPT_7B = Pipeline("gpt2-7b", PRESETS["gpt2-7b"].costs(), PRESETS["gpt2-7b"].num_microbatches)
-CHAIN_8 = Pipeline("8 ranks, ops of 10 ms", ps.Costs.uniform(8, 10, 10, 10), 32)
+GPT_7B = ToyPipeline("gpt2-7b", PRESETS["gpt2-7b"].costs(), PRESETS["gpt2-7b"].num_microbatches)
+CHAIN_8 = ToyPipeline("8 ranks, ops of 10 ms", ps.Costs.uniform(8, 10, 10, 10), 32)
 
 
-def cases(pipelines: Sequence[Pipeline]) -> Iterator[Case]:
+def cases(pipelines: Sequence[ToyPipeline]) -> Iterator[Case]:
     """For each pipeline and schedule: no delay first, then the first and last link late, by each way of sending.
 
     The authors inject a delay on GPUs by a kernel that spins before each send: the link is busy with one message at
@@ -93,7 +93,7 @@ def cases(pipelines: Sequence[Pipeline]) -> Iterator[Case]:
 
 
 def run(
-    pipelines: Sequence[Pipeline], steps: int, stretch: float, processes: bool = False
+    pipelines: Sequence[ToyPipeline], steps: int, stretch: float, processes: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A row for each case, as it comes."""
     without: dict[tuple[str, str], tuple[float, float]] = {}

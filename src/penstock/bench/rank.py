@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.bench.machine import machine
-from penstock.bench.sides import SIZES, Side, Task, builders
+from penstock.bench.sides import SIZES, Side, SideTask, builders
 
 WARM_UPS = 3
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What the ranks of one launch do.
 
     Attributes:
@@ -52,19 +52,19 @@ class Job:
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> RankJob:
         fields = json.loads(path.read_text())
         return cls(**{**fields, "sides": tuple(fields["sides"])})
 
 
-def work(job: Job, rank: int) -> dict[str, Any]:
+def work(job: RankJob, rank: int) -> dict[str, Any]:
     """Builds the sides, warms them up, checks that they agree and measures."""
     schedule = ps.build(job.schedule, num_ranks=job.num_ranks, num_microbatches=job.num_microbatches)
-    task = Task.of(SIZES[job.size], schedule, rank)
+    task = SideTask.of(SIZES[job.size], schedule, rank)
     # A group each, so that no side's messages meet another's.
     groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch")}
     makers = builders(task, groups, job.dispatch)
-    memory = Memory()
+    memory = MemoryMeter()
     sides = {name: makers[name]() for name in job.sides}
     for side in sides.values():
         for _ in range(WARM_UPS):
@@ -122,7 +122,7 @@ def difference(sides: dict[str, Side]) -> Metrics:
     return found
 
 
-class Memory:
+class MemoryMeter:
     """How much this process's peak resident memory grows from here on.
 
     The kernel's mark of the peak is reset where /proc/self/clear_refs lets us; otherwise the growth of the
@@ -161,7 +161,7 @@ def _highest() -> int:
 
 def main(arguments: Sequence[str]) -> None:
     """`python -m penstock.bench.rank JOB.json RANK`."""
-    job, rank = Job.read(Path(arguments[0])), int(arguments[1])
+    job, rank = RankJob.read(Path(arguments[0])), int(arguments[1])
     # Ends the process even where the main thread is stuck and nobody is left to end it.
     faulthandler.dump_traceback_later(job.deadline, exit=True)
     torch.set_num_threads(1)

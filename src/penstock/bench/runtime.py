@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from penstock.bench.rank import Job
+from penstock.bench.rank import RankJob
 from penstock.bench.sides import SCHEDULES, SIZES
 
 NUM_RANKS = 4
@@ -68,7 +68,7 @@ def run(
     for size in sizes:
         for schedule in schedules:
             num_steps = STEPS[size] if steps is None else steps
-            job = Job(
+            job = RankJob(
                 size, schedule, NUM_RANKS, NUM_MICROBATCHES, dispatch, SIDES, num_steps, blocks, "", deadline
             )  # fmt: skip
             ranks = launch(job)
@@ -82,7 +82,7 @@ def run(
     return {"machine": machine, "rows": rows}
 
 
-def launch(job: Job) -> list[dict[str, Any]]:
+def launch(job: RankJob) -> list[dict[str, Any]]:
     """Runs a job on all its ranks and returns what each found; none is left behind.
 
     Raises:
@@ -108,7 +108,7 @@ def launch(job: Job) -> list[dict[str, Any]]:
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.num_ranks)]
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: RankJob, folder: Path) -> None:
     """Returns when all ranks have ended well."""
     what = f"{job.size} under {job.schedule}"
     end = time.monotonic() + job.deadline
@@ -126,7 +126,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path) -> N
         time.sleep(0.05)
 
 
-def _row(job: Job, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def per_block(side: str, metric: str) -> list[float]:
         return [mean(r["blocks"][b][side][metric] for r in ranks) for b in range(job.blocks)]
 
@@ -157,7 +157,7 @@ def _overhead(rank: dict[str, Any], side: str) -> float:
     return median(b[side][metric] - b["alone"][metric] for b in rank["blocks"]) * 1e3 / rank["num_ops"]
 
 
-def _memory(job: Job, side: str) -> dict[str, Any]:
+def _memory(job: RankJob, side: str) -> dict[str, Any]:
     ranks = launch(replace(job, sides=(side,), steps=3, blocks=1))
     return {"peak_bytes": [r["peak_bytes"] for r in ranks], "read_from": ranks[0]["memory_read_from"]}
 

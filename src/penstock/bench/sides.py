@@ -53,7 +53,7 @@ _TORCH_MULTI = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBV
 
 
 @dataclass(frozen=True)
-class Task:
+class SideTask:
     """What every side of one rank runs."""
 
     size: Size
@@ -63,7 +63,7 @@ class Task:
     targets: Tensor
 
     @classmethod
-    def of(cls, size: Size, schedule: Schedule, rank: int) -> Task:
+    def of(cls, size: Size, schedule: Schedule, rank: int) -> SideTask:
         draws = torch.Generator().manual_seed(1)
         shape = SAMPLES * schedule.num_microbatches, size.context
         inputs, targets = (torch.randint(0, VOCAB_SIZE, shape, generator=draws) for _ in range(2))
@@ -105,7 +105,7 @@ class Side(Protocol):
 class Ours:
     """`ps.Pipeline`."""
 
-    def __init__(self, task: Task, group: dist.ProcessGroup, dispatch: str) -> None:
+    def __init__(self, task: SideTask, group: dist.ProcessGroup, dispatch: str) -> None:
         self._task = task
         self._pipe = ps.Pipeline(
             [partial(task.build, stage) for stage in range(task.schedule.num_stages)],
@@ -128,7 +128,7 @@ class Ours:
 class Torch:
     """`torch.distributed.pipelining`, through its public names."""
 
-    def __init__(self, task: Task, group: dist.ProcessGroup) -> None:
+    def __init__(self, task: SideTask, group: dist.ProcessGroup) -> None:
         schedule = task.schedule
         self._modules = [task.build(stage) for stage in task.stages]
         stages = [
@@ -161,7 +161,7 @@ class Torch:
 class Alone:
     """This rank's forwards and backwards with nothing around them: no order, no messages, no halves."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SideTask) -> None:
         num, size = task.schedule.num_microbatches, task.size
         draws = torch.Generator().manual_seed(2)
         shape = SAMPLES, size.context, size.width
@@ -192,7 +192,7 @@ def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
 
-def builders(task: Task, groups: dict[str, dist.ProcessGroup], dispatch: str) -> dict[str, Callable[[], Side]]:
+def builders(task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str) -> dict[str, Callable[[], Side]]:
     """How to make each side, by its name."""
     return {
         "ours": lambda: Ours(task, groups["ours"], dispatch),

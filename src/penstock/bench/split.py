@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms
 
 
-class Block(nn.Module):
+class SplitBlock(nn.Module):
     """A pre-norm transformer block: causal attention, and an MLP four times as wide."""
 
     def __init__(self, width: int) -> None:
@@ -66,8 +66,8 @@ def run(
 def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int) -> Row:
     """The three backwards of one stage, `repeats` times in alternation."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
-    ours = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+    plain = nn.Sequential(*[SplitBlock(width) for _ in range(num_blocks)])
+    ours = nn.Sequential(*[SplitBlock(width) for _ in range(num_blocks)])
     ours.load_state_dict(plain.state_dict())
     prepare(ours)
     x, g = torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)

@@ -27,11 +27,11 @@ from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.database import Database
 from penstock.tune.device import Clock, num_devices, others
-from penstock.tune.meter import Meter, Need
+from penstock.tune.meter import Meter, NeededProfile
 from penstock.tune.predict import predict
-from penstock.tune.search import Candidate
+from penstock.tune.search import TuneCandidate
 from penstock.tune.session import config_of
-from penstock.tune.space import Plan, Shape
+from penstock.tune.space import Shape, TunePlan
 from penstock.tune.verify import measured_of, trial_task
 from penstock.tune.work import carry_out
 
@@ -102,13 +102,13 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
         Database(Path(name) / "new.sqlite") as database,
     ):
         meter = Meter(MODEL, told, config, database, seconds)
-        need = Need(setting.microbatch_size, setting.pp, False)
+        need = NeededProfile(setting.microbatch_size, setting.pp, False)
         meter.prepare([need], [setting.pp])
     profile, transfer = meter.profiles[need], meter.transfers[setting.pp]
     cut = partition([sum(row) for row in zip(profile.f, profile.b)], schedule.num_stages)
     prediction = predict(schedule, cut, profile, transfer, num_devices=num_devices(told))
     shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
-    candidate = Candidate(shape, Plan(setting.schedule, schedule), tuple(cut), False)
+    candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
     answer = carry_out([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
     measured = measured_of([answer])
     return {

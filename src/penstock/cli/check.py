@@ -58,7 +58,7 @@ def check(
             several_files = source.is_file(name) and len(schedules) > 1
             found = _proved(
                 name,
-                source.Counts(memory_limit=memory_limit, max_mismatch=max_mismatch) if several_files else wanted,
+                source.GivenCounts(memory_limit=memory_limit, max_mismatch=max_mismatch) if several_files else wanted,
                 channel_depth,
             )
         except Exception as error:
@@ -81,7 +81,7 @@ def check(
         raise typer.Exit(MISUSE if any(f.exit_code == MISUSE for f in failures) else failures[0].exit_code)
 
 
-def _proved(name: str, wanted: source.Counts, channel_depth: int | None) -> dict[str, Any]:
+def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None) -> dict[str, Any]:
     plan = source.read_or_build(name, wanted)
     ps.check(plan, channel_depth=channel_depth, memory_limit=wanted.memory_limit)
     limit = plan.memory_limit if wanted.memory_limit is None else wanted.memory_limit

@@ -27,7 +27,7 @@ from penstock.train.settings import Settings
 if TYPE_CHECKING:
     from penstock.schedule import Schedule
     from penstock.train.compare.result import Comparison
-    from penstock.train.compare.run import Source
+    from penstock.train.compare.run import CostSource
 
 DEFAULTS = Settings()
 
@@ -94,7 +94,7 @@ def compare(
         },
     )  # fmt: skip
 
-    def source() -> Source:
+    def source() -> CostSource:
         if costs is not None:
             return _given(costs)
         return _measured(asked[0], options.database_path(database), seconds, fresh, json)
@@ -112,11 +112,11 @@ def compare(
         raise typer.Exit(128 + signal.SIGINT)
 
 
-def _given(costs: str) -> Source:
+def _given(costs: str) -> CostSource:
     """Costs by a preset's name or from a file."""
     from penstock.cost import CostError, Costs
     from penstock.formats.costs import are_of_a_model, read_costs
-    from penstock.train.compare.run import Source
+    from penstock.train.compare.run import CostSource
 
     stages: dict[int, str] = {}
 
@@ -132,13 +132,13 @@ def _given(costs: str) -> Source:
             )
         return read
 
-    return Source(f"the costs of {costs}", False, costing)
+    return CostSource(f"the costs of {costs}", False, costing)
 
 
-def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> Source:
+def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, quiet: bool) -> CostSource:
     """What the model's layers take here, one rank at a time."""
     from penstock.models import gpt_costs
-    from penstock.train.compare.run import Source
+    from penstock.train.compare.run import CostSource
     from penstock.train.tasks.gpt import gpt_config
     from penstock.train.tasks.layers import stage_layers
     from penstock.tune.compared import costs_of
@@ -150,7 +150,7 @@ def _measured(settings: Settings, database: Path, seconds: float, fresh: bool, q
     )
     (profile,) = meter.profiles.values()
     config = gpt_config(settings, 256)
-    return Source(
+    return CostSource(
         f"what the layers of {settings.preset} take here (microbatches of {size})",
         True,
         lambda schedule: costs_of(schedule, stage_layers(gpt_costs(config), schedule), profile),

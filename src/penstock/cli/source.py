@@ -17,7 +17,7 @@ SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file
 
 
 @dataclass(frozen=True)
-class Counts:
+class GivenCounts:
     """What a library schedule is built from; None where not given."""
 
     ranks: int | None = None
@@ -37,10 +37,10 @@ def counts_of(
     memory_limit: float | None,
     window: int | None,
     max_mismatch: int | None,
-) -> Counts:
+) -> GivenCounts:
     """The counts as options give them. Raises Misuse for a warm-up that is no list of whole numbers."""
     warmups = None if warmup is None else counts("--warmup", warmup)
-    return Counts(ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch)
+    return GivenCounts(ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch)
 
 
 def is_file(source: str) -> bool:
@@ -48,7 +48,7 @@ def is_file(source: str) -> bool:
     return "/" in source or bool(Path(source).suffix) or (source not in SCHEDULES and Path(source).exists())
 
 
-def read_or_build(source: str, counts: Counts) -> Schedule:
+def read_or_build(source: str, counts: GivenCounts) -> Schedule:
     """The schedule `source` names. A built one is proved; one from a file is as it was written.
 
     A bound on the mismatch is proved of both, and is then the schedule's own.

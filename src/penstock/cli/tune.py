@@ -24,7 +24,7 @@ from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
-    from penstock.tune.search import Candidate, Found
+    from penstock.tune.search import SearchFound, TuneCandidate
     from penstock.tune.session import Source
 
 Model = Annotated[str, typer.Option("--model", "--preset", help="A GPT by its sizes, as in penstock train.")]
@@ -220,7 +220,7 @@ def json_object(option: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-def _place_of(candidate: Candidate) -> str:
+def _place_of(candidate: TuneCandidate) -> str:
     """Where a program goes for which no --out was given, so that the line that trains with it can be copied."""
     folder = Path("runs")
     folder.mkdir(exist_ok=True)
@@ -259,6 +259,6 @@ def say_line(line: str) -> None:
 class _Counter:
     """Shows on a terminal how far the search is."""
 
-    def __call__(self, found: Found) -> None:
+    def __call__(self, found: SearchFound) -> None:
         best = f", best {found.best[0].prediction.step:.1f} ms" if found.best else ""
         print(f"\r{found.num_tried} candidates{best}\x1b[K", end="\r", file=sys.stderr, flush=True)

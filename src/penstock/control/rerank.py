@@ -123,7 +123,7 @@ def rerank(
     """
     now = now or job.start
     times = MeshTimes(job, mesh, links, ring)
-    search = _Search(times, mesh, now, moving)
+    search = _MeshSearch(times, mesh, now, moving)
     tried, exhaustive = search.placements(allowed, exhaustive_up_to)
     best = {mesh: (search.cost(mesh), now)}
     least = min(tried, key=search.rank, default=mesh)
@@ -170,7 +170,7 @@ def _rounded(ms: float, unit: float) -> int:
     return round(ms / (unit or 1.0) / EPSILON)
 
 
-class _Search:
+class _MeshSearch:
     """Placements of nodes, ranked by what an iteration takes under what runs now."""
 
     def __init__(self, times: MeshTimes, mesh: Mesh, now: Configuration, moving: Moving | None) -> None:

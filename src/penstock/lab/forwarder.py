@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 
 from penstock.cost import LinkCondition
 from penstock.lab.kernel import HEADER_BYTES, Timer, whole_segments
-from penstock.lab.layout import Layout, Way
-from penstock.lab.links import Change
+from penstock.lab.layout import Layout, NetworkWay
+from penstock.lab.links import WayChange
 from penstock.lab.packets import PacketQueue
 
 BURST = 32
@@ -40,7 +40,7 @@ class Forwarder:
         self,
         layout: Layout,
         devices: Mapping[tuple[int, int], int],
-        conditions: Mapping[Way, LinkCondition],
+        conditions: Mapping[NetworkWay, LinkCondition],
         segment: Callable[[int, bool], None] = whole_segments,
     ) -> None:
         self.queues = {way: PacketQueue(way) for way in layout.ways()}
@@ -49,14 +49,14 @@ class Forwarder:
         places = layout.packed_addresses()
         self._routes = {
             device: {
-                address: self.queues[Way(host, target, nic)]
+                address: self.queues[NetworkWay(host, target, nic)]
                 for address, (target, target_nic) in places.items()
                 if target_nic == nic and target != host
             }
             for (host, nic), device in devices.items()
         }
         self._out = {way: devices[way.target, way.nic] for way in self.queues}
-        self._due: list[tuple[float, Way]] = []
+        self._due: list[tuple[float, NetworkWay]] = []
         self._epoll, self._timer, self._armed = select.epoll(), Timer(), 0.0
         self._others: dict[int, Callable[[], None]] = {}
         self._ended = False
@@ -64,9 +64,9 @@ class Forwarder:
             self._epoll.register(device, select.EPOLLIN)
         self._epoll.register(self._timer.descriptor, select.EPOLLIN)
         for way, condition in conditions.items():
-            self.change(way, Change(condition))
+            self.change(way, WayChange(condition))
 
-    def change(self, way: Way, change: Change) -> None:
+    def change(self, way: NetworkWay, change: WayChange) -> None:
         """From now on, for what is sent from now on; a cut loses what is under way too."""
         self.queues[way].change(change, _now())
         device = self._devices[way.source, way.nic]

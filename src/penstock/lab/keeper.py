@@ -27,14 +27,14 @@ from penstock.lab.forwarder import Forwarder
 from penstock.lab.kernel import inside, open_tun
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links, ways_of
-from penstock.lab.order import Order
+from penstock.lab.order import LabOrder
 from penstock.lab.permitted import require
 
 _NICENESS = -10
 """Packets go before programs, or delays would be those of a busy machine."""
 
 
-def keep(order: Order) -> None:
+def keep(order: LabOrder) -> None:
     """Makes the lab, keeps it until it is to end, and removes it. Raises LabError, CostError, OSError."""
     require()
     layout = Layout(str(os.getpid()), order.num_hosts, order.num_nics)
@@ -116,7 +116,7 @@ def _say(ready: int, message: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    order = Order.from_json(argv[0])
+    order = LabOrder.from_json(argv[0])
     try:
         keep(order)
     except (LabError, CostError, OSError) as error:

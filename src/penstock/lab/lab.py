@@ -27,7 +27,7 @@ from penstock.lab.errors import LabError, LabMisuse
 from penstock.lab.folder import Folder, names
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_links
-from penstock.lab.order import Order
+from penstock.lab.order import LabOrder
 from penstock.lab.permitted import require
 from penstock.lab.process import HostProcess
 from penstock.lab.removal import remove
@@ -130,7 +130,7 @@ def start_keeper(
     require()
     reading, ready = os.pipe()
     owner = None if lifeline is None else os.getpid()
-    order = Order(num_hosts, num_nics, tuple(links), owner, lifeline, ready)
+    order = LabOrder(num_hosts, num_nics, tuple(links), owner, lifeline, ready)
     with os.fdopen(reading, "rb") as answer:
         try:
             keeper = subprocess.Popen(

@@ -24,7 +24,7 @@ MASTER_PORT = 29500
 """Where programs on the hosts meet: on host 0. Nobody else is there, so it is always free."""
 
 
-class Way(NamedTuple):
+class NetworkWay(NamedTuple):
     """One direction of a pair of hosts on one network."""
 
     source: int
@@ -91,10 +91,10 @@ class Layout:
     def nics(self) -> range:
         return range(self.num_nics)
 
-    def ways(self) -> Iterator[Way]:
+    def ways(self) -> Iterator[NetworkWay]:
         """Every direction of every pair on every network."""
         for nic in self.nics:
-            yield from (Way(a, b, nic) for a in self.hosts for b in self.hosts if a != b)
+            yield from (NetworkWay(a, b, nic) for a in self.hosts for b in self.hosts if a != b)
 
     def packed_addresses(self) -> dict[bytes, tuple[int, int]]:
         """Addresses as they stand in packets, with the host and the network they belong to."""

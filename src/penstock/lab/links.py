@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from penstock.cost import CostError, LinkCondition, LinkConditions
 from penstock.cost.over_time import Trace
 from penstock.lab.errors import LabMisuse
-from penstock.lab.layout import Layout, Way
+from penstock.lab.layout import Layout, NetworkWay
 
 _LINK = re.compile(r"(?P<pair>[0-9]{1,9}:[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?=(?P<rest>.+)", re.DOTALL)
 _PLACE = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?")
 
 
-class Change(NamedTuple):
+class WayChange(NamedTuple):
     """What becomes of a way: cut or joined again (None: as it is), and what it does to packets.
 
     Attributes:
@@ -37,13 +37,13 @@ class Change(NamedTuple):
     keep: bool = False
 
 
-def read_change(text: str) -> Change:
+def read_change(text: str) -> WayChange:
     """Reads `down`, `up`, or a condition, which also joins what was cut. Raises CostError."""
     if text in ("down", "up"):
-        return Change(cut=text == "down", keep=True)
+        return WayChange(cut=text == "down", keep=True)
     condition = LinkCondition.parse(text)
     check_condition(condition, text)
-    return Change(condition)
+    return WayChange(condition)
 
 
 def read_place(text: str) -> tuple[int, int, int | None]:
@@ -62,7 +62,7 @@ def read_interface(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def read_links(texts: Iterable[str], layout: Layout) -> dict[Way, LinkCondition]:
+def read_links(texts: Iterable[str], layout: Layout) -> dict[NetworkWay, LinkCondition]:
     """What holds on each way from the start; ways without a condition are left out.
 
     Raises:
@@ -76,7 +76,7 @@ def read_links(texts: Iterable[str], layout: Layout) -> dict[Way, LinkCondition]
         nic = None if match["nic"] is None else int(match["nic"])
         layout.check(0, nic or 0)
         by_network.setdefault(nic, []).append(f"{match['pair']}={match['rest']}")
-    found: dict[Way, LinkCondition] = {}
+    found: dict[NetworkWay, LinkCondition] = {}
     for nic, of_network in sorted(by_network.items(), key=lambda item: -1 if item[0] is None else item[0]):
         conditions = LinkConditions.parse(of_network)
         for (a, b), condition in conditions.conditions.items():
@@ -90,14 +90,14 @@ def read_links(texts: Iterable[str], layout: Layout) -> dict[Way, LinkCondition]
     return found
 
 
-def ways_of(layout: Layout, source: int, target: int, nic: int | None, both: bool) -> list[Way]:
+def ways_of(layout: Layout, source: int, target: int, nic: int | None, both: bool) -> list[NetworkWay]:
     """The ways that a link's name means. Raises LabMisuse."""
     layout.check(source, nic or 0)
     layout.check(target)
     if source == target:
         raise LabMisuse(f"link {source}:{target} joins a host to itself; name two hosts")
     pairs = [(source, target), (target, source)] if both else [(source, target)]
-    return [Way(a, b, n) for n in (layout.nics if nic is None else [nic]) for a, b in pairs]
+    return [NetworkWay(a, b, n) for n in (layout.nics if nic is None else [nic]) for a, b in pairs]
 
 
 def check_condition(condition: LinkCondition, text: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Order:
+class LabOrder:
     """What a keeper is to keep.
 
     Attributes:
@@ -26,6 +26,6 @@ class Order:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Order:
+    def from_json(cls, text: str) -> LabOrder:
         values = json.loads(text)
         return cls(**{**values, "links": tuple(values["links"])})

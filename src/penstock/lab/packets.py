@@ -15,8 +15,8 @@ from typing import Any
 from penstock.cost import LinkCondition
 from penstock.cost.conditions import Queue
 from penstock.lab.commands import BUFFER_BYTES
-from penstock.lab.layout import Way
-from penstock.lab.links import Change
+from penstock.lab.layout import NetworkWay
+from penstock.lab.links import WayChange
 
 
 class PacketQueue:
@@ -29,7 +29,7 @@ class PacketQueue:
             more than 64 MiB waited for a limited bandwidth.
     """
 
-    def __init__(self, way: Way, condition: LinkCondition | None = None) -> None:
+    def __init__(self, way: NetworkWay, condition: LinkCondition | None = None) -> None:
         self.way = way
         self.held: deque[tuple[float, bytes]] = deque()
         self.cut = False
@@ -38,13 +38,13 @@ class PacketQueue:
         self._since, self._queue = 0.0, Queue()
         self._share, self._random = 0.0, Random()
         self._passes: LinkCondition | None = None
-        self.change(Change(condition), 0.0)
+        self.change(WayChange(condition), 0.0)
 
     @property
     def loses(self) -> bool:
         return self._share > 0
 
-    def change(self, change: Change, now: float) -> None:
+    def change(self, change: WayChange, now: float) -> None:
         """From now on. What is under way arrives as it was to, and first; a cut loses it."""
         if change.cut is not None:
             self.cut = change.cut

@@ -13,7 +13,7 @@ from math import ceil, inf, isfinite
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.library.amdp_order import Times, Way, ran_with
+from penstock.library.amdp_order import OrderWay, Times, ran_with
 from penstock.library.amdp_updates import with_updates_at_once
 from penstock.library.options import at_least, whole_multiple
 from penstock.program.placements import multi_directional
@@ -118,7 +118,7 @@ class _Maker:
         other: dict[str | tuple[str, int], float | tuple[float, float]] = {("U", s): ms for s, ms in enumerate(u)}
         self._costs = Costs(times.f, times.b, [0.0] * num_ranks, other=other)
 
-    def best_way(self) -> Way:
+    def best_way(self) -> OrderWay:
         """The paper's way, or the one that is faster by more than a little, over the first blocks."""
         ways = list(self._ways())
         best, least = ways[0], inf
@@ -129,7 +129,7 @@ class _Maker:
                 best, least = way, took
         return best
 
-    def schedule(self, way: Way, num_microbatches: int | None = None) -> Schedule:
+    def schedule(self, way: OrderWay, num_microbatches: int | None = None) -> Schedule:
         num = self._num_microbatches if num_microbatches is None else num_microbatches
         placement, updates = self._placement, self._updates
         ran = ran_with(placement.pipelines, num, way, updates)
@@ -140,7 +140,7 @@ class _Maker:
         pipeline_of = tuple(m % placement.num_pipelines for m in range(num))
         return Schedule("amdp", placement, tuple(map(tuple, rows)), pipeline_of, updates=updates)
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[OrderWay]:
         f, b = self._times.f, self._times.b
         ratio = sum(b) / sum(f)
         even = replace(self._times, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
@@ -150,7 +150,7 @@ class _Maker:
             for times in (self._times, even) if uneven else (self._times,):
                 for backward_first in (False, True):
                     for by_turns in (True, False) if drains else (True,):
-                        yield Way(times, read_ahead, backward_first, by_turns)
+                        yield OrderWay(times, read_ahead, backward_first, by_turns)
 
 
 def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero: bool = False) -> tuple[float, ...]:

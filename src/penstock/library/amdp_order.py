@@ -4,7 +4,7 @@ Run from event to event over times a stage. Where there are updates it is run tw
 pattern that leaves hardly a bubble, but an op that must wait for an update throws them out of it, and by the rule of
 blocks they do not find back. So the second time ranks take, of what is ready, what came first without updates. These
 take no time here and run as soon as they can, so that what they hold up is only what may not miss them;
-`amdp_updates` then says where they stand. A `Way` leaves open what the paper
+`amdp_updates` then says where they stand. A `OrderWay` leaves open what the paper
 does: which of two ops of one block goes first, and how many microbatches are read ahead where b/f is no whole number.
 """
 
@@ -40,7 +40,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Way:
+class OrderWay:
     """By which times, and how, an order is made.
 
     Attributes:
@@ -56,7 +56,7 @@ class Way:
     by_turns: bool = True
 
 
-class Ran(NamedTuple):
+class RanRows(NamedTuple):
     """Each rank's forwards and backwards in the order in which they ran, their starts, and when each update ran."""
 
     rows: list[list[Op]]
@@ -84,7 +84,7 @@ class Run:
         self,
         pipelines: Pipelines,
         num_microbatches: int,
-        way: Way,
+        way: OrderWay,
         updates: Updates | None = None,
         turns: Mapping[Op, float] | None = None,
     ) -> None:
@@ -92,12 +92,12 @@ class Run:
         self._num_ranks, self._num_pipelines = len(pipelines[0]), len(pipelines)
         self._read_ahead = (READ_AHEAD + way.read_ahead) * self._num_pipelines
         self._backward_first, self._turns = way.backward_first, turns
-        self._ran = Ran([[] for _ in range(self._num_ranks)], {}, {})
+        self._ran = RanRows([[] for _ in range(self._num_ranks)], {}, {})
         self._ready: list[list[_Ready]] = [[] for _ in range(self._num_ranks)]
         self._events: list[tuple[float, int, Op, bool]] = []
         self._updating = None if updates is None else _Updating(pipelines, num_microbatches, updates)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RanRows:
         idle = set(range(self._num_ranks))
         for m in range(self._read_ahead):
             self._put(Op("F", 0, m), 0.0)
@@ -177,7 +177,7 @@ class Run:
             insort(self._ready[rank], _Ready(turn, later, now, m, op))
 
 
-def ran_with(pipelines: Pipelines, num_microbatches: int, way: Way, updates: Updates | None) -> Ran:
+def ran_with(pipelines: Pipelines, num_microbatches: int, way: OrderWay, updates: Updates | None) -> RanRows:
     """Runs all ops of so many microbatches."""
     if updates is not None and not way.by_turns:
         return Run(pipelines, num_microbatches, way, updates).ran()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.models.block import Block, dropout_layer
-from penstock.models.listed import Listed, tied_ends
+from penstock.models.block import TransformerBlock, dropout_layer
+from penstock.models.listed import ListedLayers, tied_ends
 from penstock.models.loss import token_losses
 from penstock.models.seeded import require_sizes
 
@@ -114,7 +114,7 @@ class BERTEmbedding(nn.Module):
         return {"hidden": hidden} if "real" not in value else {"hidden": hidden, "real": value["real"].bool()}
 
 
-class BERTBlock(Block):
+class BERTBlock(TransformerBlock):
     """A block in which every token sees every real token."""
 
     def __init__(self, config: BERTConfig) -> None:
@@ -176,7 +176,7 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
     Draws nothing from torch's global generators. With `config.tied`, embedding and output share one Parameter if both
     are asked for; heads alone get the embedding's initial weight. `ValueError` for an index out of range.
     """
-    return Listed("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
+    return ListedLayers("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MLP", "Attention", "Block", "dropout_layer"]
+__all__ = ["MLP", "Attention", "TransformerBlock", "dropout_layer"]
 
 
 class Attention(nn.Module):
@@ -46,7 +46,7 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and MLP, each behind its norm and around it a residual; [B, T, D] to [B, T, D]."""
 
     def __init__(

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.models.block import Block, dropout_layer
-from penstock.models.listed import Listed
+from penstock.models.block import TransformerBlock, dropout_layer
+from penstock.models.listed import ListedLayers
 from penstock.models.seeded import require_sizes
 from penstock.runtime import Stage
 
@@ -161,7 +161,7 @@ class TowerEmbedding(nn.Module):
         return out
 
 
-class Summary(nn.Module):
+class TowerSummary(nn.Module):
     """[B, T, D] to what the tower says, [B, E] of length 1: the mean over the sample, behind a norm."""
 
     def __init__(self, width: int, shared_width: int) -> None:
@@ -244,10 +244,10 @@ def tower_layers(
         if index == 0:
             return TowerEmbedding(tower)
         if index == tower.num_layers - 1:
-            return Summary(tower.width, config.shared_width)
-        return Block(tower.width, tower.num_heads, tower.dropout, causal=False)
+            return TowerSummary(tower.width, config.shared_width)
+        return TransformerBlock(tower.width, tower.num_heads, tower.dropout, causal=False)
 
-    return Listed("a tower", tower.depth, tower.width, make, prefix=f"{name}/").layers(indices, seed)
+    return ListedLayers("a tower", tower.depth, tower.width, make, prefix=f"{name}/").layers(indices, seed)
 
 
 def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int = 0) -> Stage:

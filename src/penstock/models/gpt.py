@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.models.block import Block, dropout_layer
-from penstock.models.listed import Listed, tied_ends
+from penstock.models.block import TransformerBlock, dropout_layer
+from penstock.models.listed import ListedLayers, tied_ends
 from penstock.models.seeded import require_sizes
 
 __all__ = ["GPTConfig", "build_layers", "presets", "tied_parameters"]
@@ -111,7 +111,7 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
     Draws nothing from torch's global generators. With `config.tied`, embedding and head share one Parameter if
     both are asked for; a head alone gets the embedding's initial weight. `ValueError` for an index out of range.
     """
-    return Listed("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
+    return ListedLayers("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
         indices, seed
     )
 
@@ -126,4 +126,4 @@ def _make_layer(config: GPTConfig, index: int) -> nn.Module:
         return Embedding(config)
     if index == config.num_layers - 1:
         return Head(config)
-    return Block(config.width, config.num_heads, config.dropout, config.bias)
+    return TransformerBlock(config.width, config.num_heads, config.dropout, config.bias)

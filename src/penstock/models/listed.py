@@ -17,11 +17,11 @@ from torch import nn
 
 from penstock.models.seeded import built, generator_of
 
-__all__ = ["Listed", "tied_ends"]
+__all__ = ["ListedLayers", "tied_ends"]
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedLayers:
     """How the layers of a model are built.
 
     Attributes:

@@ -29,8 +29,8 @@ from penstock.report.run_story import (
     Decided,
     Fault,
     Iteration,
-    Memory,
-    Ran,
+    RanConfiguration,
+    RunMemory,
     RunStory,
     Shares,
     Shown,
@@ -273,7 +273,7 @@ def in_words(configuration: Configuration, start: Configuration) -> str:
 
 def _configurations(
     told: Told, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
-) -> tuple[Ran, ...]:
+) -> tuple[RanConfiguration, ...]:
     late = {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
     found = []
     for number in sorted({each.decision for each in iterations}):
@@ -281,7 +281,7 @@ def _configurations(
         both = [(each.number, each.ms, each.simulated) for each in mine if each.simulated is not None and each.ms > 0]
         at = _middle(both, late) if both else None
         found.append(
-            Ran(
+            RanConfiguration(
                 decision=number,
                 what=in_words(told.configuration(number), told.job.start),
                 num_iterations=len(mine),
@@ -306,7 +306,7 @@ def _memory(
     ran: Iterable[Timeline],
     records: Iterable[Mapping[str, Any]],
     recorded: Iterable[Mapping[str, Any]],
-) -> Memory | None:
+) -> RunMemory | None:
     """The most each rank held: measured where the records say it, else simulated, and as recorded iterations ran."""
     rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
     source = "measured"
@@ -324,7 +324,7 @@ def _memory(
     most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, caps))
     in_bytes = max(allowed) >= BYTES
     scale = 2.0**20 if in_bytes else 1.0
-    return Memory(
+    return RunMemory(
         tuple(each / scale for each in most),
         tuple(each / scale for each in allowed),
         "MiB of activations" if in_bytes else "activations",

@@ -139,7 +139,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RanConfiguration:
     """A configuration that ran.
 
     Attributes:
@@ -160,7 +160,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RunMemory:
     """Most activations that each rank held, against what it might; `source` says how that is known."""
 
     peaks: tuple[float, ...]
@@ -213,8 +213,8 @@ class RunStory:
     iterations: tuple[Iteration, ...]
     decisions: tuple[Decided, ...]
     spells: tuple[Spell, ...]
-    ran: tuple[Ran, ...]
-    memory: Memory | None
+    ran: tuple[RanConfiguration, ...]
+    memory: RunMemory | None
     alarms: Alarms
     smallest_delay: float
     undisturbed: float

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.runtime.adapt import Steering
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.tied import Tie
 from penstock.runtime.stage.branches import is_plain, require_matching
@@ -52,7 +52,11 @@ def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
 
 
 def require_dense(
-    schedule: Schedule, stages: Mapping[int, nn.Module], ties: Sequence[Tie], mesh: Mesh, clip_norm: float | None
+    schedule: Schedule,
+    stages: Mapping[int, nn.Module],
+    ties: Sequence[Tie],
+    mesh: ProcessMesh,
+    clip_norm: float | None,
 ) -> None:
     """Raises RuntimeFailure, the same on every rank, where an embedding gives sparse gradients to what takes none."""
     mine = [

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
-from penstock.runtime.adapt import Helm, Steering, steer
+from penstock.runtime.adapt import Agent, Steering, steer
 from penstock.runtime.arguments import require_arguments
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
@@ -32,7 +32,7 @@ from penstock.runtime.compatibility import (
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import (
-    Running,
+    ActivePlan,
     choice_of,
     dispatch_of,
     require_free,
@@ -41,11 +41,11 @@ from penstock.runtime.execute.active_plan import (
     start_of,
 )
 from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, split_stages
-from penstock.runtime.execute.lockstep import Shards
+from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.execute.step_executor import RanksHere
-from penstock.runtime.execute.step_result import Outcome, StepResult
+from penstock.runtime.execute.step_executor import StepExecutor
+from penstock.runtime.execute.step_result import StepEnd, StepResult
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
@@ -54,8 +54,8 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import read_mesh, require_meshable
 from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions
 from penstock.runtime.parameters.given_optimizer import kept_groups
-from penstock.runtime.parameters.local_model import HeldModel
-from penstock.runtime.parameters.optimizer_state import GivenOptimizer, Learner
+from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.optimizer_state import GivenOptimizer, OptimizerState
 from penstock.runtime.parameters.shared_stage import Parallelize
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating, stages_of
@@ -165,7 +165,7 @@ class Pipeline:
             model, schedule, loss_fn, optimizer, device, autocast, clip_norm, costs, tied, seed, timeout, ops
         )
         schedule = remove_communication(schedule)  # the transport places messages
-        self._learner: Learner
+        self._learner: OptimizerState
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
@@ -204,21 +204,21 @@ class Pipeline:
         self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
         self._transport: Any = None
-        self._helm: Helm | None = None
+        self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
         with kept_groups(optimizer), self._life.making() as on_close:
-            self._model = held = HeldModel(sources, schedule.placement, place, device, tied, parallelize)
+            self._model = held = LocalModel(sources, schedule.placement, place, device, tied, parallelize)
             on_close(self._leave_model)
             require_untied(schedule, held.ties)
             require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
-            self._learner = Learner(held, place, schedule, optimizer, clip_norm, zero, timeout)
+            self._learner = OptimizerState(held, place, schedule, optimizer, clip_norm, zero, timeout)
             self._tags = Tags.of(schedule, len(held.ties))
             self._running = self._worked_out(start)
             updating, here = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
             conditions = None if links is None else Conditions(links)
-            shards = None if place.shards is None else Shards(place.shards.get_group(), timeout)
-            self._ranks = RanksHere(
+            shards = None if place.shards is None else Lockstep(place.shards.get_group(), timeout)
+            self._ranks = StepExecutor(
                 schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
             )
             self._split_stages()
@@ -234,7 +234,7 @@ class Pipeline:
                 self._helm = steer(steering, *given)
                 on_close(self._helm.close)
 
-    def _ready(self, configuration: Configuration) -> Running:
+    def _ready(self, configuration: Configuration) -> ActivePlan:
         """Works out what a configuration needs to run; any thread may do that."""
         configuration = replace(configuration, schedule=with_reductions(configuration.schedule, self._mesh))
         require_switchable(configuration.schedule, self.schedule)
@@ -243,10 +243,10 @@ class Pipeline:
         self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
 
-    def _worked_out(self, configuration: Configuration) -> Running:
+    def _worked_out(self, configuration: Configuration) -> ActivePlan:
         return running(configuration, [tie.stages for tie in self._model.ties], self.rank, self._tags, self._costs)
 
-    def _switch(self, then: Running) -> None:
+    def _switch(self, then: ActivePlan) -> None:
         """Runs something else from the next step on."""
         self._running = then
         self._split_stages()
@@ -474,9 +474,9 @@ class Pipeline:
         self._last = plan.wiring, workers
         return workers
 
-    def _result(self, batch: Microbatches, helm: Helm | None = None) -> StepResult:
+    def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what a helm says."""
-        outcome = Outcome(self._peers, self._mesh.replicas, self._ranks.last)
+        outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last)
         self._notices.note(self._helm.notices if self._helm is not None else ())
         result, following = outcome.share(batch, helm, self._notices)
         if following is not None:

@@ -23,7 +23,7 @@ from penstock.train.going_on import GoingOn, check_resume
 from penstock.train.handover import hand_over, take_over
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.mesh_sizes import mesh_words
-from penstock.train.order import Order
+from penstock.train.order import TrainJob
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.settle import settle_memory
@@ -31,7 +31,7 @@ from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check
 from penstock.train.tasks.text import check_tokens
 
 
-def carry_out(order: Order, port: int | None) -> int:
+def carry_out(order: TrainJob, port: int | None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
 
     Raises:
@@ -79,7 +79,7 @@ def run_ordered(handover: Path) -> NoReturn:
     os._exit(0)
 
 
-def run_joined(order: Order) -> int:
+def run_joined(order: TrainJob) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
     inputs = _check(order)
     folder = RunFolder(Path(order.folder))
@@ -93,7 +93,7 @@ def run_joined(order: Order) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def _check(order: Order) -> Inputs:
+def _check(order: TrainJob) -> Inputs:
     if order.export is not None:
         check_place(Path(order.export), "--export")
     inputs = gather_inputs(order.settings)
@@ -104,7 +104,7 @@ def _check(order: Order) -> Inputs:
     return inputs
 
 
-def _whole(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Order, Inputs]:
+def _whole(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> tuple[TrainJob, Inputs]:
     """The order with where it goes on, as many steps as whole passes and windows have, and notices on both."""
     settings = order.settings
     if goes_on is not None:
@@ -124,7 +124,7 @@ def _whole(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> tuple[Order
     return replace(order, settings=settings, notices=(*order.notices, notice)), replace(inputs, settings=settings)
 
 
-def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
+def _run(order: TrainJob, inputs: Inputs, first: bool) -> RankRun:
     run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
     if order.resume:
         run.resume(order.checkpoint, order.damaged)
@@ -132,7 +132,7 @@ def _run(order: Order, inputs: Inputs, first: bool) -> RankRun:
     return run
 
 
-def launch_order(order: Order, corpus: Corpus | None, port: int | None) -> tuple[int, str]:
+def launch_order(order: TrainJob, corpus: Corpus | None, port: int | None) -> tuple[int, str]:
     """One process for each place in the mesh; the exit code, and what the launcher said of a failure."""
     RunFolder(Path(order.folder)).report.unlink(missing_ok=True)  # an earlier part of the run's
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
@@ -141,7 +141,7 @@ def launch_order(order: Order, corpus: Corpus | None, port: int | None) -> tuple
         return start_ranks(["--order", handover], order.settings.num_processes, port, env)
 
 
-def _announcement(order: Order, inputs: Inputs, goes_on: GoingOn | None) -> str:
+def _announcement(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> str:
     settings, schedule = inputs.settings, inputs.schedule
     where = "in one process" if settings.in_process else "one process each"
     samples = settings.batch / (settings.dp * settings.microbatches)

@@ -14,8 +14,8 @@ from penstock.train.orders import emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:
-    from penstock.train.emulated.order import EmulatedOrder
-    from penstock.train.order import Order
+    from penstock.train.emulated.order import EmulatedJob
+    from penstock.train.order import TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
@@ -136,7 +136,7 @@ def train(
     raise typer.Exit(_carry_out(order, port))
 
 
-def _carry_out(order: Order, port: int | None) -> int:
+def _carry_out(order: TrainJob, port: int | None) -> int:
     # Light checks first: most mistakes are told before torch is loaded.
     order.settings.build_schedule()
     from penstock.train import carry_out
@@ -146,7 +146,7 @@ def _carry_out(order: Order, port: int | None) -> int:
     return carry_out.carry_out(order, port)
 
 
-def _carry_out_emulated(order: EmulatedOrder, port: int | None) -> int:
+def _carry_out_emulated(order: EmulatedJob, port: int | None) -> int:
     # As in training: what is wrong with the plan or its costs is told before torch is loaded.
     order.settings.read_costs(order.settings.build_schedule())
     from penstock.train.emulated import carry_out

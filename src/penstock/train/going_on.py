@@ -16,7 +16,7 @@ from penstock.train.tasks.open import open_task
 from penstock.train.training import position
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """The checkpoint that a run goes on from.
 
     Attributes:
@@ -29,7 +29,7 @@ class Found(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def find_checkpoint(folder: RunFolder, fallback: bool) -> Found:
+def find_checkpoint(folder: RunFolder, fallback: bool) -> FoundCheckpoint:
     """The newest checkpoint of a run; with `fallback` the newest that is whole, to the last byte.
 
     Raises CheckpointError where it is damaged, or all are.
@@ -49,12 +49,12 @@ def find_checkpoint(folder: RunFolder, fallback: bool) -> Found:
             damaged.append(path.name)
             notices.append(f"{error.damage}; set aside as {path.name}.damaged")
             continue
-        return Found(reader, tuple(damaged), tuple(notices))
+        return FoundCheckpoint(reader, tuple(damaged), tuple(notices))
     if damaged:
         raise CheckpointError(
             f"{folder.checkpoints}: no checkpoint is whole; copy one there, or start a new run\n{notices[0]}"
         )
-    return Found(None)
+    return FoundCheckpoint(None)
 
 
 def way_back(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointError:

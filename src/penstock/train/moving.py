@@ -30,7 +30,7 @@ LEAST = 2.0
 """Milliseconds by which a link must be late to matter: below, a busy machine looks like a late link."""
 
 
-class Moving:
+class MeshMigration:
     """The pipeline of a run on the nodes of its mesh.
 
     Args:

@@ -8,7 +8,7 @@ from penstock.train.settings import Settings
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainJob:
     """A run as it was ordered.
 
     Attributes:

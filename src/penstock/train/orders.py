@@ -14,12 +14,12 @@ from penstock.cost.presets import is_preset
 from penstock.formats import load
 from penstock.train.asynchronous import ASYNCHRONOUS, completed
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.emulated.order import EmulatedOrder
+from penstock.train.emulated.order import EmulatedJob
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.kinds import GPT, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
-from penstock.train.order import Order
+from penstock.train.order import TrainJob
 from penstock.train.settings import Settings, read_settings
 
 
@@ -62,7 +62,7 @@ def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
 
 def emulated_order_of(
     given: Mapping[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool
-) -> EmulatedOrder:
+) -> EmulatedJob:
     """The order for the options given, of a run on emulated devices. Raises SettingsError."""
     of_training = {**given, **{name: value for name, value in (("resume", resume), ("export", export)) if value}}
     known = {field.name for field in dataclasses.fields(EmulatedSettings)}
@@ -76,7 +76,7 @@ def emulated_order_of(
     folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}")
     if folder.metrics.exists():
         raise SettingsError(f"{folder.path} holds a run; give another --out")
-    return EmulatedOrder(settings, str(folder.path), as_json)
+    return EmulatedJob(settings, str(folder.path), as_json)
 
 
 def _new_folder(out: str | None, name: str) -> RunFolder:
@@ -94,7 +94,7 @@ def order_of(
     export: str | None,
     as_json: bool,
     fallback: bool = False,
-) -> Order:
+) -> TrainJob:
     """The order for the options given; a resumed run's own settings stand behind them.
 
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
@@ -128,7 +128,7 @@ def order_of(
         known = {**dataclasses.asdict(saved), **_cleared(given), **given}
         settings = Settings.from_mapping(completed(known | _ranks_here(given, known)))
     settings = dataclasses.replace(settings, threads=settings.num_threads)
-    return Order(settings, str(folder.path), resume is not None, export, as_json, fallback=fallback)
+    return TrainJob(settings, str(folder.path), resume is not None, export, as_json, fallback=fallback)
 
 
 def _completed(

@@ -27,7 +27,7 @@ from penstock.train.folder import RunFolder, write_whole
 from penstock.train.going_on import way_back
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.metrics import Metrics
-from penstock.train.moving import Moving
+from penstock.train.moving import MeshMigration
 from penstock.train.progress import ProgressView
 from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
@@ -74,7 +74,7 @@ class RankRun:
     ) -> None:
         self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
         settings = inputs.settings
-        self.moving = Moving(inputs, partial(build_pipeline, inputs, None)) if settings.moves else None
+        self.moving = MeshMigration(inputs, partial(build_pipeline, inputs, None)) if settings.moves else None
         self.pipe = self.moving.pipe if self.moving is not None else build_pipeline(inputs, self._steering(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
@@ -199,7 +199,7 @@ class RankRun:
         self.training.probe()
         return Profiled(self.pipe.timeline(), running)
 
-    def _move(self, moving: Moving, view: ProgressView) -> None:
+    def _move(self, moving: MeshMigration, view: ProgressView) -> None:
         """Watches the links, and goes on with the pipeline where its nodes lie then."""
         done = moving.after_step(self.training.steps)
         if done is not None:

@@ -14,7 +14,7 @@ from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.stage.microbatches import split
 from penstock.schedule import count_mismatch
 from penstock.train.passes import Passes
-from penstock.train.tasks.task import Batches, Example
+from penstock.train.tasks.task import Example, TaskBatches
 
 
 class PassDone(NamedTuple):
@@ -44,7 +44,7 @@ class Training:
         self,
         pipe: Pipeline,
         passes: Passes,
-        batches: Batches,
+        batches: TaskBatches,
         rate: Callable[[int], float],
         is_asynchronous: bool,
     ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.tune.errors import TuneError
-from penstock.tune.profile import BYTES, Profile, Transfer
+from penstock.tune.profile import BYTES, MessageCosts, Profile
 
 FORMAT, VERSION = "penstock-profile", 1
 
@@ -37,7 +37,7 @@ class CostsFile:
 
     path: str
     profiles: Mapping[tuple[int, int, bool], Profile]
-    transfers: Mapping[int, Transfer]
+    transfers: Mapping[int, MessageCosts]
     a_sample: Mapping[str, Sequence[float]] | None = None
 
     @property
@@ -63,7 +63,7 @@ class CostsFile:
         nearest = max((n for n in fits if n <= num_parallel), default=min(fits))
         return self.profiles[microbatch_size, nearest, recompute]
 
-    def transfer(self, num_ranks: int) -> Transfer | None:
+    def transfer(self, num_ranks: int) -> MessageCosts | None:
         """What messages cost among so many ranks, as far as the file says it."""
         if not self.transfers:
             return None
@@ -89,7 +89,7 @@ class CostsFile:
         )
 
 
-def to_json(profiles: Sequence[Profile], transfers: Mapping[int, Transfer]) -> str:
+def to_json(profiles: Sequence[Profile], transfers: Mapping[int, MessageCosts]) -> str:
     """The file's text."""
     value = {
         "format": FORMAT,
@@ -132,7 +132,7 @@ def _profiles(path: str, value: Mapping[str, Any]) -> CostsFile:
     return CostsFile(
         path,
         {(each.microbatch_size, each.num_parallel, each.recompute): each for each in profiles},
-        {int(key): Transfer.from_json(each, f"{path}, transfer {key}") for key, each in transfers.items()},
+        {int(key): MessageCosts.from_json(each, f"{path}, transfer {key}") for key, each in transfers.items()},
     )
 
 

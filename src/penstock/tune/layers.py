@@ -25,7 +25,7 @@ from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
-from penstock.runtime.stage.split import Report, Tape, prepare, unprepare
+from penstock.runtime.stage.split import SplitReport, Tape, prepare, unprepare
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class
@@ -172,7 +172,7 @@ class Chain:
             runner.end()
         self._update(times)
 
-    def _runner(self, stage: Stage, index: int, report: Report | None) -> StageRunner:
+    def _runner(self, stage: Stage, index: int, report: SplitReport | None) -> StageRunner:
         last = index == self._num_layers - 1
         runner = StageRunner(stage, index, last, self._device, CrossEntropy(), self._autocast)
         if report is not None and report.can_split:

@@ -22,7 +22,7 @@ POSTED = 2
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank."""
 
     weights: float
@@ -36,7 +36,7 @@ class Memory:
         return self.weights + self.gradients + self.state + self.activations + self.messages
 
 
-def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[Memory]:
+def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[RankMemory]:
     """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
 
     A weight that two layers share counts at each stage that holds one of them, as each keeps a copy.
@@ -55,7 +55,7 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
         remote = sum(profile.output[layer] for layer in channels) if schedule.num_ranks > 1 else 0.0
         # Each channel carries activations one way and gradients of the same size the other.
         found.append(
-            Memory(
+            RankMemory(
                 weights=weights,
                 gradients=weights,
                 state=state,

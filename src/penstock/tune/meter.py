@@ -18,8 +18,8 @@ from penstock.tune.database import Database
 from penstock.tune.device import device_name
 from penstock.tune.errors import DatabaseError, TuneError
 from penstock.tune.layers import NO_LAYER
-from penstock.tune.profile import KINDS, Profile, Transfer
-from penstock.tune.work import Answer, Task, carry_out
+from penstock.tune.profile import KINDS, MessageCosts, Profile
+from penstock.tune.work import Task, WorkerAnswer, carry_out
 
 VERSION = 1
 """Of how we measure; measurements of another version are not used."""
@@ -29,7 +29,7 @@ BUSY = 0.2
 
 
 @dataclass(frozen=True)
-class Need:
+class NeededProfile:
     """A profile that a search needs."""
 
     microbatch_size: int
@@ -66,10 +66,10 @@ class Meter:
         self._database, self._seconds, self._fresh = database, seconds, fresh
         self._say = say or (lambda line: None)
         self._threads = settings.threads or 1
-        self.profiles: dict[Need, Profile] = {}
-        self.transfers: dict[int, Transfer] = {}
+        self.profiles: dict[NeededProfile, Profile] = {}
+        self.transfers: dict[int, MessageCosts] = {}
 
-    def prepare(self, needs: Sequence[Need], num_ranks: Sequence[int] = ()) -> None:
+    def prepare(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int] = ()) -> None:
         """Finds or measures profiles, and messages of so many ranks (1 for what one rank alone costs).
 
         What was measured is kept, also when the rest is interrupted.
@@ -78,7 +78,7 @@ class Meter:
             RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
         """
         for parallel in sorted({need.num_parallel for need in needs} | set(num_ranks)):
-            found: list[tuple[Task, Callable[[Answer], None], dict[str, Any]]] = []
+            found: list[tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]] = []
             for need in dict.fromkeys(needs):
                 if need.num_parallel == parallel and need not in self.profiles:
                     known = self._known(self._layers_key(need))
@@ -89,7 +89,7 @@ class Meter:
             if parallel in num_ranks and parallel not in self.transfers:
                 known = self._known(self._transfer_key(parallel))
                 if known is not None:
-                    self.transfers[parallel] = self._read(Transfer.from_json, known)
+                    self.transfers[parallel] = self._read(MessageCosts.from_json, known)
                 else:
                     found.append(self._transfer_task(parallel))
             if found:
@@ -116,7 +116,7 @@ class Meter:
 
     # What is asked for, and what is made of the answers.
 
-    def _layers_task(self, need: Need) -> tuple[Task, Callable[[Answer], None], dict[str, Any]]:
+    def _layers_task(self, need: NeededProfile) -> tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]:
         task = {
             "do": "layers",
             "text": f"measuring {self._name}, microbatches of {need.microbatch_size}, {_ranks(need.num_parallel)}"
@@ -129,22 +129,22 @@ class Meter:
         }
         key = self._layers_key(need)
 
-        def keep(answer: Answer) -> None:
+        def keep(answer: WorkerAnswer) -> None:
             profile = profile_of(self._name, self._config, need, answer.ranks)
             self.profiles[need] = profile
             self._keep(key, profile.to_json(), answer, str(task["text"]))
 
         return task, keep, key
 
-    def _transfer_task(self, num_ranks: int) -> tuple[Task, Callable[[Answer], None], dict[str, Any]]:
+    def _transfer_task(self, num_ranks: int) -> tuple[Task, Callable[[WorkerAnswer], None], dict[str, Any]]:
         text = f"measuring messages between {num_ranks} ranks" if num_ranks > 1 else "measuring the runtime alone"
         task = {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
         key = self._transfer_key(num_ranks)
 
-        def keep(answer: Answer) -> None:
+        def keep(answer: WorkerAnswer) -> None:
             told = answer.ranks[0]
             nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
-            transfer = Transfer.from_json({**nothing, **told, "source": "measured"})
+            transfer = MessageCosts.from_json({**nothing, **told, "source": "measured"})
             self.transfers[num_ranks] = transfer
             self._keep(key, transfer.to_json(), answer, text)
 
@@ -157,7 +157,7 @@ class Meter:
         self.num_reused += known is not None
         return known
 
-    def _keep(self, key: dict[str, Any], value: dict[str, Any], answer: Answer, text: str) -> None:
+    def _keep(self, key: dict[str, Any], value: dict[str, Any], answer: WorkerAnswer, text: str) -> None:
         self._database.put(key, value)
         self.num_measured += 1
         if answer.others is not None and answer.others > BUSY:
@@ -172,7 +172,7 @@ class Meter:
                 "with --database"
             ) from None
 
-    def _layers_key(self, need: Need) -> dict[str, Any]:
+    def _layers_key(self, need: NeededProfile) -> dict[str, Any]:
         settings = self._settings
         return {
             **self._machine_key(),
@@ -203,7 +203,7 @@ def model_digest(config: GPTConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def profile_of(name: str, config: GPTConfig, need: Need, told: Sequence[dict[str, Any]]) -> Profile:
+def profile_of(name: str, config: GPTConfig, need: NeededProfile, told: Sequence[dict[str, Any]]) -> Profile:
     """The profile from what the ranks told. Blocks are all alike: each gets the mean of all.
 
     A layer was timed as a stage of its own; what an empty stage takes is taken off, as it comes once a stage.

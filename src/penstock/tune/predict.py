@@ -21,8 +21,8 @@ from penstock.schedule import Schedule
 from penstock.simulate import simulate
 from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulate.simulate import AUTO
-from penstock.tune.memory import Memory, memory_of
-from penstock.tune.profile import Profile, Transfer
+from penstock.tune.memory import RankMemory, memory_of
+from penstock.tune.profile import MessageCosts, Profile
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prediction:
     update: float
     reduce: float
     bubble_ratio: float
-    memory: tuple[Memory, ...]
+    memory: tuple[RankMemory, ...]
 
     @property
     def peak_bytes(self) -> float:
@@ -49,7 +49,7 @@ class Prediction:
 
 
 def stage_costs(
-    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, crowded: bool = False
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False
 ) -> Costs:
     """Milliseconds of every stage's ops with the messages they send and receive, and bytes they keep.
 
@@ -78,7 +78,7 @@ def stage_costs(
 
 
 def links_of(
-    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, crowded: bool = False
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, crowded: bool = False
 ) -> Links:
     """The delays between ranks, as far as they are not part of the ops."""
     delays: dict[tuple[int, int], float] = {}
@@ -96,7 +96,7 @@ def predict(
     schedule: Schedule,
     cut: Sequence[range],
     profile: Profile,
-    transfer: Transfer,
+    transfer: MessageCosts,
     num_copies: int = 1,
     num_devices: int | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
@@ -135,7 +135,7 @@ def predict(
 
 
 def reduce_time(
-    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: Transfer, num_copies: int
+    schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, num_copies: int
 ) -> float:
     """Milliseconds of summing gradients over the ranks that hold the same stage, after the last backward.
 
@@ -162,7 +162,7 @@ def _crossing(schedule: Schedule, cut: Sequence[range], profile: Profile, stage:
     return profile.output[cut[stage - 1][-1]]
 
 
-def _messages(transfer: Transfer, sent: float | None, received: float | None, crowded: bool) -> float:
+def _messages(transfer: MessageCosts, sent: float | None, received: float | None, crowded: bool) -> float:
     cost = 0.0
     for what, size in (("send", sent), ("receive", received)):
         if size is not None:

@@ -118,7 +118,7 @@ _OPTIONAL = ("op_overhead", "recompute", "transient", "step", "tied", "source")
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MessageCosts:
     """What the runtime and its messages cost around the ops, by the message's size.
 
     Attributes:
@@ -182,7 +182,7 @@ class Transfer:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], source: str | None = None) -> Transfer:
+    def from_json(cls, value: Mapping[str, Any], source: str | None = None) -> MessageCosts:
         """Reads `to_json`'s form. Raises TuneError that names the field."""
         source = source or "a profile of messages"
         known = {f.name for f in fields(cls)}
@@ -193,7 +193,7 @@ class Transfer:
         return cls(**{**value, "source": value.get("source", source)})
 
     @classmethod
-    def assumed(cls, latency: float = 0.0, bandwidth: float = math.inf) -> Transfer:
+    def assumed(cls, latency: float = 0.0, bandwidth: float = math.inf) -> MessageCosts:
         """Links of `latency` ms and `bandwidth` bytes a ms whose messages cost the ranks themselves nothing."""
         _number("links", "latency", latency)
         if not bandwidth > 0:

@@ -10,20 +10,22 @@ from penstock.cost import Costs, Links
 from penstock.planning.program_search import placements_of, search_space
 from penstock.runtime import partition
 from penstock.schedule import ScheduleError
-from penstock.tune.profile import Profile, Transfer
-from penstock.tune.space import Plan, Shape
+from penstock.tune.profile import MessageCosts, Profile
+from penstock.tune.space import Shape, TunePlan
 
 STAGES_A_RANK = (1, 2, 4)
 
 
-def programs_for(shape: Shape, profile: Profile, transfer: Transfer, memory_limit: float | None) -> list[Plan]:
+def programs_for(
+    shape: Shape, profile: Profile, transfer: MessageCosts, memory_limit: float | None
+) -> list[TunePlan]:
     """The best program of each placement that the model's layers are enough for.
 
     Where memory is limited, programs that keep within it by their activations are tried besides the fastest.
     """
     if shape.pp < 2:
         return []
-    found: list[Plan] = []
+    found: list[TunePlan] = []
     for each in STAGES_A_RANK:
         num_stages = each * shape.pp
         if num_stages > profile.num_layers:
@@ -43,7 +45,7 @@ def programs_for(shape: Shape, profile: Profile, transfer: Transfer, memory_limi
                 )
             except ScheduleError:  # no program runs under the limit
                 continue
-            found += [Plan(each.name, each.schedule, program=True) for each in outcome.found]
+            found += [TunePlan(each.name, each.schedule, program=True) for each in outcome.found]
     return found
 
 
@@ -52,7 +54,7 @@ def split_costs(profile: Profile) -> list[float]:
     return [sum(times) for times in zip(profile.f_split, profile.i, profile.w, strict=True)]
 
 
-def _costs(profile: Profile, transfer: Transfer, num_stages: int) -> Costs:
+def _costs(profile: Profile, transfer: MessageCosts, num_stages: int) -> Costs:
     """Costs of stages that all send and receive; what a placement makes of that is predicted afterwards."""
     cut = partition(split_costs(profile), num_stages)
     size = max(profile.output)
@@ -69,7 +71,7 @@ def _costs(profile: Profile, transfer: Transfer, num_stages: int) -> Costs:
     )
 
 
-def _links(profile: Profile, transfer: Transfer) -> Links:
+def _links(profile: Profile, transfer: MessageCosts) -> Links:
     size = max(profile.output)
     own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
     return Links(default=max(0.0, transfer.at("delay", size) - own))

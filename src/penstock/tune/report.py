@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.tune.profile import Profile, Transfer
-from penstock.tune.search import Candidate, Ranked, in_bytes, settings_of
-from penstock.tune.session import Outcome
-from penstock.tune.verify import Measured
+from penstock.tune.profile import MessageCosts, Profile
+from penstock.tune.search import Ranked, TuneCandidate, in_bytes, settings_of
+from penstock.tune.session import TuneOutcome
+from penstock.tune.verify import MeasuredCandidate
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: TuneOutcome) -> dict[str, Any]:
     """The outcome as plain data."""
     found = outcome.found
     return {
@@ -34,7 +34,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _ranked_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
+def _ranked_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
     candidate, prediction = ranked.candidate, ranked.prediction
     measured = outcome.measured.get(candidate)
     return {
@@ -59,13 +59,13 @@ def _ranked_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def _choice_json(outcome: Outcome, ranked: Ranked) -> dict[str, Any]:
+def _choice_json(outcome: TuneOutcome, ranked: Ranked) -> dict[str, Any]:
     settings = settings_of(ranked.candidate, outcome.settings)
     same = {name: getattr(settings, name) for name in ("tp", "sharding", "dispatch")}
     return {**_ranked_json(outcome, ranked), **same}
 
 
-def _measured_json(ranked: Ranked, measured: Measured) -> dict[str, Any]:
+def _measured_json(ranked: Ranked, measured: MeasuredCandidate) -> dict[str, Any]:
     return {
         "step_ms": measured.step,
         "makespan_ms": measured.makespan,
@@ -76,7 +76,7 @@ def _measured_json(ranked: Ranked, measured: Measured) -> dict[str, Any]:
     }
 
 
-def show(outcome: Outcome, num_shown: int) -> None:
+def show(outcome: TuneOutcome, num_shown: int) -> None:
     """Prints the best, and what to train with."""
     found = outcome.found
     _print_table(outcome, f"{outcome.model}: the fastest by prediction", found.best[:num_shown])
@@ -88,7 +88,7 @@ def show(outcome: Outcome, num_shown: int) -> None:
         print(f"\nchoice  {choice_words(outcome, outcome.choice)}")
 
 
-def choice_words(outcome: Outcome, ranked: Ranked) -> str:
+def choice_words(outcome: TuneOutcome, ranked: Ranked) -> str:
     """What to train with, all that says what it is, and what its step takes."""
     candidate, shape = ranked.candidate, ranked.candidate.shape
     settings = settings_of(candidate, outcome.settings)
@@ -111,7 +111,7 @@ def choice_words(outcome: Outcome, ranked: Ranked) -> str:
     return f"{', '.join(said)}; {took}"
 
 
-def train_command(outcome: Outcome, schedule_file: str | None = None) -> str | None:
+def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str | None:
     """The line that trains with the choice; None where the model is just a file of costs, which nothing trains.
 
     Args:
@@ -134,7 +134,7 @@ def train_command(outcome: Outcome, schedule_file: str | None = None) -> str | N
     return shlex.join([*words, *(["--recompute"] if candidate.recompute else [])])
 
 
-def _print_table(outcome: Outcome, title: str, rows: Sequence[Ranked]) -> None:
+def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[Ranked]) -> None:
     verified = any(ranked.candidate in outcome.measured for ranked in rows)
     speed = "samples/s" if outcome.config is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -147,7 +147,7 @@ def _print_table(outcome: Outcome, title: str, rows: Sequence[Ranked]) -> None:
     Console(width=None if Console().is_terminal else 140, highlight=False, markup=False).print(table)
 
 
-def _cells(outcome: Outcome, ranked: Ranked, verified: bool) -> list[str]:
+def _cells(outcome: TuneOutcome, ranked: Ranked, verified: bool) -> list[str]:
     candidate, prediction = ranked.candidate, ranked.prediction
     shape = candidate.shape
     name = candidate.name + (" +recompute" if candidate.recompute else "")
@@ -171,16 +171,16 @@ def _cells(outcome: Outcome, ranked: Ranked, verified: bool) -> list[str]:
     return cells
 
 
-def _cut(candidate: Candidate) -> str:
+def _cut(candidate: TuneCandidate) -> str:
     counts = [len(layers) for layers in candidate.cut]
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)} in {len(counts)}"
 
 
-def _tokens(outcome: Outcome, ranked: Ranked) -> float | None:
+def _tokens(outcome: TuneOutcome, ranked: Ranked) -> float | None:
     return None if outcome.config is None else ranked.samples_per_second * outcome.config.context
 
 
-def _summary(outcome: Outcome) -> str:
+def _summary(outcome: TuneOutcome) -> str:
     found = outcome.found
     said = [f"{found.num_tried} candidates"]
     if found.num_too_large:
@@ -194,7 +194,7 @@ def _summary(outcome: Outcome) -> str:
     return "; ".join(said) + ("; interrupted: the best so far" if outcome.interrupted else "")
 
 
-def show_profile(profiles: Sequence[Profile], transfers: dict[int, Transfer]) -> None:
+def show_profile(profiles: Sequence[Profile], transfers: dict[int, MessageCosts]) -> None:
     """Prints what was measured, layer by layer, and what messages cost."""
     console = Console(width=None if Console().is_terminal else 140, highlight=False, markup=False)
     for profile in profiles:

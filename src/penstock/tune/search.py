@@ -20,9 +20,9 @@ from penstock.train.settings import Settings, SettingsError
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
-from penstock.tune.profile import Profile, Transfer
+from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.programs import programs_for, split_costs
-from penstock.tune.space import Plan, Shape, Space, schedules_for
+from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for
 
 NUM_SHAPES = 4
 """Shapes on which programs are searched."""
@@ -32,11 +32,11 @@ ProfileOf = Callable[[Shape, bool], Profile | None]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuneCandidate:
     """One way to train: a plan on a shape, with the layers of each stage."""
 
     shape: Shape
-    plan: Plan
+    plan: TunePlan
     cut: tuple[range, ...]
     recompute: bool
 
@@ -61,13 +61,13 @@ class Candidate:
 class Ranked:
     """A candidate with what is predicted for it."""
 
-    candidate: Candidate
+    candidate: TuneCandidate
     prediction: Prediction
     samples_per_second: float
 
 
 @dataclass
-class Found:
+class SearchFound:
     """What a search has come to, also when it was interrupted.
 
     Attributes:
@@ -81,23 +81,23 @@ class Found:
     num_tried: int = 0
     num_too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    smallest: tuple[float, Candidate] | None = None
+    smallest: tuple[float, TuneCandidate] | None = None
     interrupted: bool = False
 
 
 def search(
-    space: Space,
+    space: TuneSpace,
     profile_of: ProfileOf,
-    transfer_of: Callable[[Shape], Transfer | None],
+    transfer_of: Callable[[Shape], MessageCosts | None],
     memory_limit: float | None = None,
     num_best: int = 10,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     num_devices: int | None = None,
-    progress: Callable[[Found], None] | None = None,
+    progress: Callable[[SearchFound], None] | None = None,
     interrupted: bool = False,
     programs: bool = False,
     settings: Settings | None = None,
-) -> Found:
+) -> SearchFound:
     """Looks at the whole space.
 
     Args:
@@ -115,11 +115,11 @@ def search(
     Raises:
         TuneError: nothing fits the space or the memory limit; the message says the least that is needed.
     """
-    found = Found(interrupted=interrupted)
+    found = SearchFound(interrupted=interrupted)
     shapes = space.shapes()
     run = settings or Settings(batch=space.batch, microbatches=1, ranks=1)
 
-    def consider(candidate: Candidate, profile: Profile, transfer: Transfer) -> None:
+    def consider(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> None:
         if (reason := refusal(candidate, run)) is not None:
             found.num_tried += 1
             found.refused[reason] += 1
@@ -142,7 +142,7 @@ def search(
                 continue
             for plan in programs_for(shape, profile, transfer, memory_limit):
                 cut = tuple(partition(split_costs(profile), plan.schedule.num_stages))
-                candidate = Candidate(shape, plan, cut, recompute)
+                candidate = TuneCandidate(shape, plan, cut, recompute)
                 if not _is_known(found, candidate):
                     consider(candidate, profile, transfer)
     except KeyboardInterrupt:
@@ -171,7 +171,7 @@ def search(
 
 def candidates(
     shape: Shape, profile: Profile, recompute: bool, names: Sequence[str] | None = None
-) -> Iterable[Candidate]:
+) -> Iterable[TuneCandidate]:
     """Every plan for a shape, its layers cut so that the costliest stage costs least."""
     if shape.pp > profile.num_layers:
         return
@@ -182,10 +182,10 @@ def candidates(
             rows = ("f_split", "i", "w") if key[1] else ("f", "b")
             costs = [sum(getattr(profile, row)[layer] for row in rows) for layer in range(profile.num_layers)]
             cuts[key] = tuple(partition(costs, key[0]))
-        yield Candidate(shape, plan, cuts[key], recompute)
+        yield TuneCandidate(shape, plan, cuts[key], recompute)
 
 
-def settings_of(candidate: Candidate, settings: Settings) -> Settings:
+def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
     """The settings of `penstock train` for a candidate; a program's schedule is a file's, which stands in it yet.
 
     Raises:
@@ -205,7 +205,7 @@ def settings_of(candidate: Candidate, settings: Settings) -> Settings:
     )
 
 
-def refusal(candidate: Candidate, settings: Settings) -> str | None:
+def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
     """Why `penstock train` would refuse a candidate; None where it runs it. The checks are the run's own."""
     try:
         check_placement(settings_of(candidate, settings), candidate.plan.schedule)
@@ -215,13 +215,13 @@ def refusal(candidate: Candidate, settings: Settings) -> str | None:
     return None
 
 
-def _best_shapes(found: Found) -> list[tuple[Shape, bool]]:
+def _best_shapes(found: SearchFound) -> list[tuple[Shape, bool]]:
     """Where programs are searched: the shapes of the best candidates."""
     shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in found.best if r.candidate.shape.pp > 1)
     return list(shapes)[:NUM_SHAPES]
 
 
-def _is_known(found: Found, candidate: Candidate) -> bool:
+def _is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
     """Whether a program came to an order that is among the best already."""
     schedule = candidate.plan.schedule
     return any(
@@ -233,10 +233,10 @@ def _is_known(found: Found, candidate: Candidate) -> bool:
 
 
 def _consider(
-    found: Found,
-    candidate: Candidate,
+    found: SearchFound,
+    candidate: TuneCandidate,
     profile: Profile,
-    transfer: Transfer,
+    transfer: MessageCosts,
     batch: int,
     memory_limit: float | None,
     num_best: int,
@@ -261,7 +261,7 @@ def _consider(
     del found.best[num_best:]
 
 
-def _busiest(candidate: Candidate, profile: Profile, transfer: Transfer) -> float:
+def _busiest(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> float:
     """Milliseconds that no order of the ops can go below: the work of the rank with most of it."""
     schedule = candidate.plan.schedule
     costs = stage_costs(schedule, candidate.cut, profile, transfer)

@@ -17,11 +17,11 @@ from penstock.tune.database import Database
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate
-from penstock.tune.meter import Meter, Need
-from penstock.tune.profile import Profile, Transfer
-from penstock.tune.search import Candidate, Found, Ranked, search
-from penstock.tune.space import Shape, Space
-from penstock.tune.verify import Measured, verify
+from penstock.tune.meter import Meter, NeededProfile
+from penstock.tune.profile import MessageCosts, Profile
+from penstock.tune.search import Ranked, SearchFound, TuneCandidate, search
+from penstock.tune.space import Shape, TuneSpace
+from penstock.tune.verify import MeasuredCandidate, verify
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Asked:
 
 
 @dataclass
-class Outcome:
+class TuneOutcome:
     """What came of it.
 
     Attributes:
@@ -92,11 +92,11 @@ class Outcome:
     model: str
     settings: Settings
     config: GPTConfig | None
-    space: Space
-    found: Found
+    space: TuneSpace
+    found: SearchFound
     num_measured: int = 0
     num_reused: int = 0
-    measured: dict[Candidate, Measured] = field(default_factory=dict)
+    measured: dict[TuneCandidate, MeasuredCandidate] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     interrupted: bool = False
 
@@ -111,8 +111,8 @@ class Outcome:
 
 
 def tune(
-    asked: Asked, say: Callable[[str], None] | None = None, progress: Callable[[Found], None] | None = None
-) -> Outcome:
+    asked: Asked, say: Callable[[str], None] | None = None, progress: Callable[[SearchFound], None] | None = None
+) -> TuneOutcome:
     """Finds the best ways to train.
 
     An interrupt ends with the best so far, if there is any.
@@ -157,7 +157,7 @@ def measure(
         raise TuneError(f"{settings.preset} has {config.num_layers} layers, too few for {num_ranks} ranks")
     with Database(source.database) as database:
         meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
-        meter.prepare([Need(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
+        meter.prepare([NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
     return meter
 
 
@@ -170,8 +170,8 @@ def config_of(settings: Settings) -> GPTConfig:
 
 
 def _tune_here(
-    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[Found], None] | None
-) -> Outcome:
+    asked: Asked, source: Measuring, say: Callable[[str], None] | None, progress: Callable[[SearchFound], None] | None
+) -> TuneOutcome:
     settings = asked.settings
     config = config_of(settings)
     devices = num_devices(settings)
@@ -180,8 +180,8 @@ def _tune_here(
     if not shapes:
         raise TuneError(f"{settings.preset} has {config.num_layers} layers, so pp is at most {config.num_layers}")
 
-    def need(shape: Shape, recompute: bool) -> Need:
-        return Need(shape.microbatch_size, min(shape.pp * shape.dp, devices, config.num_layers), recompute)
+    def need(shape: Shape, recompute: bool) -> NeededProfile:
+        return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, config.num_layers), recompute)
 
     with Database(source.database) as database:
         meter = Meter(settings.preset, settings, config, database, source.seconds, source.fresh, say)
@@ -194,14 +194,14 @@ def _tune_here(
         except KeyboardInterrupt:
             interrupted = True  # what was measured until now may be enough for a part of the space
 
-        def transfer_of(shape: Shape) -> Transfer | None:
+        def transfer_of(shape: Shape) -> MessageCosts | None:
             return meter.transfers.get(min(2, shape.pp * shape.dp))
 
         found = _searched(
             asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
             interrupted,
         )  # fmt: skip
-    outcome = Outcome(
+    outcome = TuneOutcome(
         settings.preset, settings, config, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
         interrupted=found.interrupted or interrupted,
     )  # fmt: skip
@@ -210,32 +210,34 @@ def _tune_here(
     return outcome
 
 
-def _tune_file(asked: Asked, file: CostsFile, num_ranks: int, progress: Callable[[Found], None] | None) -> Outcome:
+def _tune_file(
+    asked: Asked, file: CostsFile, num_ranks: int, progress: Callable[[SearchFound], None] | None
+) -> TuneOutcome:
     sizes = asked.microbatch_sizes or file.microbatch_sizes
     if missing := sorted(set(sizes or ()) - set(file.microbatch_sizes or sizes or ())):
         raise TuneError(f"{file.path} has no profile of microbatches of {missing[0]}; it has {file.microbatch_sizes}")
     if asked.recompute and not file.has_recompute:
         raise TuneError(f"{file.path} has no profile with recompute; leave out --recompute")
     space = _space(asked, num_ranks, sizes, _recompute(asked, file.has_recompute))
-    assumed = Transfer.assumed()
+    assumed = MessageCosts.assumed()
 
     def profile_of(shape: Shape, recompute: bool) -> Profile | None:
         return file.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
 
-    def transfer_of(shape: Shape) -> Transfer:
+    def transfer_of(shape: Shape) -> MessageCosts:
         return file.transfer(shape.pp * shape.dp) or assumed
 
     found = _searched(asked, space, profile_of, transfer_of, None, progress)
-    return Outcome(file.model, asked.settings, None, space, found, interrupted=found.interrupted)
+    return TuneOutcome(file.model, asked.settings, None, space, found, interrupted=found.interrupted)
 
 
 def _tune_estimated(
-    asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[Found], None] | None
-) -> Outcome:
+    asked: Asked, source: Estimating, num_ranks: int, progress: Callable[[SearchFound], None] | None
+) -> TuneOutcome:
     settings = asked.settings
     config = config_of(settings)
     space = _space(asked, num_ranks, asked.microbatch_sizes, _recompute(asked, True))
-    transfer = Transfer.assumed(source.latency, source.bandwidth)
+    transfer = MessageCosts.assumed(source.latency, source.bandwidth)
 
     def profile_of(shape: Shape, recompute: bool) -> Profile:
         return estimate(
@@ -244,11 +246,11 @@ def _tune_estimated(
         )  # fmt: skip
 
     found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress)
-    return Outcome(settings.preset, settings, config, space, found, interrupted=found.interrupted)
+    return TuneOutcome(settings.preset, settings, config, space, found, interrupted=found.interrupted)
 
 
-def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> Space:
-    return Space(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, asked.schedules, recompute)
+def _space(asked: Asked, num_ranks: int, sizes: Sequence[int] | None, recompute: Sequence[bool]) -> TuneSpace:
+    return TuneSpace(num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, asked.schedules, recompute)
 
 
 def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
@@ -260,13 +262,13 @@ def _recompute(asked: Asked, possible: bool) -> tuple[bool, ...]:
 
 def _searched(
     asked: Asked,
-    space: Space,
+    space: TuneSpace,
     profile_of: Callable[[Shape, bool], Profile | None],
-    transfer_of: Callable[[Shape], Transfer | None],
+    transfer_of: Callable[[Shape], MessageCosts | None],
     devices: int | None,
-    progress: Callable[[Found], None] | None,
+    progress: Callable[[SearchFound], None] | None,
     interrupted: bool = False,
-) -> Found:
+) -> SearchFound:
     return search(
         space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
         asked.settings.dispatch, devices, progress, interrupted, asked.programs and not asked.schedules,
@@ -274,7 +276,7 @@ def _searched(
     )  # fmt: skip
 
 
-def _verify(asked: Asked, outcome: Outcome, config: GPTConfig, say: Callable[[str], None] | None) -> None:
+def _verify(asked: Asked, outcome: TuneOutcome, config: GPTConfig, say: Callable[[str], None] | None) -> None:
     chosen = outcome.found.best[: asked.num_verified]
     if len(chosen) < asked.num_verified:
         outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")

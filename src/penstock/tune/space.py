@@ -24,7 +24,7 @@ MOST_STAGES_A_RANK = 4
 
 
 @dataclass(frozen=True)
-class Space:
+class TuneSpace:
     """The values to try.
 
     Attributes:
@@ -90,7 +90,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TunePlan:
     """A schedule, and how it was built: by the library with options, or by a program that was searched for."""
 
     name: str
@@ -106,9 +106,9 @@ def counts(limit: int) -> list[int]:
 
 def schedules_for(
     num_ranks: int, num_microbatches: int, num_layers: int, names: Sequence[str] | None = None
-) -> list[Plan]:
+) -> list[TunePlan]:
     """Every library schedule of a chain of stages that these counts allow, each order once."""
-    found: list[Plan] = []
+    found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
     for name in names or SCHEDULES:
         if name in ASYNCHRONOUS:
@@ -125,7 +125,7 @@ def schedules_for(
                 continue
             seen.add(key)
             given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in options.items())
-            found.append(Plan(name, schedule, given))
+            found.append(TunePlan(name, schedule, given))
     return found
 
 

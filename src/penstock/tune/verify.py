@@ -12,8 +12,8 @@ from penstock.formats.native import to_json
 from penstock.models import GPTConfig
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.device import others
-from penstock.tune.search import Candidate, Ranked, settings_of
-from penstock.tune.work import Answer, carry_out
+from penstock.tune.search import Ranked, TuneCandidate, settings_of
+from penstock.tune.work import WorkerAnswer, carry_out
 
 DISTURBED = 0.25
 """Cores that other programs may take from the ranks in a step that counts; a step is too short to tell less."""
@@ -23,7 +23,7 @@ FEWEST = 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCandidate:
     """What a candidate took.
 
     Attributes:
@@ -54,7 +54,7 @@ def verify(
     num_steps: int = 10,
     rounds: int = 2,
     say: Callable[[str], None] | None = None,
-) -> dict[Candidate, Measured]:
+) -> dict[TuneCandidate, MeasuredCandidate]:
     """Runs each candidate `rounds` times, in alternation among those with as many ranks.
 
     An interrupt returns what was measured so far.
@@ -62,8 +62,8 @@ def verify(
     Raises:
         RanksFailed: a run failed.
     """
-    answers: dict[Candidate, list[Answer]] = {}
-    by_ranks: dict[int, list[Candidate]] = {}
+    answers: dict[TuneCandidate, list[WorkerAnswer]] = {}
+    by_ranks: dict[int, list[TuneCandidate]] = {}
     for ranked in best:
         by_ranks.setdefault(ranked.candidate.num_ranks, []).append(ranked.candidate)
     try:
@@ -82,7 +82,7 @@ def verify(
     return {candidate: measured_of(told) for candidate, told in answers.items()}
 
 
-def trial_task(candidate: Candidate, settings: Settings, config: GPTConfig, num_steps: int) -> dict[str, Any]:
+def trial_task(candidate: TuneCandidate, settings: Settings, config: GPTConfig, num_steps: int) -> dict[str, Any]:
     """The task that runs a candidate."""
     return {
         "do": "run",
@@ -95,7 +95,7 @@ def trial_task(candidate: Candidate, settings: Settings, config: GPTConfig, num_
     }
 
 
-def measured_of(told: Sequence[Answer]) -> Measured:
+def measured_of(told: Sequence[WorkerAnswer]) -> MeasuredCandidate:
     """One value from the answers of all rounds."""
     found: list[tuple[float, float, float | None, bool]] = []
     for answer in told:
@@ -107,7 +107,7 @@ def measured_of(told: Sequence[Answer]) -> Measured:
     undisturbed = [each for each in found if each[3]]
     counted = undisturbed if len(undisturbed) >= FEWEST else found
     known = [busy for _, _, busy, _ in counted if busy is not None]
-    return Measured(
+    return MeasuredCandidate(
         median(step for step, _, _, _ in counted),
         median(span for _, span, _, _ in counted),
         len(undisturbed),

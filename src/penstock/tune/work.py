@@ -29,7 +29,7 @@ Task = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """What every rank answered to one task, by rank, and how many cores other programs kept busy meanwhile."""
 
     ranks: list[Any]
@@ -41,8 +41,8 @@ def carry_out(
     num_ranks: int,
     num_threads: int,
     say: Callable[[str], None] | None = None,
-    keep: Callable[[int, Answer], None] | None = None,
-) -> list[Answer]:
+    keep: Callable[[int, WorkerAnswer], None] | None = None,
+) -> list[WorkerAnswer]:
     """Starts one process a rank on this machine, lets them do the tasks, and returns their answers.
 
     Args:
@@ -69,7 +69,7 @@ def carry_out(
             if not all(path.exists() for path in paths):
                 break
             told = [json.loads(path.read_text()) for path in paths]
-            answers.append(Answer([each["answer"] for each in told], others([each["clock"] for each in told])))
+            answers.append(WorkerAnswer([each["answer"] for each in told], others([each["clock"] for each in told])))
             if keep is not None:
                 keep(number, answers[-1])
     if code == INTERRUPTED:

@@ -23,7 +23,7 @@ SHAPES = ("circle", "square", "up", "diamond", "down", "cross")
 
 
 @dataclass(frozen=True)
-class Entry:
+class LegendEntry:
     """One line of a legend: a swatch in a hue, and a name."""
 
     name: str
@@ -32,7 +32,9 @@ class Entry:
     shape: int = 0
 
 
-def head(title: str, note: str, legend: Sequence[Entry], width: float, top: float = PAD) -> tuple[list[str], float]:
+def head(
+    title: str, note: str, legend: Sequence[LegendEntry], width: float, top: float = PAD
+) -> tuple[list[str], float]:
     """Title, note and legend; returns the y below them."""
     out: list[str] = []
     y = top if title or note or legend else 2.0
@@ -53,7 +55,7 @@ def head(title: str, note: str, legend: Sequence[Entry], width: float, top: floa
     return out, y
 
 
-def key(entries: Sequence[Entry], width: float, top: float) -> tuple[list[str], float]:
+def key(entries: Sequence[LegendEntry], width: float, top: float) -> tuple[list[str], float]:
     """A legend in rows; returns the y below it."""
     out: list[str] = []
     x, y = PAD, top
@@ -66,7 +68,7 @@ def key(entries: Sequence[Entry], width: float, top: float) -> tuple[list[str], 
     return out, y + 18
 
 
-def swatch(entry: Entry, x: float, y: float) -> str:
+def swatch(entry: LegendEntry, x: float, y: float) -> str:
     """A sample of how a series is drawn, 20 pixels wide, around the height `y`."""
     if entry.swatch == "box":
         return f'<rect class="pc-f-{entry.hue}" x="{num(x + 3)}" y="{num(y - 6)}" width="14" height="12" rx="2"/>'

@@ -9,7 +9,7 @@ from statistics import median
 from penstock.cost import CostError
 from penstock.draw.charts.axis import Axis, Scale, laid, upright
 from penstock.draw.charts.figure import Figure, num, spread_out, text, text_width, wrapped
-from penstock.draw.charts.frame import PAD, Entry, head, shape
+from penstock.draw.charts.frame import PAD, LegendEntry, head, shape
 from penstock.draw.charts.hues import hue_of
 from penstock.draw.charts.parts import Bars, Dots, Level
 from penstock.draw.scale import short
@@ -52,9 +52,9 @@ def bar_chart(
     """
     _check(groups, [(each.name, each.values) for each in series])
     values = [v for each in series for row in (each.values, each.high, each.paper) for v in row if v is not None]
-    legend = [Entry(each.name, hue_of(each.hue, place)) for place, each in enumerate(series)]
+    legend = [LegendEntry(each.name, hue_of(each.hue, place)) for place, each in enumerate(series)]
     if any(value is not None for each in series for value in each.paper):
-        legend.append(Entry(paper, "grey", "stroke"))
+        legend.append(LegendEntry(paper, "grey", "stroke"))
     plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height, SMALL + 4)
     gap = 3.0 if len(series) > 1 else 0.0
     bar = min(WIDEST, (plot.room * 0.8 - gap * (len(series) - 1)) / len(series))
@@ -120,7 +120,7 @@ def dot_chart(
     """
     _check(groups, [(each.name, each.samples) for each in series])
     values = [value for each in series for row in each.samples for value in row]
-    legend = [Entry(each.name, hue_of(each.hue, place), "shape", place) for place, each in enumerate(series)]
+    legend = [LegendEntry(each.name, hue_of(each.hue, place), "shape", place) for place, each in enumerate(series)]
     plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
     slot = min(96.0, plot.room * 0.86 / len(series))
     out, told = list(plot.drawn), []
@@ -152,7 +152,7 @@ class _Plot:
     def __init__(
         self,
         groups: Sequence[str],
-        legend: Sequence[Entry],
+        legend: Sequence[LegendEntry],
         values: Sequence[float],
         title: str,
         note: str,

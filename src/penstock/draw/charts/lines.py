@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.cost import CostError
 from penstock.draw.charts.axis import Axis, Scale, laid, level_axis, upright
 from penstock.draw.charts.figure import Figure, num, spread_out, text, text_width
-from penstock.draw.charts.frame import PAD, Entry, head, shape
+from penstock.draw.charts.frame import PAD, LegendEntry, head, shape
 from penstock.draw.charts.hues import hue_of
 from penstock.draw.charts.parts import Band, Level, Line, Mark, Points
 
@@ -88,10 +88,10 @@ def _reaches(line: Line, near: float) -> bool:
     return bool(runs) and runs[-1][-1][0] >= near
 
 
-def _entry(part: Part, hue: str, place: int) -> Entry:
+def _entry(part: Part, hue: str, place: int) -> LegendEntry:
     if isinstance(part, Line):
-        return Entry(part.name, hue, "line" if part.stroke == "solid" else part.stroke)
-    return Entry(part.name, hue, "shape" if isinstance(part, Points) else "box", place)
+        return LegendEntry(part.name, hue, "line" if part.stroke == "solid" else part.stroke)
+    return LegendEntry(part.name, hue, "shape" if isinstance(part, Points) else "box", place)
 
 
 def _heights(parts: Sequence[Part], levels: Sequence[Level]) -> list[float]:

@@ -8,7 +8,7 @@ from html import escape
 from penstock.cost import CostError
 from penstock.draw.charts.axis import Axis, laid, level_axis
 from penstock.draw.charts.figure import Figure, num, text, text_width, wrapped
-from penstock.draw.charts.frame import PAD, Entry, head
+from penstock.draw.charts.frame import PAD, LegendEntry, head
 from penstock.draw.charts.hues import hue_of
 from penstock.draw.charts.parts import Bars
 from penstock.draw.scale import short
@@ -49,7 +49,9 @@ def stacked_chart(
         if any(value is not None and value < 0 for value in each.values):
             raise CostError(f"part {each.name!r} is below 0 in a row: parts add up")
     hues = [hue_of(each.hue, place) for place, each in enumerate(series)]
-    above, top = head(title, note, [Entry(each.name, hue) for each, hue in zip(series, hues, strict=True)], width)
+    above, top = head(
+        title, note, [LegendEntry(each.name, hue) for each, hue in zip(series, hues, strict=True)], width
+    )
     top += 6
     names = [wrapped(row, 0.34 * width) for row in rows]
     left = PAD + 10 + max(text_width(line) for lines in names for line in lines)

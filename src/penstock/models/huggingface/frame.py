@@ -42,7 +42,7 @@ class Elsewhere:
         return self
 
 
-class StandIn(nn.Module):
+class FrameStandIn(nn.Module):
     """Has a module's plain attributes, which the code around it may ask for, and none of its weights."""
 
     def __init__(self, original: nn.Module) -> None:
@@ -60,7 +60,7 @@ class StandIn(nn.Module):
             return value
 
 
-class Zeros(StandIn):
+class Zeros(FrameStandIn):
     """In place of an embedding: zeros of a type."""
 
     def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
@@ -72,14 +72,14 @@ class Zeros(StandIn):
         return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
 
 
-class Same(StandIn):
+class Same(FrameStandIn):
     """In place of a norm, a linear or whatever else has weights: what it is given."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class Catcher(StandIn):
+class Catcher(FrameStandIn):
     """In place of a block: notes what the block would be given.
 
     Attributes:

@@ -19,11 +19,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from penstock.control import Configuration, ControlError, Dropped, Switched
-from penstock.runtime.adapt.coordinator import Captain, Plan, Setting
+from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
 from penstock.runtime.adapt.options import Steering
-from penstock.runtime.adapt.rendezvous import Meeting
-from penstock.runtime.adapt.report import Measured, report_of
-from penstock.runtime.adapt.store_client import Line
+from penstock.runtime.adapt.rendezvous import Rendezvous
+from penstock.runtime.adapt.report import MeasuredStep, report_of
+from penstock.runtime.adapt.store_client import StoreClient
 from penstock.runtime.adapt.vote import REFUSED, STOPPED, Offer, agree, short_digest
 from penstock.runtime.errors import RuntimeFailure
 
@@ -52,7 +52,7 @@ class Readied:
         return REFUSED if self.configuration is None else short_digest(self.configuration.digest)
 
 
-class Helm:
+class Agent:
     """Steers one process.
 
     Args:
@@ -68,8 +68,8 @@ class Helm:
     def __init__(
         self,
         steering: Steering,
-        setting: Setting,
-        meeting: Meeting,
+        setting: RunSetting,
+        meeting: Rendezvous,
         ready: Callable[[Configuration], Any],
     ) -> None:
         self.number, self.digest = 0, setting.start.digest
@@ -83,17 +83,17 @@ class Helm:
         self._lock = threading.Lock()
         self._since: float | None = None
         self._resent = 0.0
-        self._out: SimpleQueue[tuple[int, Measured] | None] = SimpleQueue()
+        self._out: SimpleQueue[tuple[int, MeasuredStep] | None] = SimpleQueue()
         self._stretch = setting.stretch
         self._meeting = meeting
         self._closed = threading.Event()
         self._captain = None
-        self._lines: list[Line] = []
+        self._lines: list[StoreClient] = []
         try:
             for _ in range(3 if meeting.first == 0 else 2):
-                self._lines.append(Line(meeting.store.another()))
+                self._lines.append(StoreClient(meeting.store.another()))
             if meeting.first == 0:
-                self._captain = Captain(
+                self._captain = Coordinator(
                     steering,
                     setting,
                     self._lines[1],
@@ -128,7 +128,7 @@ class Helm:
 
     # In training.
 
-    def ended(self, measured: Sequence[Measured]) -> None:
+    def ended(self, measured: Sequence[MeasuredStep]) -> None:
         """Takes what this process's ranks measured of a step."""
         if self._stopped is None:
             for each in measured:
@@ -193,7 +193,7 @@ class Helm:
         for line in self._lines:
             line.close()
 
-    def _follow_up(self, captain: Captain, number: int, refused: int | None, missing: Sequence[int]) -> None:
+    def _follow_up(self, captain: Coordinator, number: int, refused: int | None, missing: Sequence[int]) -> None:
         """Rank 0 sees to a plan that not all ranks hold."""
         now = time.monotonic()
         if self._since is None:
@@ -216,7 +216,7 @@ class Helm:
             if self._held is not None and self._held.number <= number:
                 self._held = None
 
-    def _is_lost(self, line: Line) -> bool:
+    def _is_lost(self, line: StoreClient) -> bool:
         return line.silent() > self._steering.patience
 
     def _end(self, reason: str) -> None:
@@ -254,7 +254,7 @@ class Helm:
             if not failed:
                 waiting.popleft()
 
-    def _report(self, iteration: int, measured: Measured) -> bytes:
+    def _report(self, iteration: int, measured: MeasuredStep) -> bytes:
         return report_of(iteration, measured, self._meeting.ahead, self._stretch).to_json()
 
     def _receive(self) -> None:
@@ -262,9 +262,9 @@ class Helm:
         while not self._closed.is_set():
             data = line.pop(queue, WAIT)
             if data is not None:
-                self._take(Plan.from_json(data))
+                self._take(NumberedPlan.from_json(data))
 
-    def _take(self, plan: Plan) -> None:
+    def _take(self, plan: NumberedPlan) -> None:
         """Proves a plan and holds it, unless it is old."""
         if self._is_news(plan.number):
             readied = self._prove(plan)
@@ -276,7 +276,7 @@ class Helm:
         held = self._held
         return number >= self._least and (held is None or number > held.number)
 
-    def _prove(self, plan: Plan) -> Readied:
+    def _prove(self, plan: NumberedPlan) -> Readied:
         """Reads a plan, proves it, and works out what running it needs."""
         try:
             configuration = Configuration.from_json(plan.text)

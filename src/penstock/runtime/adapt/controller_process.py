@@ -23,7 +23,7 @@ END = 2.0
 """Seconds that the process has to end by itself."""
 
 
-class Decider:
+class ControllerProcess:
     """A running controller.
 
     Args:

@@ -19,13 +19,13 @@ from penstock.control import Configuration, Event, Job, Switched
 from penstock.control.advice import Unanswered
 from penstock.control.log import event_line
 from penstock.cost import Costs
-from penstock.runtime.adapt.controller_process import Decider
+from penstock.runtime.adapt.controller_process import ControllerProcess
 from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
 from penstock.runtime.adapt.options import Steering
-from penstock.runtime.adapt.report import Report, lines_of
-from penstock.runtime.adapt.report_collector import Gathering
-from penstock.runtime.adapt.run_log import Records
-from penstock.runtime.adapt.store_client import Line
+from penstock.runtime.adapt.report import RankReport, lines_of
+from penstock.runtime.adapt.report_collector import ReportCollector
+from penstock.runtime.adapt.run_log import RunLog
+from penstock.runtime.adapt.store_client import StoreClient
 
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
@@ -34,7 +34,7 @@ ENDS, GONE = 1.0, 10.0
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """What a job runs on, as far as deciding needs it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NumberedPlan:
     """A decision on its way to the ranks: its number, and its configuration as text, with the digest."""
 
     number: int
@@ -64,11 +64,11 @@ class Plan:
         return json.dumps({"number": self.number, "text": self.text, "digest": self.digest}).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Plan:
+    def from_json(cls, data: bytes) -> NumberedPlan:
         return cls(**json.loads(data))
 
 
-class Captain:
+class Coordinator:
     """Steers the run from rank 0's process.
 
     Args:
@@ -86,12 +86,12 @@ class Captain:
     def __init__(
         self,
         steering: Steering,
-        setting: Setting,
-        line: Line,
-        plans: Line,
+        setting: RunSetting,
+        line: StoreClient,
+        plans: StoreClient,
         reports: str,
         queue: Callable[[int], str],
-        take: Callable[[Plan], None],
+        take: Callable[[NumberedPlan], None],
         stop: Callable[[str], None],
         notice: Callable[[str], None],
     ) -> None:
@@ -99,18 +99,18 @@ class Captain:
         self._steering, self._setting, self._line, self._plans = steering, setting, line, plans
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
         self._notice = notice
-        self._records = Records(steering.folder, notice)
-        self._gathering = Gathering(setting.start.schedule.num_ranks)
+        self._records = RunLog(steering.folder, notice)
+        self._gathering = ReportCollector(setting.start.schedule.num_ranks)
         self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
         self._number = 0
         self._num_since = 0
-        self._last: Sequence[Report] = ()
-        self._plan: Plan | None = None
+        self._last: Sequence[RankReport] = ()
+        self._plan: NumberedPlan | None = None
         self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
-        self._decider: Decider | None = None
+        self._decider: ControllerProcess | None = None
         self._closed = threading.Event()
         try:
             if setting.costs is not None:
@@ -161,13 +161,13 @@ class Captain:
                     self._hand_out(self._line, self._again.get())
                 if data is None:
                     continue
-                complete = self._gathering.add(Report.from_json(data))
+                complete = self._gathering.add(RankReport.from_json(data))
                 if complete is not None:
                     self._take(complete)
         except Exception as error:
             self._stop(f"rank 0 could not go on deciding: {error!r}")
 
-    def _take(self, reports: Sequence[Report]) -> None:
+    def _take(self, reports: Sequence[RankReport]) -> None:
         """Hands on what one iteration brought."""
         iteration = reports[0].iteration
         self._learn(iteration)
@@ -202,7 +202,7 @@ class Captain:
             self._decider.feed(event_line(event))
         self._due = [(at, event) for at, event in self._due if at > iteration]
 
-    def _record(self, reports: Sequence[Report]) -> dict[str, object]:
+    def _record(self, reports: Sequence[RankReport]) -> dict[str, object]:
         return {
             "iteration": reports[0].iteration,
             "ms": round(max(report.ms for report in reports), 4),
@@ -218,7 +218,7 @@ class Captain:
             return
         setting = self._setting
         job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates)
-        self._decider = Decider(job, self._steering.sensitivity, self._hear, self._stop)
+        self._decider = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
         """A line of the decider's output."""
@@ -235,11 +235,11 @@ class Captain:
             self.decisions.append(decision)
             text = json.dumps(decision["configuration"], sort_keys=True)
             self._digests[decision["number"]] = decision["digest"]
-            self._plan = plan = Plan(decision["number"], text, decision["digest"])
+            self._plan = plan = NumberedPlan(decision["number"], text, decision["digest"])
             self._hand_out(self._plans, self._setting.processes[1:])  # at once, for iterations may be short
             self._take_plan(plan)
 
-    def _hand_out(self, line: Line, processes: Sequence[int]) -> None:
+    def _hand_out(self, line: StoreClient, processes: Sequence[int]) -> None:
         plan = self._plan
         if plan is not None:
             for first in processes:

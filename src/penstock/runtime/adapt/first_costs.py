@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from penstock.cost import Costs
-from penstock.runtime.adapt.report import Report
+from penstock.runtime.adapt.report import RankReport
 
 FIRST, COUNT = 2, 3
 """The first iterations are left out (memory is allotted and channels get to know each other); then so many count."""
@@ -20,7 +20,7 @@ class MeasuredCosts:
         self._times: dict[tuple[str, int], list[float]] = {}
         self._num_seen = 0
 
-    def feed(self, reports: Sequence[Report]) -> Costs | None:
+    def feed(self, reports: Sequence[RankReport]) -> Costs | None:
         """Takes an iteration's reports; returns the costs when they suffice."""
         self._num_seen += 1
         if self._num_seen <= FIRST:

@@ -24,7 +24,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """What a process needs to reach the others.
 
     Attributes:
@@ -69,7 +69,7 @@ class Meeting:
         self.server = None
 
 
-def meet(address: str | None, peers: Peers) -> Meeting:
+def meet(address: str | None, peers: Peers) -> Rendezvous:
     """Agrees on a store, and reaches it. Every process must call it.
 
     Without an address: the TCPStore that torch.distributed was set up with, where MASTER_ADDR and MASTER_PORT say
@@ -82,7 +82,7 @@ def meet(address: str | None, peers: Peers) -> Meeting:
     name, first = f"penstock-{uuid.uuid4().hex[:12]}", peers.here[0]
     if not isinstance(peers, GroupPeers):
         store = InProcessStore() if address is None else open_store(address)
-        return Meeting(store, name, first, (first,), (0,) * peers.num_ranks)
+        return Rendezvous(store, name, first, (first,), (0,) * peers.num_ranks)
     told = peers.gather((clock_name(), network_name()))
     clocks = [str(clock) for clock, _ in told]
     server, error = None, ""
@@ -107,7 +107,7 @@ def meet(address: str | None, peers: Peers) -> Meeting:
         return [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
 
     again = compare if len(set(clocks)) > 1 else None
-    return Meeting(reached, name, first, range(peers.num_ranks), compare(), again, server)
+    return Rendezvous(reached, name, first, range(peers.num_ranks), compare(), again, server)
 
 
 def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:

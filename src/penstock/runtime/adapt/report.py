@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from penstock.control import Event, IterationEnded, OpTimes, Transfers
 from penstock.control.events import OP_KINDS, show_link
 from penstock.control.log import event_line
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """What a rank measured of a step.
 
     Attributes:
@@ -31,14 +31,14 @@ class Measured(NamedTuple):
     begin: int
     end: int
     ops: Sequence[tuple[Op, int, int]]
-    crossings: Sequence[Crossing] = ()
+    crossings: Sequence[TransferRecord] = ()
     events: Sequence[Event] = ()
     peak: float = 0.0
     counters: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's iteration. All times are ms of the job, from when rank 0's clock showed 0.
 
     Attributes:
@@ -46,7 +46,7 @@ class Report:
         ops: rows of kind, stage, microbatch, start and end.
         events: lines for the controller, as its log has them.
         links: the median time of a message on each link that brought any.
-        peak, counters: see `Measured`.
+        peak, counters: see `MeasuredStep`.
     """
 
     iteration: int
@@ -62,11 +62,11 @@ class Report:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Report:
+    def from_json(cls, data: bytes) -> RankReport:
         return cls(**json.loads(data))
 
 
-def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch: float = 1.0) -> Report:
+def report_of(iteration: int, measured: MeasuredStep, ahead: Sequence[int], stretch: float = 1.0) -> RankReport:
     """A rank's report of what it measured.
 
     Args:
@@ -87,7 +87,7 @@ def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch:
             by_stage.setdefault(op.stage, []).append((op.kind, (stop - start) / scale))
     found += transfers
     found += [OpTimes.of(rank, stage, rows) for stage, rows in sorted(by_stage.items())]
-    return Report(
+    return RankReport(
         iteration,
         rank,
         (end - begin) / scale,
@@ -102,14 +102,14 @@ def report_of(iteration: int, measured: Measured, ahead: Sequence[int], stretch:
     )
 
 
-def lines_of(reports: Sequence[Report]) -> list[str]:
+def lines_of(reports: Sequence[RankReport]) -> list[str]:
     """What the controller is told of an iteration, in an order that is always the same: by rank, then its end."""
     longest = max(report.ms for report in reports)
     lines = [line for report in reports for line in report.events]
     return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
 
 
-def began(crossing: Crossing, ahead: Sequence[int]) -> int:
+def began(crossing: TransferRecord, ahead: Sequence[int]) -> int:
     """When both sides were ready for a message, in nanoseconds of its receiver's clock."""
     further = ahead[crossing.target] - ahead[crossing.source]
     # Where nothing was posted ahead `posted` is the moment of sending, told by the sender's clock as well.

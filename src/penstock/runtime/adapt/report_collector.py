@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.runtime.adapt.report import Report
+from penstock.runtime.adapt.report import RankReport
 
 
-class Gathering:
+class ReportCollector:
     """Holds reports until an iteration has all of them.
 
     An iteration of which a report was lost is left out as soon as a later one is complete.
@@ -15,10 +15,10 @@ class Gathering:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._reports: dict[int, dict[int, Report]] = {}
+        self._reports: dict[int, dict[int, RankReport]] = {}
         self._last = -1
 
-    def add(self, report: Report) -> Sequence[Report] | None:
+    def add(self, report: RankReport) -> Sequence[RankReport] | None:
         """Takes a report; returns those of its iteration, by rank, if it is the last that was missing."""
         if report.iteration <= self._last:
             return None

@@ -18,13 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.adapt.report import Report
+from penstock.runtime.adapt.report import RankReport
 from penstock.runtime.errors import RuntimeFailure
 
 CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines.jsonl"
 
 
-class Records:
+class RunLog:
     """Writes the files; keeps nothing where there is no folder.
 
     Args:
@@ -56,7 +56,7 @@ class Records:
     def iteration(self, record: Mapping[str, Any]) -> None:
         self._write(ITERATIONS, json.dumps(record))
 
-    def timeline(self, reports: Sequence[Report], number: int, why: str) -> None:
+    def timeline(self, reports: Sequence[RankReport], number: int, why: str) -> None:
         """When each op of an iteration ran, in ms from the first one's start, by rank 0's clock."""
         if not self._files:
             return

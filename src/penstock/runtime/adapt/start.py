@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.control import Configuration
 from penstock.cost import Costs
-from penstock.runtime.adapt.agent import Helm
-from penstock.runtime.adapt.coordinator import Setting
+from penstock.runtime.adapt.agent import Agent
+from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.options import Steering
 from penstock.runtime.adapt.rendezvous import meet
 from penstock.runtime.errors import RuntimeFailure
@@ -24,7 +24,7 @@ def steer(
     choice: TransportChoice,
     ready: Callable[[Configuration], Any],
     stretch: float = 1.0,
-) -> Helm:
+) -> Agent:
     """The helm of this process. Every process must call it.
 
     Args:
@@ -44,10 +44,10 @@ def steer(
         costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement), start, depth, choice.has_delegates
     )
     meeting = meet(steering.store, peers)
-    setting = Setting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
+    setting = RunSetting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
     helm, error = None, ""
     try:
-        helm = Helm(steering, setting, meeting, ready)
+        helm = Agent(steering, setting, meeting, ready)
     except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
         error = str(failure)
     failed = next((text for text in peers.gather(error) if text), "")

@@ -14,7 +14,7 @@ PAUSE = 0.25
 """Seconds between two tries while the store is gone."""
 
 
-class Line:
+class StoreClient:
     """A connection that does not raise.
 
     Attributes:

@@ -38,7 +38,7 @@ class Offer(NamedTuple):
     held_digest: int = 0
 
 
-class Outcome(NamedTuple):
+class VoteResult(NamedTuple):
     """What the offers of a step come to.
 
     Attributes:
@@ -59,7 +59,7 @@ def short_digest(digest: str) -> int:
     return int(digest[:_DIGITS], 16) or 1
 
 
-def agree(offers: Sequence[Offer]) -> Outcome:
+def agree(offers: Sequence[Offer]) -> VoteResult:
     """What the offers come to, the same on every rank. Rank 0 leads: only what it holds can be next.
 
     Raises:
@@ -74,17 +74,17 @@ def agree(offers: Sequence[Offer]) -> Outcome:
             )
     stopped = next((rank for rank, offer in enumerate(offers) if offer.held == STOPPED), None)
     if stopped is not None:
-        return Outcome(stopped=stopped)
+        return VoteResult(stopped=stopped)
     if first.held <= first.running:
-        return Outcome()
+        return VoteResult()
     theirs = [offer for offer in offers if offer.held == first.held]
     refused = next(
         (r for r, o in enumerate(offers) if o.held == first.held and o.held_digest != first.held_digest), None
     )
     if first.held_digest == REFUSED:
-        return Outcome(refused=0)
+        return VoteResult(refused=0)
     if refused is not None:
-        return Outcome(refused=refused)
+        return VoteResult(refused=refused)
     if len(theirs) == len(offers):
-        return Outcome(switch=first.held)
-    return Outcome(missing=tuple(rank for rank, offer in enumerate(offers) if offer.held != first.held))
+        return VoteResult(switch=first.held)
+    return VoteResult(missing=tuple(rank for rank, offer in enumerate(offers) if offer.held != first.held))

@@ -18,7 +18,7 @@ from penstock.runtime.checkpoint.index import JSON, VERSION
 from penstock.runtime.checkpoint.match import Kind, match
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
-from penstock.runtime.checkpoint.reader import Reader, Source
+from penstock.runtime.checkpoint.reader import Reader, TensorSource
 from penstock.runtime.checkpoint.write import UNWRITTEN, write
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Kind",
     "Reader",
-    "Source",
+    "TensorSource",
     "candidates",
     "complete",
     "digest_of",

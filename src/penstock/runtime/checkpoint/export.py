@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.runtime.checkpoint.errors import CheckpointError
 from penstock.runtime.checkpoint.folder import sync
 from penstock.runtime.checkpoint.reader import Reader
-from penstock.runtime.checkpoint.shard import Spec, by_alignment, check_tensor, dtype_code, write_file
+from penstock.runtime.checkpoint.shard import TensorSpec, by_alignment, check_tensor, dtype_code, write_file
 
 __all__ = ["export"]
 
@@ -43,13 +43,15 @@ def export(path: str | Path, source: Mapping[str, Tensor] | Reader) -> Path:
     return path
 
 
-def _from_mapping(tensors: Mapping[str, Tensor]) -> tuple[list[Spec], Iterator[Tensor]]:
+def _from_mapping(tensors: Mapping[str, Tensor]) -> tuple[list[TensorSpec], Iterator[Tensor]]:
     specs = by_alignment(check_tensor(name, tensor) for name, tensor in tensors.items())
     return specs, (tensors[spec.name] for spec in specs)
 
 
-def _from_reader(reader: Reader) -> tuple[list[Spec], Iterator[Tensor]]:
+def _from_reader(reader: Reader) -> tuple[list[TensorSpec], Iterator[Tensor]]:
     names = reader.in_order(name for name in reader.names() if name.startswith(MODEL))
     names.sort(key=lambda name: -reader.dtype(name).itemsize)
-    specs = [Spec(name[len(MODEL) :], reader.shape(name), dtype_code(name, reader.dtype(name))) for name in names]
+    specs = [
+        TensorSpec(name[len(MODEL) :], reader.shape(name), dtype_code(name, reader.dtype(name))) for name in names
+    ]
     return specs, (tensor for _, tensor in reader.iterate(names))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.shard import DTYPES
 
-__all__ = ["INDEX", "JSON", "STEP", "Entry", "Index", "compact", "read_regular", "shard_name"]
+__all__ = ["INDEX", "JSON", "STEP", "IndexEntry", "Index", "compact", "read_regular", "shard_name"]
 
 JSON = Any
 
@@ -44,7 +44,7 @@ class NewerVersion(CheckpointError):
     """The checkpoint is of a later format: whole, but not for this release."""
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """Where one tensor lies and what it is; `dtype` is safetensors' code."""
 
     shard: str
@@ -60,7 +60,7 @@ class Index:
     step: int
     meta: JSON
     shards: dict[str, int]
-    tensors: dict[str, Entry]
+    tensors: dict[str, IndexEntry]
     version: int = VERSION
 
     def save(self, path: Path) -> None:
@@ -146,12 +146,12 @@ def _without_repeats(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     return found
 
 
-def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> Entry:
+def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> IndexEntry:
     if not name or name == "__metadata__":
         raise _Malformed(f"{name!r} is no name of a tensor")
     what = _short(name)
     fields = _dict(value, what)
-    for field in Entry._fields:
+    for field in IndexEntry._fields:
         if field not in fields:
             raise _Malformed(f"{what} has no {field}")
     shard, shape, dtype = fields["shard"], fields["shape"], fields["dtype"]
@@ -163,10 +163,10 @@ def _entry(name: str, value: JSON, shards: Mapping[str, int]) -> Entry:
         raise _Malformed(f"{what} has the shape {_short(shape)}")
     sizes = tuple(_count(size, f"a size of {what}") for size in shape)
     crc32 = _count(fields["crc32"], f"the checksum of {what}")
-    return Entry(shard, sizes, dtype, crc32)
+    return IndexEntry(shard, sizes, dtype, crc32)
 
 
-def _num_bytes(entry: Entry) -> int:
+def _num_bytes(entry: IndexEntry) -> int:
     return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 

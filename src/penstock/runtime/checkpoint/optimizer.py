@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.checkpoint.index import JSON
 from penstock.runtime.checkpoint.plain import pack, unpack
-from penstock.runtime.checkpoint.reader import Source
+from penstock.runtime.checkpoint.reader import TensorSource
 from penstock.runtime.tensors.dtensor import local, own_shard
 
 __all__ = ["optimizer_tensors", "stage_optimizer"]
@@ -60,7 +60,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
     return tensors, {"class": kind, "groups": groups}
 
 
-def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: Source) -> Callable[[], None]:
+def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: TensorSource) -> Callable[[], None]:
     """Reads the state that the optimizer's parameters had in the checkpoint, and its groups' options.
 
     A parameter without state in the checkpoint has none afterwards. State keeps its dtype and goes to the
@@ -102,7 +102,7 @@ def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: S
     return put
 
 
-def _read_groups(optimizer: Optimizer, reader: Source) -> list[dict[str, Any]]:
+def _read_groups(optimizer: Optimizer, reader: TensorSource) -> list[dict[str, Any]]:
     """The options of each group as they are to be."""
     meta = reader.meta.get("optimizer") if isinstance(reader.meta, dict) else None
     kind = type(optimizer).__name__
@@ -202,7 +202,7 @@ def _require_like(what: str, state: Mapping[str, Any], pattern: Mapping[str, Any
 
 
 def _read_state(
-    reader: Source, name: str, keys: Mapping[str, list[str]], parameter: Tensor, kept_on_host: bool
+    reader: TensorSource, name: str, keys: Mapping[str, list[str]], parameter: Tensor, kept_on_host: bool
 ) -> dict[str, Any]:
     """What a parameter had."""
     state: dict[str, Any] = {}

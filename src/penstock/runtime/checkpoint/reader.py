@@ -14,16 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Entry, Index, read_regular
+from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Index, IndexEntry, read_regular
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
 
-__all__ = ["Reader", "Source", "problem_of"]
+__all__ = ["Reader", "TensorSource", "problem_of"]
 
 
 MOST_OPEN = 32
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where state is loaded from: a checkpoint, or another pipeline."""
 
     meta: JSON
@@ -106,7 +106,7 @@ class Reader:
         """The names, each once, so that `iterate` opens every shard once."""
         return sorted(set(names), key=lambda name: (self._entry(name).shard, name))
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> IndexEntry:
         try:
             return self._index.tensors[name]
         except KeyError:

@@ -37,9 +37,16 @@ from penstock.runtime.checkpoint.training_state import (
     extra_digests,
     extra_to_write,
 )
-from penstock.runtime.checkpoint.user_state import Place, StagedUserState, Stateful, digests_of, packed, to_write
+from penstock.runtime.checkpoint.user_state import (
+    ProcessPlace,
+    StagedUserState,
+    Stateful,
+    digests_of,
+    packed,
+    to_write,
+)
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 
 T = TypeVar("T")
 
@@ -79,7 +86,7 @@ class ChosenCheckpoint(NamedTuple):
 def save(
     directory: str | Path,
     state: State,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     counters: Mapping[str, int],
     meta: Mapping[str, Any],
     stateful: Mapping[str, Stateful],
@@ -128,7 +135,7 @@ def save(
 def load(
     directory: str | Path,
     state: State,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     stateful: Mapping[str, Stateful],
     fallback: bool,
 ) -> Loaded:
@@ -159,10 +166,10 @@ def load(
     raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
 
 
-def _place_of(mesh: Mesh) -> Place:
+def _place_of(mesh: ProcessMesh) -> ProcessPlace:
     peers = mesh.everyone
     num_processes = peers.num_ranks if len(peers.here) == 1 else 1
-    return Place(mesh.replica, mesh.num_replicas, peers.here[0], num_processes)
+    return ProcessPlace(mesh.replica, mesh.num_replicas, peers.here[0], num_processes)
 
 
 def _choose(
@@ -191,7 +198,12 @@ def _choose(
 
 
 def _load_one(
-    path: Path, state: State, peers: Peers, place: Place, stateful: Mapping[str, Stateful], chosen: ChosenCheckpoint
+    path: Path,
+    state: State,
+    peers: Peers,
+    place: ProcessPlace,
+    stateful: Mapping[str, Stateful],
+    chosen: ChosenCheckpoint,
 ) -> tuple[Loaded, Staged]:
     """Reads and checks a checkpoint in all processes; all of them raise where one does."""
     what = f"checkpoint {path} could not be loaded"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["DTYPES", "Spec", "as_bytes", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
+__all__ = ["DTYPES", "TensorSpec", "as_bytes", "by_alignment", "check_tensor", "checksum", "dtype_code", "write_file"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """What the header says of one tensor."""
 
     name: str
@@ -68,7 +68,7 @@ def dtype_code(name: str, dtype: torch.dtype) -> str:
     return CODES[dtype]
 
 
-def check_tensor(name: str, tensor: Tensor) -> Spec:
+def check_tensor(name: str, tensor: Tensor) -> TensorSpec:
     """The spec of a tensor that can be written. Raises `CheckpointError` for one that cannot."""
     if not isinstance(name, str) or not name or name == "__metadata__":
         raise CheckpointError(f"tensor name {name!r}: a name is a non-empty text other than '__metadata__'")
@@ -76,10 +76,12 @@ def check_tensor(name: str, tensor: Tensor) -> Spec:
         raise CheckpointError(f"{name} is a {type(tensor).__name__}: only tensors are stored, put the rest into meta")
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise CheckpointError(f"{name} is {tensor.layout} on {tensor.device}: only dense tensors with data can be")
-    return Spec(name, tuple(tensor.shape), dtype_code(name, tensor.dtype))
+    return TensorSpec(name, tuple(tensor.shape), dtype_code(name, tensor.dtype))
 
 
-def write_file(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor]) -> tuple[int, dict[str, int]]:
+def write_file(
+    path: Path, specs: Sequence[TensorSpec], get: Callable[[TensorSpec], Tensor]
+) -> tuple[int, dict[str, int]]:
     """Writes and fsyncs a safetensors file; `get` is asked for each tensor once, in the order of `specs`.
 
     Returns the file's size and each tensor's CRC-32. Raises `OSError` as the disk does, and leaves no file then.
@@ -112,7 +114,7 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(as_bytes(tensor))
 
 
-def by_alignment(specs: Iterable[Spec]) -> list[Spec]:
+def by_alignment(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Widest elements first, then by name, so that every tensor begins at a multiple of its element's size."""
     return sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
 

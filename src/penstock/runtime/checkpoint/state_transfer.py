@@ -23,10 +23,10 @@ from penstock.runtime.checkpoint.training_state import MODEL, state_of
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.parameters.optimizer_state import Learner
+from penstock.runtime.parameters.optimizer_state import OptimizerState
 
 
-class Sending(NamedTuple):
+class StateSending(NamedTuple):
     """A tensor on its way from one process to another."""
 
     name: str
@@ -47,7 +47,7 @@ class HeldAndWanted(NamedTuple):
     kinds: dict[str, Kind]
 
 
-def sendings(told: Sequence[HeldAndWanted]) -> list[Sending]:
+def sendings(told: Sequence[HeldAndWanted]) -> list[StateSending]:
     """Who sends what to whom; what a process holds already it keeps.
 
     Raises:
@@ -70,7 +70,7 @@ def sendings(told: Sequence[HeldAndWanted]) -> list[Sending]:
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
             load[source] += _num_bytes(told[source].held[name])
-            found.append(Sending(name, source, target))
+            found.append(StateSending(name, source, target))
     return found
 
 
@@ -90,7 +90,7 @@ class Carried:
         return {name: self._tensors[name].clone() for name in names}
 
 
-def hand_over(giver: Learner, taker: Learner, peers: Peers) -> int:
+def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int:
     """Lets one go on where another is, over the same processes; every one must call this.
 
     Returns:
@@ -144,7 +144,7 @@ def _require_shapes(told: Sequence[HeldAndWanted], known: dict[str, Kind]) -> No
 
 
 def _exchange(
-    plan: Sequence[Sending],
+    plan: Sequence[StateSending],
     held: dict[str, Tensor],
     known: dict[str, Kind],
     peers: Peers,

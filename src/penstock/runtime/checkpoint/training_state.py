@@ -28,15 +28,15 @@ from penstock.runtime.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     Kind,
-    Source,
+    TensorSource,
     digest_of,
     optimizer_tensors,
     pack,
     stage_optimizer,
     unpack,
 )
-from penstock.runtime.parameters.local_model import HeldModel
-from penstock.runtime.parameters.optimizer_state import Learner
+from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.updating import GRADIENTS, Updating
 from penstock.runtime.parameters.updating import PREFIX as ASYNCHRONOUS
 from penstock.runtime.tensors.dtensor import is_sharded, local, own_shard, whole
@@ -66,7 +66,7 @@ class Extra(NamedTuple):
         return f"{EXTRA}{self.name}@{self.holder}"
 
 
-class Share(NamedTuple):
+class CheckpointShare(NamedTuple):
     """What of a checkpoint a process has to do with.
 
     Attributes:
@@ -94,7 +94,7 @@ class State:
 
     def __init__(
         self,
-        model: HeldModel,
+        model: LocalModel,
         optimizer: Optimizer | None,
         updating: Updating | None,
         answers: Callable[[int, Tensor], bool],
@@ -135,7 +135,7 @@ class State:
 
     # Saving.
 
-    def share(self) -> Share:
+    def share(self) -> CheckpointShare:
         """What this process writes but for extra state, and what it helps with. Raises CheckpointError."""
         for extra in self._extras:
             if type(extra.module).set_extra_state is nn.Module.set_extra_state:
@@ -147,7 +147,7 @@ class State:
         tensors, meta = self._all()
         writes = {name: tensor for name, tensor in tensors.items() if self._writes(name)}
         helps = {name: t for name, t in tensors.items() if name not in writes and is_sharded(t)}
-        return Share(writes | (self._updating.tensors() if self._updating is not None else {}), helps, meta)
+        return CheckpointShare(writes | (self._updating.tensors() if self._updating is not None else {}), helps, meta)
 
     def extra(self) -> dict[str, dict[str, Tensor]]:
         """By its base `extra/NAME@HOLDER` the extra state of each module here. Raises CheckpointError."""
@@ -231,7 +231,7 @@ class State:
 
     # Loading.
 
-    def stage(self, source: Source, num_updates: int) -> Staged:
+    def stage(self, source: TensorSource, num_updates: int) -> Staged:
         """Reads all that is loaded here and finds it right, and changes nothing.
 
         Raises:
@@ -265,7 +265,7 @@ class State:
             gradients, put = [], self._stage_updating(source, names, num_updates)
         return Staged(self._model, values, optimizer, gradients, put, extras, notices)
 
-    def _stage_extras(self, source: Source, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
+    def _stage_extras(self, source: TensorSource, there: set[str], notices: list[str]) -> list[tuple[Extra, Any]]:
         found: list[tuple[Extra, Any]] = []
         by_base: dict[str, list[str]] = {}
         for name in there:
@@ -296,7 +296,7 @@ class State:
                 raise DamagedCheckpointError(f"checkpoint {source.path}: {error}") from None
         return found
 
-    def _stage_gradients(self, source: Source, names: Iterable[str]) -> list[tuple[Parameter, Tensor]]:
+    def _stage_gradients(self, source: TensorSource, names: Iterable[str]) -> list[tuple[Parameter, Tensor]]:
         """Gradients that wait for an update, whatever kind of schedule they come from."""
         parts: dict[str, list[str]] = {}
         for name in names:
@@ -316,7 +316,7 @@ class State:
                     waiting.append((parameter, own_shard(total, parameter)))
         return waiting
 
-    def _stage_updating(self, source: Source, names: Iterable[str], num_updates: int) -> Callable[[], None]:
+    def _stage_updating(self, source: TensorSource, names: Iterable[str], num_updates: int) -> Callable[[], None]:
         """What a schedule with updates keeps besides."""
         assert self._updating is not None
         updating = self._updating
@@ -346,7 +346,7 @@ class Staged:
 
     def __init__(
         self,
-        model: HeldModel,
+        model: LocalModel,
         values: list[tuple[Tensor, Tensor]],
         optimizer: Callable[[], None] | None,
         gradients: list[tuple[Parameter, Tensor]],
@@ -442,7 +442,7 @@ def _base_of(extra: Extra, there: set[str]) -> str | None:
     return next((base for base in bases if base + AS_JSON in there), None)
 
 
-def _require_like(source: Source, name: str, tensor: Tensor, parameter: Tensor) -> None:
+def _require_like(source: TensorSource, name: str, tensor: Tensor, parameter: Tensor) -> None:
     if tensor.shape != parameter.shape:
         raise CheckpointError(
             f"checkpoint {source.path}: {name} has shape {tuple(tensor.shape)}, and its parameter "
@@ -457,6 +457,6 @@ def _place(name: str) -> str | None:
     return name if name.startswith(ASYNCHRONOUS) else None
 
 
-def state_of(trained: Learner) -> State:
+def state_of(trained: OptimizerState) -> State:
     """What is saved of what training changes in this process, and loaded into it."""
     return State(trained.model, trained.optimizer, trained.updating, trained.answers, trained.steps, trained.holder)

@@ -38,7 +38,7 @@ class Stateful(Protocol):
         """Takes what `state_dict` gave."""
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Where a process lies: its replica of so many, its number of so many."""
 
     replica: int
@@ -83,7 +83,10 @@ def digests_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
 
 
 def to_write(
-    states: Mapping[str, Mapping[str, Tensor]], digests: Sequence[Mapping[str, str]], places: Sequence[Place], me: int
+    states: Mapping[str, Mapping[str, Tensor]],
+    digests: Sequence[Mapping[str, str]],
+    places: Sequence[ProcessPlace],
+    me: int,
 ) -> dict[str, Tensor]:
     """What this process writes: what is alike is written once.
 
@@ -107,7 +110,7 @@ def to_write(
     return tensors
 
 
-def _suffix(digests: Sequence[str], places: Sequence[Place], me: int) -> str | None:
+def _suffix(digests: Sequence[str], places: Sequence[ProcessPlace], me: int) -> str | None:
     """What is put behind a state's name here; None where another process writes the same."""
     if len(set(digests)) == 1:
         return "" if me == 0 else None
@@ -134,7 +137,7 @@ class StagedUserState:
         CheckpointError: there is none of an object, or it was another in each of other processes; damage.
     """
 
-    def __init__(self, stateful: Mapping[str, Stateful], reader: Reader, place: Place) -> None:
+    def __init__(self, stateful: Mapping[str, Stateful], reader: Reader, place: ProcessPlace) -> None:
         require_stateful(stateful)
         self._stateful, self._before = dict(stateful), dict[str, Any]()
         parts: dict[str, list[str]] = {}

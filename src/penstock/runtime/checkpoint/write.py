@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint import folder
 from penstock.runtime.checkpoint.errors import CheckpointError
-from penstock.runtime.checkpoint.index import INDEX, JSON, Entry, Index, compact, shard_name
-from penstock.runtime.checkpoint.shard import Spec, by_alignment, check_tensor, write_file
+from penstock.runtime.checkpoint.index import INDEX, JSON, Index, IndexEntry, compact, shard_name
+from penstock.runtime.checkpoint.shard import TensorSpec, by_alignment, check_tensor, write_file
 from penstock.runtime.tensors.dtensor import is_sharded, whole
 
 __all__ = ["UNWRITTEN", "write"]
@@ -58,7 +58,7 @@ def write(
         if rank == 0:
             failure.attempt(lambda: folder.fresh(temporary))
         barrier()
-        gathering = Gathering(tensors, helped or {})
+        gathering = ShardGathering(tensors, helped or {})
         inode = failure.attempt(lambda: _write_shard(temporary, rank, gathering))
         gathering.rest()
         if failure.error:
@@ -85,7 +85,7 @@ def write(
     return target
 
 
-class Gathering:
+class ShardGathering:
     """The tensors of this rank, whole and one after the other in the order of all ranks, those of others on the way.
 
     All ranks that have shards of a tensor must come to it, so one that cannot write goes through the rest as well.
@@ -96,7 +96,7 @@ class Gathering:
         self._all = {name: tensor for name, tensor in {**helped, **own}.items() if isinstance(tensor, Tensor)}
         self._order = iter(sorted(self._all, key=lambda name: (-self._all[name].dtype.itemsize, name)))
 
-    def get(self, spec: Spec) -> Tensor:
+    def get(self, spec: TensorSpec) -> Tensor:
         """A tensor of this rank; asked for in the order of `by_alignment`."""
         return next(tensor for name, tensor in self._whole() if name == spec.name)
 
@@ -153,7 +153,7 @@ def _check(step: int, rank: int, num_ranks: int, keep: int, meta: JSON) -> None:
         raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
 
 
-def _write_shard(temporary: Path, rank: int, gathering: Gathering) -> int:
+def _write_shard(temporary: Path, rank: int, gathering: ShardGathering) -> int:
     """Writes this rank's shard and a note on it for rank 0; returns the shard's inode."""
     specs = by_alignment(check_tensor(name, tensor) for name, tensor in gathering.own.items())
     path = temporary / shard_name(rank)
@@ -171,13 +171,13 @@ def _tell(temporary: Path, rank: int, error: CheckpointError) -> None:
 
 def _write_index(temporary: Path, step: int, meta: JSON, num_ranks: int) -> None:
     shards: dict[str, int] = {}
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, IndexEntry] = {}
     for rank in range(num_ranks):
         shard = shard_name(rank)
         note = _read_note(temporary, rank)
         shards[shard] = note["size"]
         for name, shape, dtype, crc32 in note["tensors"]:
-            entry = Entry(shard, tuple(shape), dtype, crc32)
+            entry = IndexEntry(shard, tuple(shape), dtype, crc32)
             first = tensors.setdefault(name, entry)
             if first[1:] != entry[1:]:
                 raise CheckpointError(

@@ -20,7 +20,7 @@ from time import perf_counter_ns, sleep
 import torch
 
 from penstock.cost import Costs
-from penstock.runtime.emulation.gang import Meeting
+from penstock.runtime.emulation.gang import EmulatedGang
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT
@@ -51,10 +51,10 @@ class EmulatedDevice:
         self._free: int | None = None
         self._op: Op | None = None
         self._rank, self._numbers = 0, wiring.graph.number
-        self._meeting: Meeting | None = None
+        self._meeting: EmulatedGang | None = None
         self._stream_free = 0
 
-    def begin(self, rank: int = 0, meeting: Meeting | None = None) -> None:
+    def begin(self, rank: int = 0, meeting: EmulatedGang | None = None) -> None:
         """Starts a step of a rank: what was owed is forgotten.
 
         Args:

@@ -20,7 +20,7 @@ from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.schedule import Op
 
 
-class Meeting(Protocol):
+class EmulatedGang(Protocol):
     """Where ranks meet."""
 
     def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
@@ -32,7 +32,7 @@ class Meeting(Protocol):
         """
 
 
-class ThreadsMeeting:
+class ThreadGang:
     """Of ranks that are threads of this process.
 
     Args:
@@ -69,7 +69,7 @@ class ThreadsMeeting:
             return max(moments.values())
 
 
-class ProcessesMeeting:
+class ProcessGang:
     """Of ranks that are processes of one host, whose clocks are one.
 
     Args:

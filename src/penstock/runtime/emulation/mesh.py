@@ -21,7 +21,7 @@ from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links, Mesh, Ring
 from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulation.plan import EmulatedPlan, plan_of
-from penstock.runtime.emulation.ranks import Emulated, Step, Threads
+from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks
 from penstock.runtime.emulation.ring import EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.timeline import measured_timeline
@@ -40,7 +40,7 @@ from penstock.simulate.mesh import (
 )
 
 
-class Ended:
+class EndedReplicas:
     """When ops ended that others wait for, by replica."""
 
     def __init__(self, awaited: set[tuple[int, Op]], timeout: float) -> None:
@@ -135,7 +135,7 @@ class EmulatedMesh:
         self.link_conditions, self._ring = LinkConditions.of(links), ring or Ring()
         self._costs, self._stretch, self._timeout, self._depth = costs, stretch, timeout, depth
         self._choice = TransportChoice() if depth is None else TransportChoice("direct", depth)
-        self._replicas: list[Threads] = []
+        self._replicas: list[ThreadRanks] = []
         self.configuration: Configuration
         self.switch(mesh, configuration)
 
@@ -153,7 +153,7 @@ class EmulatedMesh:
         self.close()
         self.mesh, self.configuration, self._plan = mesh, configuration, plan
         self._replicas = [
-            Threads(
+            ThreadRanks(
                 Emulated(
                     self._costs,
                     mesh.links_of(self.link_conditions, replica),
@@ -176,9 +176,9 @@ class EmulatedMesh:
         last = last_gradients(schedule)
         final = [row[-1] for row in schedule.order]
         awaited = {*(op for ops in last for op in ops), *final}
-        ended = Ended({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
+        ended = EndedReplicas({(replica, op) for replica in range(mesh.dp) for op in awaited}, self._timeout)
         rings = [self._ring_of(rank) for rank in range(mesh.pp)]
-        steps: dict[int, Step] = {}
+        steps: dict[int, RanksStep] = {}
         nodes: dict[tuple[int, int], _NodeStep] = {}
         errors: list[BaseException] = []
 
@@ -247,7 +247,7 @@ class EmulatedMesh:
         return EmulatedRing(self._ring, conditions, self.mesh.dp, self._timeout)
 
     def _rings_and_update(
-        self, rank: int, replica: int, last: Sequence[Op], final: Op, ended: Ended, ring: EmulatedRing
+        self, rank: int, replica: int, last: Sequence[Op], final: Op, ended: EndedReplicas, ring: EmulatedRing
     ) -> _NodeStep:
         """A node's second thread: each stage's ring as soon as it may go round, then the update."""
         sharpen_timers()
@@ -266,7 +266,7 @@ class EmulatedMesh:
             time.sleep(left / 1e9)
         return _NodeStep(found, time.perf_counter_ns())
 
-    def _measured(self, steps: dict[int, Step], nodes: dict[tuple[int, int], _NodeStep]) -> MeshTimeline:
+    def _measured(self, steps: dict[int, RanksStep], nodes: dict[tuple[int, int], _NodeStep]) -> MeshTimeline:
         origin = min(step.start for step in steps.values())
 
         def ms(moment: float) -> float:

@@ -18,14 +18,14 @@ from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import Steering, steer
 from penstock.runtime.compatibility import require_steerable
 from penstock.runtime.emulation.plan import plan_of
-from penstock.runtime.emulation.ranks import Emulated, Processes, Ranks, Threads
+from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import choice_of, dispatch_of, require_switchable
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.mesh.consistency import require_same
 from penstock.runtime.mesh.peers import GroupPeers, peers_of
 from penstock.runtime.transport.choose import DelegateOptions
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulate import Timeline, simulate
@@ -48,7 +48,7 @@ class EmulatedStep:
     configuration: Configuration
     number: int
     late: tuple[float, ...]
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[TransferRecord, ...] = ()
 
 
 class EmulatedPipeline:
@@ -116,7 +116,7 @@ class EmulatedPipeline:
         run = Emulated(costs, conditions, stretch, timeout, self._choice)
         peers = peers_of(mesh, schedule.num_ranks, timeout)
         self._ranks: Ranks = (
-            Processes(run, self._plan, peers) if isinstance(peers, GroupPeers) else Threads(run, self._plan)
+            ProcessRanks(run, self._plan, peers) if isinstance(peers, GroupPeers) else ThreadRanks(run, self._plan)
         )
         self._helm = None
         if steering is not None:

@@ -13,10 +13,10 @@ import torch
 
 from penstock.control import Event
 from penstock.cost import Costs, LinkConditions
-from penstock.runtime.adapt import Helm, Measured, Offer, Readied
+from penstock.runtime.adapt import Agent, MeasuredStep, Offer, Readied
 from penstock.runtime.compatibility import require_runnable
 from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
-from penstock.runtime.emulation.gang import Meeting, ProcessesMeeting, ThreadsMeeting
+from penstock.runtime.emulation.gang import EmulatedGang, ProcessGang, ThreadGang
 from penstock.runtime.emulation.plan import EmulatedPlan
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.execute.worker import Transport, Worker
@@ -28,7 +28,7 @@ from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op
 
@@ -56,11 +56,11 @@ class RankStep(NamedTuple):
     times: list[tuple[Op, int, int]]
     peak: float
     late: list[int]
-    crossings: list[Crossing]
+    crossings: list[TransferRecord]
     apart: list[tuple[Op, int, int]]
 
 
-class Step(NamedTuple):
+class RanksStep(NamedTuple):
     """A step of all ranks, by rank; when it started (ns); and what the helm says to run from the next one on."""
 
     ranks: list[RankStep]
@@ -73,7 +73,7 @@ class Waiting(Transport, Protocol):
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
 
-    def crossings(self) -> list[Crossing]: ...
+    def crossings(self) -> list[TransferRecord]: ...
 
     def wake(self) -> None: ...
 
@@ -84,7 +84,7 @@ class Ranks(Protocol):
     conditions: Conditions
     peers: Peers
 
-    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
         """Runs one step."""
 
     def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
@@ -95,7 +95,7 @@ class Ranks(Protocol):
 
 
 def _run_rank(
-    worker: Worker, device: EmulatedDevice, transport: Waiting, start: int, meeting: Meeting | None
+    worker: Worker, device: EmulatedDevice, transport: Waiting, start: int, meeting: EmulatedGang | None
 ) -> RankStep:
     """Runs a worker from `start` (ns) to its end."""
     sharpen_timers()
@@ -122,12 +122,12 @@ def _run_rank(
 
 def _measured(
     step: RankStep, start: int, events: Sequence[Event] = (), counters: Mapping[str, int] | None = None
-) -> Measured:
+) -> MeasuredStep:
     end = step.times[-1][2] if step.times else start
-    return Measured(step.rank, start, end, step.times, step.crossings, events, step.peak, counters)
+    return MeasuredStep(step.rank, start, end, step.times, step.crossings, events, step.peak, counters)
 
 
-class Threads:
+class ThreadRanks:
     """All ranks in this process, a thread each."""
 
     def __init__(self, run: Emulated, plan: EmulatedPlan) -> None:
@@ -139,10 +139,10 @@ class Threads:
             MailboxTransport(self._boxes, rank, conditions, run.timeout, run.choice.depth) for rank in self.peers.here
         ]
 
-    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
         run, boxes, transports = self._run, self._boxes, self._transports
         workers = [plan.worker(rank, transports[rank], run.costs, run.stretch) for rank in self.peers.here]
-        meeting = ThreadsMeeting(run.timeout)
+        meeting = ThreadGang(run.timeout)
         found: dict[int, RankStep] = {}
         errors: list[BaseException] = []
         for transport in transports:
@@ -176,9 +176,9 @@ class Threads:
             raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
         ranks = [found[rank] for rank in self.peers.here]
         if helm is None:
-            return Step(ranks, start, None)
+            return RanksStep(ranks, start, None)
         helm.ended([_measured(rank, start) for rank in ranks])
-        return Step(ranks, start, helm.settle([helm.offer()]))
+        return RanksStep(ranks, start, helm.settle([helm.offer()]))
 
     def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
         """There is nothing to start."""
@@ -188,7 +188,7 @@ class Threads:
             transport.close()
 
 
-class Processes:
+class ProcessRanks:
     """One process a rank; this is one of them."""
 
     def __init__(self, run: Emulated, plan: EmulatedPlan, peers: GroupPeers) -> None:
@@ -196,7 +196,7 @@ class Processes:
         Conditions(run.conditions).require_own_queues()
         self._run = run
         self.peers: Peers = peers
-        self._meeting = ProcessesMeeting(meeting_groups(plan.schedule, peers), run.timeout)
+        self._meeting = ProcessGang(meeting_groups(plan.schedule, peers), run.timeout)
         self._rank = peers.here[0]
         schedule = plan.schedule
         told = {
@@ -218,7 +218,7 @@ class Processes:
         self.conditions = Conditions(run.conditions, run.stretch, self._moment())
         self._transport.conditions = self.conditions
 
-    def step(self, plan: EmulatedPlan, helm: Helm | None) -> Step:
+    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
         mine, start = self._step(plan, self._run.stretch)
         offer = None
         if helm is not None:
@@ -227,7 +227,7 @@ class Processes:
             offer = helm.offer()
         told = self.peers.gather((mine._replace(crossings=[]), offer))
         offers = [Offer(*each) for _, each in told if each is not None]
-        return Step([RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None)
+        return RanksStep([RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None)
 
     def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
         transport, rank = self._transport, self._rank

@@ -19,7 +19,7 @@ from penstock.simulate.simulate import AUTO, as_dispatch, frozen_caps, memory_ch
 
 
 @dataclass(frozen=True)
-class Running:
+class ActivePlan:
     """Attributes:
     configuration: see there. plan: of a training step.
     split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
@@ -81,7 +81,7 @@ def choice_of(
 
 def running(
     configuration: Configuration, tied_stages: Sequence[Sequence[int]], rank: int, tags: Tags, costs: Costs | None
-) -> Running:
+) -> ActivePlan:
     """Works a configuration out, as `rank` runs it.
 
     Args:
@@ -90,7 +90,7 @@ def running(
     schedule = configuration.schedule
     plan = plan_step(schedule, tied_stages, True, rank, tags, costs, configuration.caps)
     _ = plan.wiring.stations  # here, and not in the first step that runs it
-    return Running(
+    return ActivePlan(
         configuration,
         plan,
         pairs_with(schedule, "I"),

@@ -39,7 +39,7 @@ Start = Callable[[Op, Sequence[Payload]], Started]
 """What starts an asynchronous op, given what its incoming edges brought."""
 
 
-class Ended(NamedTuple):
+class EndedOp(NamedTuple):
     """An op that has ended, by its number, and when it began and ended (ns)."""
 
     number: int
@@ -57,7 +57,7 @@ class Stream(Protocol):
     def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
         """Starts an op."""
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[EndedOp]:
         """Those that ended since the last call. Raises what went wrong."""
 
     def settle(self) -> bool:
@@ -78,7 +78,7 @@ class WatchedStream:
         self._num_open = 0
         self._start, self._wake = start, wake
         self._waiting: SimpleQueue[tuple[int, Started] | None] = SimpleQueue()
-        self._ended: deque[Ended | BaseException] = deque()
+        self._ended: deque[EndedOp | BaseException] = deque()
         self._thread: threading.Thread | None = None
 
     @property
@@ -93,8 +93,8 @@ class WatchedStream:
             self._thread.start()
         self._waiting.put((number, started))
 
-    def ended(self) -> list[Ended]:
-        found: list[Ended] = []
+    def ended(self) -> list[EndedOp]:
+        found: list[EndedOp] = []
         while self._ended:
             one = self._ended.popleft()
             if isinstance(one, BaseException):
@@ -114,7 +114,7 @@ class WatchedStream:
         while (waiting := self._waiting.get()) is not None:
             number, started = waiting
             try:
-                self._ended.append(Ended(number, *started.wait()))
+                self._ended.append(EndedOp(number, *started.wait()))
             except BaseException as error:
                 self._ended.append(error)
                 return
@@ -136,11 +136,11 @@ class SharedThreadStream:
     def start(self, number: int, op: Op, received: Sequence[Payload]) -> None:
         self._open.append((number, self._start(op, received)))
 
-    def ended(self) -> list[Ended]:
-        found: list[Ended] = []
+    def ended(self) -> list[EndedOp]:
+        found: list[EndedOp] = []
         while self._open and self._open[0][1].done():
             number, started = self._open.popleft()
-            found.append(Ended(number, *started.wait()))
+            found.append(EndedOp(number, *started.wait()))
         return found
 
     def settle(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.runtime.execute.active_plan import Running
+from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.split import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.stage import Copy
@@ -14,7 +14,7 @@ LITTLE = 0.5
 """A smaller share of a stage's work on weight gradients is worth a notice: W is planned to take all of it."""
 
 
-def split_stages(runners: Mapping[Copy, StageRunner], running: Running) -> list[str]:
+def split_stages(runners: Mapping[Copy, StageRunner], running: ActivePlan) -> list[str]:
     """Readies stages for what runs from the next step on, and puts the others back; says which cannot be split."""
     notices = []
     for (pipeline, index), runner in runners.items():

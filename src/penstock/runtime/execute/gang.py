@@ -16,7 +16,7 @@ from penstock.dispatch import Graph
 from penstock.schedule import Op
 
 
-class Meeting:
+class Gang:
     """Who has come to what, in one step of the ranks of this process."""
 
     def __init__(self, graph: Graph) -> None:

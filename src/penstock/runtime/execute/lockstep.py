@@ -25,7 +25,7 @@ _TAG = 1
 """Of decisions, among messages of the shards' group."""
 
 
-class Shards:
+class Lockstep:
     """The processes that decide together.
 
     Args:
@@ -80,7 +80,7 @@ class Leading(Dispatcher):
 
     def __init__(
         self,
-        shards: Shards,
+        shards: Lockstep,
         graph: Graph,
         rank: int,
         dispatch: Dispatch,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.cost import Costs
-from penstock.runtime.transport.channel import Expected, Tags, expected_by_channel
+from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_by_channel
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Schedule
 from penstock.schedule.liveness import most_ahead, run_untimed
@@ -30,7 +30,7 @@ class StepPlan:
     wiring: Wiring
     memory_change: Sequence[float]
     caps: Sequence[float]
-    expected: Sequence[Expected]
+    expected: Sequence[ExpectedMessages]
     window: Mapping[int, int]
 
 

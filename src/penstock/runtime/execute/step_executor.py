@@ -11,17 +11,17 @@ from torch import Tensor
 
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.active_plan import Running
+from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.async_ops import Start, Started
 from penstock.runtime.execute.devices.registered import RegisteredDevice
 from penstock.runtime.execute.devices.torch_device import TorchDevice
 from penstock.runtime.execute.devices.updating import UpdatingDevice
 from penstock.runtime.execute.executors import run_local, run_rank
-from penstock.runtime.execute.gang import Meeting
-from penstock.runtime.execute.lockstep import Shards
+from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.execute.worker import Device, Worker
-from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.stage.branches import end_of, has_many_ends
 from penstock.runtime.stage.microbatches import Microbatches
@@ -37,7 +37,7 @@ from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op, Schedule
 
 
-class RanksHere:
+class StepExecutor:
     """What runs the steps of a pipeline.
 
     Args:
@@ -54,7 +54,7 @@ class RanksHere:
     def __init__(
         self,
         schedule: Schedule,
-        model: HeldModel,
+        model: LocalModel,
         ranks: tuple[int, ...],
         loss_fn: Callable[..., Tensor] | None,
         autocast: torch.dtype | None,
@@ -62,7 +62,7 @@ class RanksHere:
         updating: Updating | None,
         choice: TransportChoice,
         conditions: Conditions | None,
-        shards: Shards | None,
+        shards: Lockstep | None,
     ) -> None:
         self._shards = shards
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
@@ -83,7 +83,7 @@ class RanksHere:
         self._outputs = Outputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
 
-    def run(self, settings: StepSettings, running: Running, plan: StepPlan, transport: Any) -> list[Worker]:
+    def run(self, settings: StepSettings, running: ActivePlan, plan: StepPlan, transport: Any) -> list[Worker]:
         """Runs a step of some kind to its end.
 
         Args:
@@ -96,7 +96,7 @@ class RanksHere:
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
-        meeting = Meeting(graph) if transport is None and graph.gang_ops else None
+        meeting = Gang(graph) if transport is None and graph.gang_ops else None
         together = self._shards if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
         workers: list[Worker] = []
@@ -138,7 +138,7 @@ class RanksHere:
         first = batch.replica * len(batch)
         return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
 
-    def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Meeting | None) -> Device:
+    def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> Device:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
         inside, select = (model.inside, model.copies.select) if training else (None, None)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.runtime.adapt import Helm, Offer
-from penstock.runtime.execute.active_plan import Running
+from penstock.runtime.adapt import Agent, Offer
+from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.mesh.consistency import require_same
 from penstock.runtime.mesh.peers import Peers
@@ -46,7 +46,7 @@ class StepResult:
     __repr__ = short_repr
 
 
-class Outcome:
+class StepEnd:
     """The end of a step.
 
     Args:
@@ -57,7 +57,9 @@ class Outcome:
     def __init__(self, peers: Peers, replicas: Peers, last: Sequence[StageRunner]) -> None:
         self._peers, self._replicas, self._last = peers, replicas, last
 
-    def share(self, batch: Microbatches, helm: Helm | None, notices: Notices) -> tuple[StepResult, Running | None]:
+    def share(
+        self, batch: Microbatches, helm: Agent | None, notices: Notices
+    ) -> tuple[StepResult, ActivePlan | None]:
         """The losses; and what to run from the next step on, where that changes.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.control import Event
 from penstock.cost import Costs
-from penstock.runtime.adapt import Measured
+from penstock.runtime.adapt import MeasuredStep
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.wiring import Wiring
@@ -22,10 +22,10 @@ RankTimes = Sequence[tuple[Op, int, int]]
 
 def measured_of(
     worker: Worker, begin: int, end: int, events: Sequence[Event], counters: Mapping[str, int] | None
-) -> Measured:
+) -> MeasuredStep:
     """What a worker measured of the step that it has run."""
     crossings = worker.transport.crossings()
-    return Measured(worker.rank, begin, end, worker.recorder.times, crossings, events, worker.peak_held, counters)
+    return MeasuredStep(worker.rank, begin, end, worker.recorder.times, crossings, events, worker.peak_held, counters)
 
 
 def measured_timeline(

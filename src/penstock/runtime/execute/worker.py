@@ -17,9 +17,9 @@ from typing import Protocol
 from penstock.dispatch import Dispatcher
 from penstock.dispatch.graph import ALONE
 from penstock.runtime.execute.async_ops import SharedThreadStream, Start, Stream, WatchedStream
-from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
@@ -48,7 +48,7 @@ class Transport(Protocol):
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived."""
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """Messages that came in since the last call, and when."""
 
 
@@ -75,7 +75,7 @@ class Worker:
         dispatcher: Dispatcher,
         device: Device,
         transport: Transport,
-        meeting: Meeting | None = None,
+        meeting: Gang | None = None,
     ) -> None:
         self.rank = rank
         self.dispatcher = dispatcher

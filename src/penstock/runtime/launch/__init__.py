@@ -10,7 +10,7 @@ exception in a file and prints nothing; the parent, which sees every end, prints
 
 from penstock.runtime.launch.child import init_process, watch
 from penstock.runtime.launch.parent import launch
-from penstock.runtime.launch.peer_loss import Loss, loss_of
+from penstock.runtime.launch.peer_loss import LossKind, loss_of
 from penstock.runtime.launch.reporter import report_failure
 
-__all__ = ["Loss", "init_process", "launch", "loss_of", "report_failure", "watch"]
+__all__ = ["LossKind", "init_process", "launch", "loss_of", "report_failure", "watch"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.launch.message import details, one_line, ranks
-from penstock.runtime.launch.report import Kind, Report
+from penstock.runtime.launch.report import FailureKind, FailureReport
 
 __all__ = ["End", "exit_code", "explain", "root_cause"]
 
@@ -29,7 +29,7 @@ class End:
     code: int
     time: float
     asked: bool
-    report: Report | None
+    report: FailureReport | None
     held: str = ""  # what it wrote to stderr before it could report
 
     @property
@@ -37,14 +37,14 @@ class End:
         return self.code != 0 or self.asked
 
     @property
-    def said(self) -> Report | None:
+    def said(self) -> FailureReport | None:
         """The report, if the process ended by it and not by a kill on the way."""
         return self.report if self.report and (self.report.final or self.code > 0) else None
 
     @property
     def secondary(self) -> bool:
         """Ended by the parent, or merely by the loss of a peer."""
-        return self.said.kind is Kind.LOST if self.said else self.asked
+        return self.said.kind is FailureKind.LOST if self.said else self.asked
 
     @property
     def since(self) -> float:
@@ -62,7 +62,7 @@ def root_cause(ends: Sequence[End]) -> End | None:
 def explain(root: End, ends: Sequence[End]) -> str:
     """The one message: the cause, where in the user's code, and what became of the others."""
     lines = [f"penstock: {_cause(root)}"]
-    if root.said and root.said.kind is not Kind.INTERRUPT:
+    if root.said and root.said.kind is not FailureKind.INTERRUPT:
         lines += details(root.said)
     lines += root.held.splitlines()
     others = [end for end in ends if end is not root and end.failed]
@@ -78,7 +78,7 @@ def explain(root: End, ends: Sequence[End]) -> str:
 
 def exit_code(root: End) -> int:
     """The parent's exit code: the rank's own, or the shell's 128 + signal."""
-    if root.said and root.said.kind is Kind.INTERRUPT:
+    if root.said and root.said.kind is FailureKind.INTERRUPT:
         return 128 + signal.SIGINT
     if root.asked:
         return 1

@@ -15,7 +15,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch import lifeline
 from penstock.runtime.launch.held_stderr import let_through
 from penstock.runtime.launch.launch_env import Handover
-from penstock.runtime.launch.peer_loss import Loss, loss_of
+from penstock.runtime.launch.peer_loss import LossKind, loss_of
 from penstock.runtime.launch.reporter import FolderDesk, Reporter, StoreDesk
 
 __all__ = ["init_process", "watch"]
@@ -65,7 +65,7 @@ def init_process(timeout: float) -> tuple[int, int]:
         loss = loss_of(error)
         if loss is None:
             raise
-        if loss is Loss.LATE:
+        if loss is LossKind.LATE:
             raise DeadlineExceeded(f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start") from None
         raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started") from None
     atexit.register(_leave)

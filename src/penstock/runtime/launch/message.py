@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from penstock.runtime.launch.report import Report
+from penstock.runtime.launch.report import FailureReport
 
 __all__ = ["details", "one_line", "ranks"]
 
 FULL = "PENSTOCK_TRACEBACK"
 
 
-def one_line(report: Report) -> str:
+def one_line(report: FailureReport) -> str:
     """`rank 2 failed at step 17 in F3 of stage 2: ValueError: what it said`."""
     where = f" at {report.context}" if report.context else ""
     return f"rank {report.rank} failed{where}: {report.what}"
 
 
-def details(report: Report) -> list[str]:
+def details(report: FailureReport) -> list[str]:
     """The last lines of the user's own code, or all of the traceback where PENSTOCK_TRACEBACK=1 asks for it."""
     if os.environ.get(FULL, "0") not in ("", "0"):
         return report.traceback.splitlines()

@@ -16,7 +16,7 @@ from penstock.runtime.launch.held_stderr import held_path
 from penstock.runtime.launch.launch_env import Handover
 from penstock.runtime.launch.port import HOST, listen
 from penstock.runtime.launch.rank_process import RankProcess
-from penstock.runtime.launch.report import Kind, Report
+from penstock.runtime.launch.report import FailureKind, FailureReport
 from penstock.runtime.launch.signals import handled
 
 __all__ = ["launch"]
@@ -159,7 +159,7 @@ class Family:
         """Failed, or about to end with its last report written."""
         if each.ended():
             return each.failed()
-        report = Report.load(self._reports, each.rank)
+        report = FailureReport.load(self._reports, each.rank)
         return report is not None and report.final
 
     def _stop(self, grace: float, patience: float = TERM_GRACE) -> None:
@@ -188,6 +188,6 @@ def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, s
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
 
 
-def _was_interrupt(said: Report | None, code: int) -> bool:
+def _was_interrupt(said: FailureReport | None, code: int) -> bool:
     """A rank's end by Ctrl-C: by the exception, by the signal, or by leaving in its own way with an exit code."""
-    return said.kind is Kind.INTERRUPT if said else code > 0 or code == -signal.SIGINT
+    return said.kind is FailureKind.INTERRUPT if said else code > 0 or code == -signal.SIGINT

@@ -6,7 +6,7 @@ from enum import Enum
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 
-__all__ = ["Loss", "loss_of"]
+__all__ = ["LossKind", "loss_of"]
 
 LATE = (
     "timed out waiting",
@@ -27,22 +27,22 @@ LOST = (
 )
 
 
-class Loss(Enum):
+class LossKind(Enum):
     """A peer is gone, or nothing came from it in time."""
 
     LOST = "lost"
     LATE = "late"
 
 
-def loss_of(error: BaseException) -> Loss | None:
+def loss_of(error: BaseException) -> LossKind | None:
     """What an exception of ours or of torch.distributed says of a peer; None when it is about this rank."""
     if isinstance(error, PeerLost):
-        return Loss.LOST
+        return LossKind.LOST
     if isinstance(error, DeadlineExceeded):
-        return Loss.LATE
+        return LossKind.LATE
     if not isinstance(error, (RuntimeError, ConnectionError)):
         return None
     text = str(error).lower()
     if isinstance(error, ConnectionError) or any(words in text for words in LOST):
-        return Loss.LOST
-    return Loss.LATE if any(words in text for words in LATE) else None
+        return LossKind.LOST
+    return LossKind.LATE if any(words in text for words in LATE) else None

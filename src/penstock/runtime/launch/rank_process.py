@@ -14,7 +14,7 @@ from typing import BinaryIO
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import End
 from penstock.runtime.launch.held_stderr import held_text
-from penstock.runtime.launch.report import Report
+from penstock.runtime.launch.report import FailureReport
 
 __all__ = ["RankProcess"]
 
@@ -84,7 +84,7 @@ class RankProcess:
             self._to_group(signal.SIGKILL)
             self._end_session()
         code = self._process.wait()
-        report, held = Report.load(reports, self.rank), held_text(reports, self.rank)
+        report, held = FailureReport.load(reports, self.rank), held_text(reports, self.rank)
         return End(self.rank, code, self.ended_at or time.time(), self.asked, report, held)
 
     def _seen_dead(self) -> bool:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.launch.peer_loss import Loss, loss_of
+from penstock.runtime.launch.peer_loss import LossKind, loss_of
 
-__all__ = ["CONTEXT", "Kind", "Report", "context_of"]
+__all__ = ["CONTEXT", "FailureKind", "FailureReport", "context_of"]
 
 FRAMES = 3
 CONTEXT = "__penstock_context__"  # the attribute of an exception that says where it happened
@@ -31,7 +31,7 @@ NOT_THE_USERS = tuple(
 )
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """Why a rank ended, as far as it can tell itself."""
 
     ERROR = "error"
@@ -41,14 +41,14 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """An exception, in words that survive the process.
 
     `final` once the process is ending because of it; until then the user's code may still catch it.
     """
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     type: str
     message: str
     context: str | None
@@ -58,7 +58,7 @@ class Report:
     final: bool
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, *, final: bool) -> Report:
+    def of(cls, error: BaseException, rank: int, *, final: bool) -> FailureReport:
         """The report of an exception; `lines` are the last frames of the user's own code."""
         return cls(
             rank=rank,
@@ -85,7 +85,7 @@ class Report:
             os.replace(path.with_suffix(".writing"), path)
 
     @classmethod
-    def load(cls, folder: str, rank: int) -> Report | None:
+    def load(cls, folder: str, rank: int) -> FailureReport | None:
         """The report a rank left, if it did."""
         try:
             return cls.parse(Path(folder, f"rank-{rank}.json").read_text())
@@ -96,9 +96,9 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Report:
+    def parse(cls, text: str) -> FailureReport:
         value = json.loads(text)
-        return cls(**value | {"kind": Kind(value["kind"])})
+        return cls(**value | {"kind": FailureKind(value["kind"])})
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -115,13 +115,13 @@ def context_of(error: BaseException) -> str | None:
     return next((getattr(each, CONTEXT) for each in chain(error) if hasattr(each, CONTEXT)), None)
 
 
-def _kind(error: BaseException) -> Kind:
+def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, KeyboardInterrupt):
-        return Kind.INTERRUPT
+        return FailureKind.INTERRUPT
     losses = {loss_of(each) for each in chain(error)}
-    if Loss.LOST in losses:
-        return Kind.LOST
-    return Kind.LATE if Loss.LATE in losses else Kind.ERROR
+    if LossKind.LOST in losses:
+        return FailureKind.LOST
+    return FailureKind.LATE if LossKind.LATE in losses else FailureKind.ERROR
 
 
 def _user_lines(error: BaseException) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from penstock.runtime.launch.message import details, one_line
-from penstock.runtime.launch.report import CONTEXT, Kind, Report, context_of
+from penstock.runtime.launch.report import CONTEXT, FailureKind, FailureReport, context_of
 
 __all__ = ["FolderDesk", "Reporter", "StoreDesk", "report_failure"]
 
@@ -26,7 +26,7 @@ LINGER = 1.0  # seconds a failed rank may take to run its exit handlers
 class Desk(Protocol):
     """Where reports go."""
 
-    def take(self, report: Report) -> None:
+    def take(self, report: FailureReport) -> None:
         """Takes a report; the last one of a rank counts."""
 
 
@@ -36,7 +36,7 @@ class FolderDesk:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def take(self, report: Report) -> None:
+    def take(self, report: FailureReport) -> None:
         report.save(self._folder)
 
 
@@ -50,33 +50,33 @@ class StoreDesk:
     def __init__(self, store: dist.Store, patience: float = 2.0) -> None:
         self._store, self._patience = store, patience
 
-    def take(self, report: Report) -> None:
-        if not report.final or report.kind is Kind.INTERRUPT:
+    def take(self, report: FailureReport) -> None:
+        if not report.final or report.kind is FailureKind.INTERRUPT:
             return
-        found: list[Report | None] = []
+        found: list[FailureReport | None] = []
         asking = threading.Thread(target=self._look, args=(report, found), daemon=True)
         asking.start()
         asking.join(self._patience + ANSWER)
         root = found[0] if found else None
         if root is None or root == report:
-            shown = [] if report.kind is Kind.LOST else details(report)
+            shown = [] if report.kind is FailureKind.LOST else details(report)
             print("\n".join([f"penstock: {one_line(report)}", *shown]), file=sys.stderr, flush=True)
         else:
             print(f"penstock: rank {report.rank} ended because rank {root.rank} failed", file=sys.stderr, flush=True)
 
-    def _look(self, report: Report, found: list[Report | None]) -> None:
+    def _look(self, report: FailureReport, found: list[FailureReport | None]) -> None:
         with contextlib.suppress(RuntimeError, ValueError, TypeError):  # the store may be gone too
             found.append(self._root(report))
 
-    def _root(self, report: Report) -> Report | None:
-        if report.kind is not Kind.LOST:
-            return Report.parse(self._store.compare_set(KEY, "", report.text()).decode())
+    def _root(self, report: FailureReport) -> FailureReport | None:
+        if report.kind is not FailureKind.LOST:
+            return FailureReport.parse(self._store.compare_set(KEY, "", report.text()).decode())
         end = time.monotonic() + self._patience
         while not self._store.check([KEY]):
             if time.monotonic() > end:
                 return None
             time.sleep(0.05)
-        return Report.parse(self._store.get(KEY).decode())
+        return FailureReport.parse(self._store.get(KEY).decode())
 
 
 class Reporter:
@@ -94,14 +94,14 @@ class Reporter:
 
     def note(self, error: BaseException) -> None:
         """Reports an exception that may still be caught."""
-        self.desk.take(Report.of(error, self.rank, final=False))
+        self.desk.take(FailureReport.of(error, self.rank, final=False))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._process:
             sys.__excepthook__(kind, error, trace)
             return
         self.failed = True
-        self.desk.take(Report.of(error, self.rank, final=True))
+        self.desk.take(FailureReport.of(error, self.rank, final=True))
         _flush()
         timer = threading.Timer(LINGER, os._exit, [1])
         timer.daemon = True

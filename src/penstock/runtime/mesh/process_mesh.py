@@ -30,7 +30,7 @@ SHARDINGS = ("none", "zero1", "fsdp")
 
 
 @dataclass(frozen=True)
-class Mesh:
+class ProcessMesh:
     """A process's place.
 
     Attributes:
@@ -97,7 +97,7 @@ class Mesh:
         return self.num_replicas == self.num_shards == 1
 
 
-def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDINGS[0]) -> Mesh:
+def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDINGS[0]) -> ProcessMesh:
     """The place of this process.
 
     Args:
@@ -105,7 +105,7 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
             one-dimensional device mesh for a pipeline alone; or None: all of torch.distributed is the pipeline, or
             all ranks are in this process.
         num_ranks: of the schedule.
-        sharding: see `Mesh`.
+        sharding: see `ProcessMesh`.
 
     Raises:
         RuntimeFailure: dimensions of other names, a pipeline of another size than the schedule's, or an unknown
@@ -121,7 +121,7 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
                 'dp and tp: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))'
             )
         pipeline = peers_of(mesh, num_ranks, timeout)
-        return Mesh(pipeline, LocalPeers(1), pipeline)
+        return ProcessMesh(pipeline, LocalPeers(1), pipeline)
     if unknown := sorted(set(names) - {PIPELINE, REPLICAS, SHARDS}):
         raise RuntimeFailure(f"the device mesh has a dimension {unknown[0]!r}; the names are pp, dp and tp")
     _require_order(mesh, names)
@@ -140,10 +140,10 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
         if waits:  # in torch's own ops
             mesh.get_group(name).set_timeout(timedelta(seconds=timeout))
     if shards is None and isinstance(replicas, LocalPeers):
-        return Mesh(pipeline, replicas, pipeline)
+        return ProcessMesh(pipeline, replicas, pipeline)
     along = [pipeline, replicas, *([] if shards is None else [GroupPeers(shards.get_group(), timeout)])]
     everyone = MeshPeers(_everyone(mesh.mesh.flatten().tolist()), along, timeout)
-    return Mesh(pipeline, replicas, everyone, shards, holders, sharding, timeout)
+    return ProcessMesh(pipeline, replicas, everyone, shards, holders, sharding, timeout)
 
 
 def _require_order(mesh: Any, names: Sequence[str]) -> None:
@@ -170,7 +170,7 @@ def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
-def require_meshable(mesh: Mesh, schedule: Schedule, steered: bool) -> None:
+def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool) -> None:
     """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
     if mesh.is_flat:
         return

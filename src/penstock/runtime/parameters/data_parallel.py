@@ -25,7 +25,7 @@ from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import (
     GradientBucket,
     PartBucket,
@@ -35,7 +35,7 @@ from penstock.runtime.parameters.buckets import (
     wait_for,
 )
 from penstock.runtime.parameters.fsdp import ShardedParameters
-from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule
@@ -51,7 +51,7 @@ class Replicas:
     """
 
     def __init__(
-        self, model: HeldModel, peers: GroupPeers, order: Sequence[int], owners: bool, timeout: float
+        self, model: LocalModel, peers: GroupPeers, order: Sequence[int], owners: bool, timeout: float
     ) -> None:
         self._model, self._peers, self._timeout = model, peers, timeout
         self._order = tuple(order)
@@ -206,13 +206,13 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
     return before
 
 
-def with_reductions(schedule: Schedule, mesh: Mesh) -> Schedule:
+def with_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
     """The schedule with REDUCE ops, where there are replicas to reduce over."""
     return schedule if mesh.num_replicas == 1 else add_reductions(schedule, asynchronous=False)
 
 
 def reductions_of(
-    schedule: Schedule, mesh: Mesh, given: Collection[str], start: Callable[[int], None]
+    schedule: Schedule, mesh: ProcessMesh, given: Collection[str], start: Callable[[int], None]
 ) -> dict[str, OpFunction]:
     """What runs a schedule's REDUCE ops, if it has any: `start` with an op's stage.
 
@@ -231,10 +231,10 @@ def reductions_of(
     return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
 
 
-def replicas_of(model: HeldModel, mesh: Mesh, schedule: Schedule, timeout: float) -> Replicas | Alone:
+def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, timeout: float) -> Replicas | NoReplicas:
     """What there is of other replicas. `schedule` has its REDUCE ops."""
     if not isinstance(mesh.replicas, GroupPeers):
-        return Alone()
+        return NoReplicas()
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     if model.sharded is not None:
         return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout)
@@ -245,7 +245,7 @@ class ShardedReplicas(Replicas):
     """Replicas that keep a part each of every parameter but those that stay whole."""
 
     def __init__(
-        self, model: HeldModel, sharded: ShardedParameters, peers: GroupPeers, order: Sequence[int], timeout: float
+        self, model: LocalModel, sharded: ShardedParameters, peers: GroupPeers, order: Sequence[int], timeout: float
     ) -> None:
         super().__init__(model, peers, order, False, timeout)
         self._sharded = sharded
@@ -274,7 +274,7 @@ class ShardedReplicas(Replicas):
         self._sharded.reshard()
 
 
-class Alone:
+class NoReplicas:
     """What a pipeline without replicas does in their place: nothing."""
 
     def begin(self) -> None: ...

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.process_mesh import REPLICAS, Mesh
+from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
 from penstock.runtime.parameters.buckets import as_real, cut_into_buckets
 from penstock.runtime.parameters.owners import sees_gradients
 from penstock.runtime.stage.stage import Stage
@@ -64,7 +64,9 @@ class ShardedParameters:
         RuntimeFailure: several pipelines, or shared stages.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, placement: Placement, tied: Collection[str]) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], mesh: ProcessMesh, placement: Placement, tied: Collection[str]
+    ) -> None:
         if placement.num_pipelines > 1 or placement.shared:
             raise RuntimeFailure(
                 'sharding="fsdp" takes stages that one rank of one pipeline runs; use "zero1", or another schedule'

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.fsdp import ShardedParameters
 from penstock.runtime.parameters.owners import all_dtypes, owned_parameters, sees_gradients, ties_of
 from penstock.runtime.parameters.pipeline_copies import Copies, build_copies
@@ -46,7 +46,7 @@ def _others(
     ]
 
 
-class HeldModel:
+class LocalModel:
     """Attributes:
     copies: of stages, in this process. stages: the owners among them, by stage.
     device: where they lie.
@@ -69,7 +69,7 @@ class HeldModel:
         self,
         sources: Sequence[Stage | StageSource],
         placement: Placement,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         device: torch.device | str | None,
         tied: Sequence[Sequence[str]],
         parallelize: Parallelize | None = None,

@@ -14,11 +14,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
-from penstock.runtime.parameters.local_model import HeldModel
+from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.state_bytes import bytes_of
 from penstock.runtime.parameters.updating import Updating
 from penstock.schedule import Schedule
@@ -26,7 +26,7 @@ from penstock.schedule import Schedule
 GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
 
-class Learner:
+class OptimizerState:
     """Attributes:
     model: as this process holds it. optimizer: over what is stepped here. num_updates: so far.
     clip_norm: see `ps.Pipeline`.
@@ -39,8 +39,8 @@ class Learner:
 
     def __init__(
         self,
-        model: HeldModel,
-        mesh: Mesh,
+        model: LocalModel,
+        mesh: ProcessMesh,
         schedule: Schedule,
         optimizer: GivenOptimizer,
         clip_norm: float | None,

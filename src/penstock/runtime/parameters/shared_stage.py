@@ -19,7 +19,7 @@ from torch import nn
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.groups import groups_of
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_mesh import Mesh
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.tied import Tie
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import placements_of
@@ -57,7 +57,7 @@ def share_stages(
             parallelize(stages[stage], meshes[ranks])
 
 
-def cut_stages(stages: Mapping[int, Stage], mesh: Mesh, parallelize: Parallelize | None) -> None:
+def cut_stages(stages: Mapping[int, Stage], mesh: ProcessMesh, parallelize: Parallelize | None) -> None:
     """Makes stages this process's shards of them, where the mesh has shards; all start from the first one's values.
 
     Args:

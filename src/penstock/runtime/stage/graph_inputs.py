@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.runtime.tensors.aliases import storage_of
 
 
-class Entry:
+class GraphInputs:
     """The inputs of one microbatch that want a gradient.
 
     Attributes:
@@ -91,7 +91,7 @@ def _counter_of(tensor: Tensor) -> Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, entry: GraphInputs) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.entry = entry
         return entry.entering()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.graph_inputs import Entry, exits
+from penstock.runtime.stage.graph_inputs import GraphInputs, exits
 from penstock.runtime.stage.microbatches import Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.stage.split import DeferredShare, SplitStage, Tape
@@ -39,10 +39,10 @@ from penstock.runtime.tensors.rng import mix
 
 
 @dataclass
-class Held:
+class HeldMicrobatch:
     """A microbatch between its F and its backward: where its inputs entered, and outputs that get a gradient."""
 
-    entry: Entry
+    entry: GraphInputs
     outputs: list[Tensor]
     tape: Tape | None
     deferred: bool = False
@@ -122,7 +122,7 @@ class StageRunner:
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
         self._whole_because, self._told = "", False
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldMicrobatch] = {}
         self._kept: dict[int, Payload | None] = {}
         """What microbatches between F and R came in with; None on the first stage."""
         self._leaves: dict[int, list[Tensor]] = {}
@@ -238,7 +238,7 @@ class StageRunner:
         kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
         entry.close(outputs)
-        self._held[m] = Held(entry, outputs, tape, shares=has_views(payload.skeleton))
+        self._held[m] = HeldMicrobatch(entry, outputs, tape, shares=has_views(payload.skeleton))
         return payload
 
     def _tape(self, m: int) -> Tape | None:
@@ -255,21 +255,21 @@ class StageRunner:
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
         return None if known_plain else Tape(self._split)
 
-    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, Entry, Kept]:
+    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs, Kept]:
         """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), Entry([]), _NOTHING_KEPT
+                return unflatten(copies, skeleton), GraphInputs([]), _NOTHING_KEPT
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
-            return unflatten(given, skeleton), Entry([]), _NOTHING_KEPT
+            return unflatten(given, skeleton), GraphInputs([]), _NOTHING_KEPT
         leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
-        entry = Entry([leaves[place] for place in wanted])
+        entry = GraphInputs([leaves[place] for place in wanted])
         for place, tensor in zip(wanted, entry.tensors, strict=True):
             leaves[place] = tensor
         if not is_shared(received.skeleton):
@@ -402,7 +402,7 @@ class StageRunner:
         if kind == "B":
             del self._held[m]
         else:
-            self._held[m] = Held(_NO_ENTRY, [], held.tape, held.deferred)
+            self._held[m] = HeldMicrobatch(_NO_ENTRY, [], held.tape, held.deferred)
         return payload
 
     def backward_weight(self, m: int) -> None:
@@ -412,5 +412,5 @@ class StageRunner:
             held.tape.backward_weight()
 
 
-_NO_ENTRY = Entry([])
+_NO_ENTRY = GraphInputs([])
 _NOTHING_KEPT = Kept([], 0)

@@ -84,7 +84,7 @@ class Outputs:
                 end.losses[m] = end.losses[m] + share if m in end.losses else share
 
 
-class Gathering:
+class OutputGathering:
     """Brings the outputs of all ranks of an op together, on each of them. It begins when it is waited for.
 
     Attributes:

@@ -22,7 +22,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.groups import meeting_groups
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.weak_group import WeakGroup
-from penstock.runtime.stage.outputs import Forward, Gathering, Outputs, Values
+from penstock.runtime.stage.outputs import Forward, OutputGathering, Outputs, Values
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import FORWARD
@@ -84,9 +84,9 @@ class OpCall:
         assert gathering.result is not None
         return gathering.result
 
-    def gathering(self) -> Gathering:
+    def gathering(self) -> OutputGathering:
         """The same, to be waited for: what an asynchronous op returns, and an op that comes after it reads."""
-        return Gathering(self.outputs, self._group, self.rank, self.timeout)
+        return OutputGathering(self.outputs, self._group, self.rank, self.timeout)
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds a loss of the forwards, a mean over their samples, which has a gradient in what `outputs` gave: their

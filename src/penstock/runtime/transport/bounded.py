@@ -24,9 +24,9 @@ from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, Expected, Incoming, Posted, Tags
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Incoming, Posted, Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport
-from penstock.runtime.transport.gloo import THREADS_WAIT, GroupTransport
+from penstock.runtime.transport.gloo import THREADS_WAIT, GlooTransport
 from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Schedule, needed_channel_depth
@@ -133,8 +133,8 @@ class Link:
                 self._inbox.put(list)
 
 
-class DirectTransport(GroupTransport):
-    """A `GroupTransport` with one channel to each other rank, of bounded depth.
+class DirectTransport(GlooTransport):
+    """A `GlooTransport` with one channel to each other rank, of bounded depth.
 
     Every rank of `group` makes one at the same time: acknowledgements have a group of their own, so that they never
     queue behind messages. Threads receive, however ranks decide, for a message is acknowledged when it arrives.
@@ -165,7 +165,7 @@ class DirectTransport(GroupTransport):
 
     def begin(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedMessages],
         signatures: Sequence[str],
         digest: int,
         threaded: bool,

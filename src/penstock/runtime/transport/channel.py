@@ -15,7 +15,7 @@ from threading import Semaphore
 from typing import Any, NamedTuple
 
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.wire_format import Packet, Spec
+from penstock.runtime.transport.wire_format import Packet, WireSpec
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Needs, Schedule
 from penstock.schedule.op import FORWARD, UPDATE
@@ -114,7 +114,7 @@ class Tags:
         return first + (m if several else n)
 
 
-class Expected(NamedTuple):
+class ExpectedMessages(NamedTuple):
     """What a channel brings a rank in one step, in order, with tags."""
 
     key: ChannelKey
@@ -122,12 +122,12 @@ class Expected(NamedTuple):
     messages: tuple[tuple[Edge, int], ...]
 
 
-def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[Expected]:
+def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[ExpectedMessages]:
     """Sorts (edge, its sender's rank), given in the order in which a rank needs them, by channel."""
     found: dict[tuple[ChannelKey, int], list[tuple[Edge, int]]] = {}
     for edge, peer in edges:
         found.setdefault((ChannelKey.of(edge), peer), []).append((edge, tags.message(edge)))
-    return [Expected(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
+    return [ExpectedMessages(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
 
 
 @dataclass
@@ -154,8 +154,8 @@ class Posted:
 class Known:
     """A spec that both ends know, and packets of it that are free."""
 
-    spec: Spec
-    make: Callable[[Spec], Packet]
+    spec: WireSpec
+    make: Callable[[WireSpec], Packet]
     spare: list[Packet] = field(default_factory=list)
 
     def packet(self) -> Packet:

@@ -19,8 +19,8 @@ from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedLines, ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
-from penstock.runtime.transport.gloo import GroupTransport
-from penstock.runtime.transport.nccl import LineTransport, lines_of
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import NcclTransport, lines_of
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
@@ -169,10 +169,10 @@ class TransportChoice:
 
     def _base(
         self, group: dist.ProcessGroup, tags: Tags, timeout: float, wiring: Wiring, conditions: Conditions | None
-    ) -> GroupTransport:
+    ) -> GlooTransport:
         if self.depth is None:
             if conditions is None:
-                return GroupTransport(group, tags, timeout)
+                return GlooTransport(group, tags, timeout)
             return ConditionedTransport(group, tags, timeout, conditions=conditions)
         require_depth(wiring.schedule, self.depth)
         if conditions is None:
@@ -205,10 +205,10 @@ def _nccl(
     wiring: Wiring,
     device: torch.device,
     conditions: Conditions | None,
-) -> LineTransport:
+) -> NcclTransport:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
     lines = lines_of(wiring)
     if conditions is not None:
         return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)
-    return LineTransport(group, tags, timeout, lines, "nccl", device)
+    return NcclTransport(group, tags, timeout, lines, "nccl", device)

@@ -23,10 +23,10 @@ from penstock.cost.conditions import Lines, LinkConditions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import Outgoing
-from penstock.runtime.transport.gloo import GroupTransport
-from penstock.runtime.transport.loopback import LocalTransport, Switchboard, nothing_comes
-from penstock.runtime.transport.nccl import LineTransport
-from penstock.runtime.transport.transfer_record import Crossing, CrossingLog
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard, nothing_comes
+from penstock.runtime.transport.nccl import NcclTransport
+from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import Packet
 
 LINGER = 5.0
@@ -136,8 +136,8 @@ class Holder:
             held.begin(send)
 
 
-class ConditionedTransport(GroupTransport):
-    """A `GroupTransport` whose messages are held back as the conditions say."""
+class ConditionedTransport(GlooTransport):
+    """A `GlooTransport` whose messages are held back as the conditions say."""
 
     def __init__(self, *args: Any, conditions: Conditions) -> None:
         super().__init__(*args)
@@ -160,11 +160,11 @@ class ConditionedTransport(GroupTransport):
         return send() if self._due is None else self._holder.hold(self._due, send)
 
 
-class ConditionedLines(ConditionedTransport, LineTransport):
-    """A `LineTransport` whose messages are held back as the conditions say."""
+class ConditionedLines(ConditionedTransport, NcclTransport):
+    """A `NcclTransport` whose messages are held back as the conditions say."""
 
     def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
-        return self._later(partial(LineTransport._send_packet, self, channel, packet, tag))
+        return self._later(partial(NcclTransport._send_packet, self, channel, packet, tag))
 
 
 class Delayed(NamedTuple):
@@ -173,7 +173,7 @@ class Delayed(NamedTuple):
     due: int
     number: int
     edge: Edge
-    crossing: Crossing
+    crossing: TransferRecord
 
 
 class ConditionedSwitchboard(Switchboard):
@@ -194,7 +194,7 @@ class ConditionedSwitchboard(Switchboard):
         return True
 
 
-class ConditionedLocalTransport(LocalTransport):
+class ConditionedLocalTransport(LoopbackTransport):
     """One rank's end of a switchboard with conditions."""
 
     def __init__(self, board: ConditionedSwitchboard, rank: int) -> None:
@@ -209,7 +209,7 @@ class ConditionedLocalTransport(LocalTransport):
         board.num_sent += 1
         sent, num_bytes = time.perf_counter_ns(), size_of(payload)
         due = board.conditions.due(self._rank, target, num_bytes, sent)
-        crossing = Crossing(self._rank, target, num_bytes, sent, sent, due)
+        crossing = TransferRecord(self._rank, target, num_bytes, sent, sent, due)
         heapq.heappush(board.waiting[target], Delayed(due, board.num_sent, edge, crossing))
         return True
 
@@ -223,16 +223,16 @@ class ConditionedLocalTransport(LocalTransport):
             came.append(delayed.edge)
         return came
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call. Each arrived when it was due."""
         return self._log.take()
 
 
 def local_transports(
     num_ranks: int, conditions: Conditions | None
-) -> tuple[Callable[[int], LocalTransport], Callable[[], bool]]:
+) -> tuple[Callable[[int], LoopbackTransport], Callable[[], bool]]:
     """What makes the ends of a new switchboard, by rank, and what waits for the next message on it."""
     if conditions is None:
-        return partial(LocalTransport, Switchboard(num_ranks, None)), nothing_comes
+        return partial(LoopbackTransport, Switchboard(num_ranks, None)), nothing_comes
     board = ConditionedSwitchboard(num_ranks, conditions)
     return partial(ConditionedLocalTransport, board), board.pause

@@ -31,7 +31,7 @@ from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import (
     ChannelKey,
-    Expected,
+    ExpectedMessages,
     Incoming,
     Known,
     Outgoing,
@@ -40,12 +40,12 @@ from penstock.runtime.transport.channel import (
     Tags,
 )
 from penstock.runtime.transport.inbox import Inbox
-from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, Crossing, CrossingLog
+from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import (
     HEADER_BYTES,
     Packet,
     Preamble,
-    Spec,
+    WireSpec,
     header_rest,
     pack_header,
     unpack_header,
@@ -61,7 +61,7 @@ THREADS_WAIT = 50
 it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
 
 
-class GroupTransport:
+class GlooTransport:
     """One rank's end of all its channels.
 
     Args:
@@ -93,7 +93,7 @@ class GroupTransport:
 
     def begin(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedMessages],
         signatures: Sequence[str],
         digest: int,
         threaded: bool,
@@ -162,12 +162,12 @@ class GroupTransport:
         known = channel.known.get(signature)
         header: list[Tensor] = []
         if known is None:
-            known = channel.known[signature] = Known(Spec.of(payload), make=self._packet)
+            known = channel.known[signature] = Known(WireSpec.of(payload), make=self._packet)
             header = pack_header(signature, known.spec)
         promised = packet = known.packet()
         if not known.spec.fits(payload):
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            known = Known(Spec.of(payload), make=self._packet)
+            known = Known(WireSpec.of(payload), make=self._packet)
             packet = known.packet()
         packet.pack(payload)
         received = channel.answers.received if channel.answers is not None else 0
@@ -200,7 +200,7 @@ class GroupTransport:
         if outgoing is not None and answers is not None and answers.peer == peer:
             outgoing.answers, answers.answered = answers, outgoing
 
-    def _packet(self, spec: Spec) -> Packet:
+    def _packet(self, spec: WireSpec) -> Packet:
         """A buffer for payloads."""
         return Packet(spec)
 
@@ -258,7 +258,7 @@ class GroupTransport:
             room.release()
         return self._ready.pop(edge)
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call, those of which it is known when: all where threads wait."""
         return self._log.take()
 
@@ -300,7 +300,7 @@ class GroupTransport:
                 channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
         elif posted.arrived is not None:
             size = packet.spec.carried_bytes
-            self._log.add(Crossing(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
+            self._log.add(TransferRecord(channel.peer, self._rank, size, sent, posted.since, posted.arrived))
         channel.received += 1
         self._ready[posted.edge] = packet.unpack()
         posted.known.spare.append(posted.packet)
@@ -332,7 +332,7 @@ class GroupTransport:
         channel.headers_due -= 1
         channel.known[signature] = Known(spec, make=self._packet)
 
-    def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, Spec]:
+    def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, WireSpec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._wait_to_come(self._irecv(first, peer, tag), peer, edge)
         rest = None

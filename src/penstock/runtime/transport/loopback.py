@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 
 
 def nothing_comes() -> bool:
@@ -25,7 +25,7 @@ class Switchboard:
         self.arrived: list[list[Edge]] = [[] for _ in range(num_ranks)]
 
 
-class LocalTransport:
+class LoopbackTransport:
     """One rank's end of the switchboard."""
 
     def __init__(self, board: Switchboard, rank: int) -> None:
@@ -55,6 +55,6 @@ class LocalTransport:
             self._board.held[channel] -= 1
         return payload
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """None: what is handed over crosses no link."""
         return []

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import Expected
+from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.conditioned import Conditions, size_of
-from penstock.runtime.transport.transfer_record import Crossing, CrossingLog
+from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 
 
 class Letter(NamedTuple):
@@ -105,7 +105,7 @@ class MailboxTransport:
 
     def begin(
         self,
-        expected: Sequence[Expected] = (),
+        expected: Sequence[ExpectedMessages] = (),
         signatures: Sequence[str] = (),
         digest: int = 0,
         threaded: bool = True,
@@ -183,7 +183,7 @@ class MailboxTransport:
     def take(self, edge: Edge) -> Payload:
         return self._came.pop(edge)
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call. Each arrived when it was due, whoever looked when."""
         return self._log.take()
 
@@ -196,6 +196,8 @@ class MailboxTransport:
                 self._early.append(letter)
                 continue
             self._came[letter.edge] = letter.payload
-            self._log.add(Crossing(letter.source, self._rank, letter.num_bytes, letter.sent, letter.sent, letter.due))
+            self._log.add(
+                TransferRecord(letter.source, self._rank, letter.num_bytes, letter.sent, letter.sent, letter.due)
+            )
             came.append(letter.edge)
         return came

@@ -19,12 +19,12 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing, Posted, Tags
-from penstock.runtime.transport.gloo import GroupTransport
-from penstock.runtime.transport.wire_format import DevicePacket, Packet, Spec
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
 
 
-class Line(NamedTuple):
+class NcclChannel(NamedTuple):
     """A channel and the ranks at its ends."""
 
     key: ChannelKey
@@ -32,22 +32,22 @@ class Line(NamedTuple):
     target: int
 
 
-def lines_of(wiring: Wiring) -> list[Line]:
+def lines_of(wiring: Wiring) -> list[NcclChannel]:
     """The lines that a schedule needs, in an order that is the same on every rank.
 
     Raises:
         RuntimeFailure: two stages take their microbatches in different orders, which a line can't carry.
     """
-    sent: dict[Line, list[int]] = {}
-    taken: dict[Line, list[int]] = {}
+    sent: dict[NcclChannel, list[int]] = {}
+    taken: dict[NcclChannel, list[int]] = {}
     for number, station in enumerate(wiring.stations):
         rank = wiring.graph.host(number)
         for edge, target in station.outgoing:
-            line = Line(ChannelKey.of(edge), rank, target)
+            line = NcclChannel(ChannelKey.of(edge), rank, target)
             if not edge.is_token and line.source != line.target:
                 sent.setdefault(line, []).append(edge.consumer.microbatch)
         for edge in station.remote:
-            line = Line(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
+            line = NcclChannel(ChannelKey.of(edge), wiring.sender(edge, rank), rank)
             if not edge.is_token:
                 taken.setdefault(line, []).append(edge.consumer.microbatch)
     for line, microbatches in sent.items():
@@ -59,7 +59,7 @@ def lines_of(wiring: Wiring) -> list[Line]:
     return sorted(sent)
 
 
-class LineTransport(GroupTransport):
+class NcclTransport(GlooTransport):
     """One rank's end of all its channels, payloads from device to device.
 
     Args:
@@ -74,7 +74,7 @@ class LineTransport(GroupTransport):
         group: dist.ProcessGroup,
         tags: Tags,
         timeout: float,
-        lines: Sequence[Line],
+        lines: Sequence[NcclChannel],
         backend: str,
         device: torch.device,
     ) -> None:
@@ -91,7 +91,7 @@ class LineTransport(GroupTransport):
                 # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
-    def _packet(self, spec: Spec) -> Packet:
+    def _packet(self, spec: WireSpec) -> Packet:
         return DevicePacket(spec, self._device) if spec.leaves else Packet(spec)  # a token holds no tensor
 
     def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import Expected
+from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.conditioned import Conditions
-from penstock.runtime.transport.gloo import GroupTransport
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.transfer_record import TransferRecord
 
 
 class Delegates(Protocol):
@@ -33,7 +33,7 @@ class Delegates(Protocol):
 
     def begin(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedMessages],
         signatures: Sequence[str],
         digest: int,
         threaded: bool,
@@ -50,7 +50,7 @@ class Delegates(Protocol):
 
     def end(self) -> None: ...
 
-    def crossings(self) -> list[Crossing]: ...
+    def crossings(self) -> list[TransferRecord]: ...
 
     def link_events(self) -> list[Any]: ...
 
@@ -69,11 +69,11 @@ class RoutedTransport:
     """
 
     def __init__(
-        self, base: GroupTransport, delegates: Delegates, delegated: Collection[tuple[int, int]] = ()
+        self, base: GlooTransport, delegates: Delegates, delegated: Collection[tuple[int, int]] = ()
     ) -> None:
         self.rank = base.rank
         self._base, self._delegates = base, delegates
-        self._source: dict[Edge, GroupTransport | Delegates] = {}
+        self._source: dict[Edge, GlooTransport | Delegates] = {}
         delegates.also_watch(base.inbox.fileno())
         self.route(delegated)
 
@@ -87,7 +87,7 @@ class RoutedTransport:
 
     def begin(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedMessages],
         signatures: Sequence[str],
         digest: int,
         threaded: bool,
@@ -130,7 +130,7 @@ class RoutedTransport:
         self._base.end()
         self._delegates.end()
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """The messages that came in by either since the last call."""
         return self._base.crossings() + self._delegates.crossings()
 
@@ -158,5 +158,5 @@ class RoutedTransport:
         self._delegates.close()
         self._base.close()
 
-    def _carrier(self, peer: int) -> GroupTransport | Delegates:
+    def _carrier(self, peer: int) -> GlooTransport | Delegates:
         return self._delegates if peer in self._delegated else self._base

@@ -14,7 +14,7 @@ from collections import deque
 from typing import NamedTuple
 
 
-class Crossing(NamedTuple):
+class TransferRecord(NamedTuple):
     """One message that came in.
 
     Moments are nanoseconds of the monotonic clock (`time.perf_counter_ns`), which all processes of a host share.
@@ -54,12 +54,12 @@ class CrossingLog:
     """The crossings of one rank since they were last taken. `add` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._kept: deque[Crossing] = deque(maxlen=KEPT)
+        self._kept: deque[TransferRecord] = deque(maxlen=KEPT)
 
-    def add(self, crossing: Crossing) -> None:
+    def add(self, crossing: TransferRecord) -> None:
         self._kept.append(crossing)
 
-    def take(self) -> list[Crossing]:
+    def take(self) -> list[TransferRecord]:
         """All that were added since the last call, oldest first."""
         taken = []
         while self._kept:

@@ -32,7 +32,7 @@ LeafSpec = tuple[Shape, Shape, torch.dtype, bool] | None
 
 
 @dataclass(frozen=True)
-class Spec:
+class WireSpec:
     """Shapes, types and arrangement of a payload.
 
     Attributes:
@@ -44,7 +44,7 @@ class Spec:
     skeleton: str
 
     @classmethod
-    def of(cls, payload: Payload) -> Spec:
+    def of(cls, payload: Payload) -> WireSpec:
         return cls(tuple(map(_leaf_spec, payload.leaves, payload.needs_grad)), _as_json(payload.skeleton))
 
     def fits(self, payload: Payload) -> bool:
@@ -62,12 +62,12 @@ class Spec:
         return True
 
     @cached_property
-    def places(self) -> tuple[Place | None, ...]:
+    def places(self) -> tuple[BufferPlace | None, ...]:
         """Where each leaf lies."""
-        places: list[Place | None] = []
+        places: list[BufferPlace | None] = []
         start = ALIGN
         for leaf in self.leaves:
-            place = None if leaf is None else Place.of(start, *leaf[:3])
+            place = None if leaf is None else BufferPlace.of(start, *leaf[:3])
             places.append(place)
             if place is not None:
                 start += -(-place.num_bytes // ALIGN) * ALIGN
@@ -95,7 +95,7 @@ class Spec:
         return json.dumps([leaves, self.skeleton])
 
     @classmethod
-    def from_json(cls, text: str) -> Spec:
+    def from_json(cls, text: str) -> WireSpec:
         leaves, skeleton = json.loads(text)
         specs = tuple(
             None if leaf is None else (tuple(leaf[0]), tuple(leaf[1]), DTYPES[leaf[2]], bool(leaf[3]))
@@ -117,7 +117,7 @@ def _leaf_spec(leaf: Tensor | None, needed: bool) -> LeafSpec:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferPlace:
     """Where a leaf lies in the buffer.
 
     Attributes:
@@ -135,7 +135,7 @@ class Place:
     repeated: Shape | None
 
     @classmethod
-    def of(cls, start: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> Place:
+    def of(cls, start: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> BufferPlace:
         once = tuple(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
         num = 1
         for extent in once:
@@ -178,7 +178,7 @@ def _is_dense(shape: Shape, strides: Shape) -> bool:
 class Packet:
     """A flat buffer for payloads of one spec, and views of its parts."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: WireSpec) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
         self._lay_out()
@@ -216,7 +216,7 @@ class Packet:
 class DevicePacket(Packet):
     """A packet in a device's memory. Reading its preamble waits until what fills the packet has come."""
 
-    def __init__(self, spec: Spec, device: torch.device) -> None:
+    def __init__(self, spec: WireSpec, device: torch.device) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
         self._lay_out()
@@ -249,7 +249,7 @@ class Preamble(NamedTuple):
     changed: int = 0
 
 
-def pack_header(key: Any, spec: Spec) -> list[Tensor]:
+def pack_header(key: Any, spec: WireSpec) -> list[Tensor]:
     """The header of a spec that goes by `key`: one fixed-size part, and the rest where it does not fit."""
     text = json.dumps([key, spec.to_json()]).encode()
     first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
@@ -265,12 +265,12 @@ def header_rest(first: Tensor) -> int:
     return max(0, int(first[:8].view(torch.int64)[0]) - (HEADER_BYTES - 8))
 
 
-def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[Any, Spec]:
+def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[Any, WireSpec]:
     """The key and the spec of a header."""
     length = int(first[:8].view(torch.int64)[0])
     data = bytes(first[8:].tolist()) + (b"" if rest is None else bytes(rest.tolist()))
     try:
         key, spec = json.loads(data[:length])
-        return key, Spec.from_json(spec)
+        return key, WireSpec.from_json(spec)
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeFailure(f"a message header can't be read ({error}); the ranks run different versions") from None

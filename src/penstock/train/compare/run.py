@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class CostSource:
     """Where the costs come from, in words; whether they are of the model that is trained; and what they are."""
 
     words: str
@@ -32,7 +32,7 @@ class Source:
 
 
 def compare(
-    contenders: Sequence[Settings], trains: bool, source: Callable[[], Source], out: Path | None, say: Say
+    contenders: Sequence[Settings], trains: bool, source: Callable[[], CostSource], out: Path | None, say: Say
 ) -> tuple[Comparison, dict[str, str]]:
     """Compares; returns it and the files that were written.
 
@@ -79,7 +79,7 @@ def _gather(contenders: Sequence[Settings]) -> list[Inputs]:
     return found
 
 
-def _simulated(settings: Settings, schedule: Schedule, costs: Source) -> Compared:
+def _simulated(settings: Settings, schedule: Schedule, costs: CostSource) -> Compared:
     return Compared(settings.schedule, settings.passes.steps, simulated(settings, schedule, costs.costing(schedule)))
 
 

@@ -13,7 +13,7 @@ import torch
 from penstock.train.carry_out import launch_order
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
-from penstock.train.order import Order
+from penstock.train.order import TrainJob
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
 from penstock.train.start import RunFailed
@@ -50,7 +50,7 @@ def trained(inputs: Inputs, folder: Path) -> Trained:
         RunFailed: a rank failed.
     """
     place = RunFolder(folder)
-    order = Order(inputs.settings, str(folder), as_json=True)
+    order = TrainJob(inputs.settings, str(folder), as_json=True)
     if inputs.settings.in_process:
         torch.set_num_threads(inputs.settings.num_threads)
         run = RankRun(inputs, place, first=True, quiet=True)

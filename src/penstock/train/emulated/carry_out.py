@@ -15,7 +15,7 @@ from penstock.cost import Costs
 from penstock.runtime.launch import init_process, watch
 from penstock.schedule import Schedule
 from penstock.train.bounds import bound, proved_mismatch
-from penstock.train.emulated.order import EmulatedOrder
+from penstock.train.emulated.order import EmulatedJob
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.run import EmulatedRun
 from penstock.train.folder import RunFolder
@@ -30,7 +30,7 @@ from penstock.train.start import (
 )
 
 
-def carry_out(order: EmulatedOrder, port: int | None) -> int:
+def carry_out(order: EmulatedJob, port: int | None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
 
     Raises:
@@ -64,7 +64,7 @@ def carry_out(order: EmulatedOrder, port: int | None) -> int:
 def run_ordered(handover: Path) -> NoReturn:
     """What a rank started by `carry_out` does. It ends the process."""
     watch()
-    order = EmulatedOrder.read(handover)
+    order = EmulatedJob.read(handover)
     schedule = order.settings.build_schedule()
     init_process(order.settings.timeout)
     EmulatedRun(
@@ -76,7 +76,7 @@ def run_ordered(handover: Path) -> NoReturn:
     os._exit(0)  # as in training: all is written
 
 
-def run_joined(order: EmulatedOrder) -> int:
+def run_joined(order: EmulatedJob) -> int:
     """What a rank under torchrun does: all of them check, as they may lie on several hosts."""
     schedule, costs = _check(order)
     init_process(order.settings.timeout)
@@ -87,7 +87,7 @@ def run_joined(order: EmulatedOrder) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def _check(order: EmulatedOrder) -> tuple[Schedule, Costs]:
+def _check(order: EmulatedJob) -> tuple[Schedule, Costs]:
     schedule = order.settings.build_schedule()
     costs = order.settings.read_costs(schedule)
     order.settings.host_units(costs)
@@ -98,7 +98,7 @@ def _check(order: EmulatedOrder) -> tuple[Schedule, Costs]:
     return schedule, costs
 
 
-def _announcement(order: EmulatedOrder, schedule: Schedule, folder: RunFolder) -> str:
+def _announcement(order: EmulatedJob, schedule: Schedule, folder: RunFolder) -> str:
     settings = order.settings
     where = "threads" if settings.in_process else "one process each"
     lines = [

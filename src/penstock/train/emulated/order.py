@@ -11,7 +11,7 @@ from penstock.train.emulated.settings import EmulatedSettings
 
 
 @dataclass(frozen=True)
-class EmulatedOrder:
+class EmulatedJob:
     """Attributes:
     folder: the run's folder. as_json: print the report as JSON and nothing else.
     """
@@ -25,6 +25,6 @@ class EmulatedOrder:
         (folder / "order.json").write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> EmulatedOrder:
+    def read(cls, folder: Path) -> EmulatedJob:
         value = json.loads((folder / "order.json").read_text(encoding="utf-8"))
         return cls(**{**value, "settings": EmulatedSettings.from_mapping(value["settings"])})

@@ -17,7 +17,7 @@ from penstock.train.steered import Steered
 
 
 @dataclass(frozen=True)
-class Iteration:
+class EmulatedIteration:
     """One iteration: measured and simulated ms, idle shares of both, and which plan ran it (0 is the start)."""
 
     measured: float
@@ -27,7 +27,7 @@ class Iteration:
     number: int
 
     @classmethod
-    def of(cls, measured: Timeline, simulated: Timeline, number: int) -> Iteration:
+    def of(cls, measured: Timeline, simulated: Timeline, number: int) -> EmulatedIteration:
         return cls(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio, number)
 
     @property
@@ -130,7 +130,7 @@ def _shown(held: float) -> str:
     return f"{held / 1e9:.1f} GB" if held >= 1e8 else f"{held:.4g}"
 
 
-def medians(iterations: Sequence[Iteration]) -> dict[str, float]:
+def medians(iterations: Sequence[EmulatedIteration]) -> dict[str, float]:
     """What the report says of all iterations together."""
     return {
         "measured": median(each.measured for each in iterations),

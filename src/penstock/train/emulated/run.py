@@ -17,7 +17,7 @@ from penstock.runtime.mesh.peers import peers_of
 from penstock.schedule import Schedule
 from penstock.simulate import Timeline
 from penstock.train.bounds import proved_mismatch
-from penstock.train.emulated.report import EmulatedReport, Iteration, medians
+from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.metrics import Metrics
@@ -56,7 +56,7 @@ class EmulatedRun:
             CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
         """
         settings = self.settings
-        iterations: list[Iteration] = []
+        iterations: list[EmulatedIteration] = []
         late: list[float] = []
         peaks = [0.0] * self.schedule.num_ranks
         with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ class EmulatedRun:
                 peaks = [max(pair) for pair in zip(peaks, step.timeline.peak_activations, strict=True)]
                 if self.first:
                     simulated = pipe.simulated([step])[0]
-                    iteration = Iteration.of(step.timeline, simulated, step.number)
+                    iteration = EmulatedIteration.of(step.timeline, simulated, step.number)
                     iterations.append(iteration)
                     pictures = [*pictures[-4:], (iteration.measured, [simulated, step.timeline])]
                     assert metrics is not None, "rank 0 writes metrics"
@@ -133,7 +133,7 @@ class EmulatedRun:
 
     def _report(
         self,
-        iterations: list[Iteration],
+        iterations: list[EmulatedIteration],
         late: list[float],
         peaks: list[float],
         seconds: float,
@@ -178,7 +178,7 @@ class EmulatedRun:
             return []
         return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
 
-    def _crowded(self, iterations: list[Iteration]) -> list[str]:
+    def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
         """Why iterations may be longer than simulated: more bytes a second than the cores here can send."""
         settings = self.settings
         if settings.in_process:

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.data import Corpus, PairedSamples, TokenForm, VectorForm
 from penstock.data.shuffle import permuted
 from penstock.models import CLIPConfig, ContrastiveLoss, TowerConfig, clip_presets, retrieval_accuracy
-from penstock.models.block import Block
+from penstock.models.block import TransformerBlock
 from penstock.models.clip_stages import CLIPStages
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
@@ -75,14 +75,14 @@ class CLIPTask:
         samples = PairedSamples(
             {name: _form(tower) for name, tower in self.config.towers.items()}, seed=settings.seed
         )
-        told = Told(samples, self._cut, settings.batch, settings.seed)
+        told = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
         fresh = [told.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
         names = ", ".join(self.config.towers)
         return Data(f"generated samples of {names}", f"paired-{settings.seed}", told, fresh)
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:
         """How many samples of combinations never seen find their partner among so many."""
-        assert isinstance(data.batches, Told)
+        assert isinstance(data.batches, CLIPBatches)
         num = self._counts[CONTRAST]
         each = math.lcm(*(max(1, count // num) for count in self._counts.values()))  # of a tower's for one of it
         size = max(each, data.batches.num_fresh // each * each)
@@ -101,7 +101,7 @@ class CLIPTask:
         )
 
 
-class Told:
+class CLIPBatches:
     """Batches of generated samples, by the stages that they go into; some combinations are never trained on."""
 
     def __init__(self, samples: PairedSamples, cut: CLIPStages, batch: int, seed: int) -> None:
@@ -170,6 +170,6 @@ def _without_dropout(tower: TowerConfig) -> dict[str, Any]:
 
 def _recomputed(stage: nn.Module) -> nn.Module:
     for module in list(stage.modules()):
-        if isinstance(module, Block):
+        if isinstance(module, TransformerBlock):
             recomputed(module)
     return stage

@@ -24,7 +24,7 @@ class Example(NamedTuple):
     targets: Any
 
 
-class Batches(Protocol):
+class TaskBatches(Protocol):
     """The batch of each step, from 0 on; the same on every rank."""
 
     def __getitem__(self, step: int, /) -> Example: ...
@@ -42,7 +42,7 @@ class Data:
 
     description: str
     digest: str
-    batches: Batches
+    batches: TaskBatches
     validation: Sequence[Example]
     corpus: Corpus | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.execute.async_ops import Awaited, Started
-from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Device
 from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls, name_of
@@ -42,7 +42,7 @@ class RegisteredDevice:
         tokens: Mapping[Op, int],
         outputs: Outputs,
         device: torch.device,
-        meeting: Meeting | None = None,
+        meeting: Gang | None = None,
         select: Callable[[int, int], None] | None = None,
     ) -> None:
         self._inner, self._select = inner, select

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.gang import Meeting
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.parameters.tied import TiedGradients
 from penstock.runtime.stage.branches import Junctions, is_plain
 from penstock.runtime.stage.ops import StageRunner
@@ -37,7 +37,7 @@ class TorchDevice:
         tied: TiedGradients,
         schedule: Schedule,
         device: torch.device,
-        meeting: Meeting | None = None,
+        meeting: Gang | None = None,
         inside: Callable[[int, int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._runners, self._inside = runners, inside

@@ -15,7 +15,7 @@
 """
 
 from penstock.runtime.parameters.versions.copy_weights import CopyWeights
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.rules import rule_of
 
-__all__ = ["CopyWeights", "Rule", "rule_of"]
+__all__ = ["CopyWeights", "VersionRule", "rule_of"]

@@ -24,7 +24,7 @@ from penstock.runtime.parameters.versions import step as steps
 from penstock.runtime.parameters.versions.gradients import Gradients, WindowGradients, num_bytes
 from penstock.runtime.parameters.versions.held import HeldVersions
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.written import WrittenVersion
 from penstock.schedule import Schedule, ScheduleError
 
@@ -49,7 +49,7 @@ class CopyWeights:
     """
 
     def __init__(
-        self, stage: nn.Module, schedule: Schedule, index: int, pipeline: int, rule: Rule, owns: bool
+        self, stage: nn.Module, schedule: Schedule, index: int, pipeline: int, rule: VersionRule, owns: bool
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise ScheduleError(

@@ -17,10 +17,10 @@ under every rule.
 from __future__ import annotations
 
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 
 
-class DoubleBuffer(Rule):
+class DoubleBuffer(VersionRule):
     """Forward and backward read the version one before the microbatch's window."""
 
     name = "pipedream-2bw"

@@ -13,10 +13,10 @@ Reference: "AMDP: asynchronous multi-directional pipeline parallelism for large-
 from __future__ import annotations
 
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 
 
-class Newest(Rule):
+class Newest(VersionRule):
     """Forward and backward read the newest weights."""
 
     name = "none"

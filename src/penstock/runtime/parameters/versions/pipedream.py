@@ -13,10 +13,10 @@ stashing, without its optional vertical sync, so stages may read versions of dif
 from __future__ import annotations
 
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 
 
-class Stashing(Rule):
+class Stashing(VersionRule):
     """The forward reads the newest weights, the backward the same again."""
 
     name = "pipedream"

@@ -18,7 +18,7 @@ from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.schedule import Schedule, ScheduleError
 
 
-class Rule:
+class VersionRule:
     """Says which weights ops read. A value without state: the same for all stages.
 
     Attributes:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from penstock.runtime.parameters.versions.double_buffer import DoubleBuffer
 from penstock.runtime.parameters.versions.none import Newest
 from penstock.runtime.parameters.versions.pipedream import Stashing
-from penstock.runtime.parameters.versions.rule import Rule
+from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.spectrain import MomentumPrediction
 from penstock.runtime.parameters.versions.vnag import StashingNesterov
 from penstock.runtime.parameters.versions.xpipe import AdamPrediction
 from penstock.schedule import ScheduleError
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, VersionRule] = {
     rule.name: rule
     for rule in (Newest(), Stashing(), DoubleBuffer(), MomentumPrediction(), AdamPrediction(), StashingNesterov())
 }
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> VersionRule:
     """The rule that `Updates.rule` names.
 
     Raises:

@@ -24,12 +24,12 @@ from torch.optim import SGD, Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule, require_state_everywhere
+from penstock.runtime.parameters.versions.rule import VersionRule, require_state_everywhere
 from penstock.schedule import Schedule
 from penstock.schedule.staleness import backward_steps, forward_steps
 
 
-class MomentumPrediction(Rule):
+class MomentumPrediction(VersionRule):
     """Forward and backward read what the momentum predicts."""
 
     name = "spectrain"

@@ -22,12 +22,12 @@ from torch.optim import Adam, Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions.read import Read, Spot
-from penstock.runtime.parameters.versions.rule import Rule, require_state_everywhere
+from penstock.runtime.parameters.versions.rule import VersionRule, require_state_everywhere
 from penstock.schedule import Schedule
 from penstock.schedule.staleness import updates_ahead
 
 
-class AdamPrediction(Rule):
+class AdamPrediction(VersionRule):
     """The forward reads what Adam's moments predict, the backward the newest weights."""
 
     name = "xpipe"

@@ -13,9 +13,9 @@ parameters are computed in I, as are these where the work is too small to be wor
 those of a plain backward, as long as I and W each run in microbatch order.
 """
 
-from penstock.runtime.stage.split.patch import Report, is_compiled, prepare, unprepare
+from penstock.runtime.stage.split.patch import SplitReport, is_compiled, prepare, unprepare
 from penstock.runtime.stage.split.share import DeferredShare
 from penstock.runtime.stage.split.stage import SplitStage
 from penstock.runtime.stage.split.tape import SplitError, Tape
 
-__all__ = ["DeferredShare", "Report", "SplitError", "SplitStage", "Tape", "is_compiled", "prepare", "unprepare"]
+__all__ = ["DeferredShare", "SplitReport", "SplitError", "SplitStage", "Tape", "is_compiled", "prepare", "unprepare"]

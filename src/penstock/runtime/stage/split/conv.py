@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split.rule import Rule
+from penstock.runtime.stage.split.rule import SplitRule
 from penstock.runtime.stage.split.workspace import Workspace
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-class ConvRule(Rule):
+class ConvRule(SplitRule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
 
     def __init__(self, module: Conv) -> None:

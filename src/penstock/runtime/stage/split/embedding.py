@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split.rule import Rule
+from penstock.runtime.stage.split.rule import SplitRule
 from penstock.runtime.stage.split.workspace import Workspace
 from penstock.runtime.tensor_parallel import VocabularyEmbedding
 
@@ -15,7 +15,7 @@ from penstock.runtime.tensor_parallel import VocabularyEmbedding
 _WORK_PER_ENTRY = 16
 
 
-class EmbeddingRule(Rule):
+class EmbeddingRule(SplitRule):
     """Splits the backward of a table lookup; I has nothing to compute, indices have no gradient."""
 
     biased = False

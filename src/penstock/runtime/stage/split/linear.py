@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split.rule import COMPLEX, REAL, Rule
+from penstock.runtime.stage.split.rule import COMPLEX, REAL, SplitRule
 from penstock.runtime.stage.split.workspace import Workspace
 from penstock.runtime.tensor_parallel import OnShard
 
 
-class LinearRule(Rule):
+class LinearRule(SplitRule):
     """Splits the backward of a linear layer of any input rank; with or without its bias."""
 
     turns = True
@@ -94,7 +94,7 @@ class LinearRule(Rule):
         return gw, gb
 
 
-class Conv1DRule(Rule):
+class Conv1DRule(SplitRule):
     """Splits the backward of a linear layer whose weight is [in, out]."""
 
     dtypes = REAL | COMPLEX

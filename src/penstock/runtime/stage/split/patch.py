@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.runtime.stage.split.conv import ConvRule
 from penstock.runtime.stage.split.embedding import EmbeddingRule
 from penstock.runtime.stage.split.linear import Conv1DRule, LinearRule
-from penstock.runtime.stage.split.rule import Rule
+from penstock.runtime.stage.split.rule import SplitRule
 from penstock.runtime.stage.split.slot import Slot, recording
 from penstock.runtime.stage.split.stage import SplitStage
 from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
@@ -27,7 +27,7 @@ Found = tuple[str, tuple[nn.Module, ...]]
 
 
 @dataclass(frozen=True)
-class Report:
+class SplitReport:
     """What can be split in a stage."""
 
     can_split: bool
@@ -42,7 +42,7 @@ class Report:
     """What the stage's prepared modules share."""
 
 
-def prepare(stage: nn.Module) -> Report:
+def prepare(stage: nn.Module) -> SplitReport:
     """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
     found = [(path, around, rule) for path, around in _eager(stage) if (rule := _rule(around[-1])) is not None]
@@ -70,7 +70,7 @@ def prepare(stage: nn.Module) -> Report:
             "so I runs the full backward and W does nothing"
         )
     at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
-    return Report(bool(deferred), reason, tuple(deferred), at_once, shared)
+    return SplitReport(bool(deferred), reason, tuple(deferred), at_once, shared)
 
 
 def unprepare(stage: nn.Module) -> None:
@@ -90,7 +90,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     return slot.rule.plain(self, input)
 
 
-def _rule(module: nn.Module) -> Rule | None:
+def _rule(module: nn.Module) -> SplitRule | None:
     method = _patched(module)
     own = module.__dict__.get(method)
     if own is not None and getattr(own, "__func__", None) not in (forward, getattr(type(module), method)):

@@ -14,7 +14,7 @@ REAL = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
-class Rule(ABC):
+class SplitRule(ABC):
     """The arithmetic of one module, cut where its backward can be split.
 
     Each method runs the very kernels, on operands laid out the very way, that autograd's own node would, so

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.stage.split.cast import autocast
 from penstock.runtime.stage.split.defer import Deferred
-from penstock.runtime.stage.split.rule import Rule
+from penstock.runtime.stage.split.rule import SplitRule
 from penstock.runtime.stage.split.share import HOOKED, HOOKED_MODULE, TOO_SMALL, UNKNOWN
 from penstock.runtime.stage.split.stage import SplitStage
 from penstock.runtime.tensor_parallel import OnShard
@@ -45,7 +45,7 @@ class Slot:
         reason: why its weight gradients were last computed in I.
     """
 
-    def __init__(self, rule: Rule, stage: SplitStage, name: str, around: tuple[nn.Module, ...]) -> None:
+    def __init__(self, rule: SplitRule, stage: SplitStage, name: str, around: tuple[nn.Module, ...]) -> None:
         self.rule, self.stage, self.name = rule, stage, name
         self.reason = TOO_SMALL
         self._around = around

@@ -31,7 +31,7 @@ ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=Tru
 """The type of the node where a leaf's gradient is added to its `.grad`."""
 
 
-class Watch(NamedTuple):
+class WatchedParameter(NamedTuple):
     """A parameter, its node in the graph, and the hooks there: before it is run ours among others', and after it."""
 
     parameter: Tensor
@@ -64,7 +64,7 @@ class SplitStage:
         # Of every copy of the stage that is this one module.
         self._queues: weakref.WeakKeyDictionary[Any, Tapes] = weakref.WeakKeyDictionary()
         self._watched: dict[Any, int] = {}
-        self._watches: dict[int, Watch] = {}
+        self._watches: dict[int, WatchedParameter] = {}
 
     def __reduce__(self) -> tuple[type[SplitStage], tuple[()]]:
         # A copy of a module, or a pickled one, has parameters of its own, and nothing waits.
@@ -104,7 +104,7 @@ class SplitStage:
                 here.add_first({id(p)})
 
         handle, last = node.register_prehook(arrive), node.register_hook(_nothing)
-        self._watches[id(p)] = Watch(p, node, handle.hooks_dict_ref(), last.hooks_dict_ref(), handle)
+        self._watches[id(p)] = WatchedParameter(p, node, handle.hooks_dict_ref(), last.hooks_dict_ref(), handle)
         last.remove()
         self._watched[node] = id(p)
         return id(p)

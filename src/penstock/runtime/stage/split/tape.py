@@ -38,7 +38,7 @@ class Phase(Enum):
     DONE = "after W"
 
 
-class Held(NamedTuple):
+class DeferredCall(NamedTuple):
     """What W needs of one call of a deferred module."""
 
     slot: Slot
@@ -71,7 +71,7 @@ class Tape:
         """Whether I has not begun."""
         self._phase = Phase.RECORDING
         self._deferring = False
-        self._held: list[Held] = []
+        self._held: list[DeferredCall] = []
         self._uses: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._at_once: set[Slot] = set()
@@ -178,7 +178,7 @@ class Tape:
             uses[id(weight)] = uses.get(id(weight), 0) + 1
         if needs[1]:
             uses[id(bias)] = uses.get(id(bias), 0) + 1
-        self._held.append(Held(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
+        self._held.append(DeferredCall(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
         slot.stage.tally.deferred(slot, x)
 
     def _part_from_grads(self) -> None:
@@ -235,7 +235,7 @@ class Tape:
         """Whether all uses of a parameter in this microbatch have their gradients: then autograd adds their sum."""
         return self._phase is not Phase.INPUT or self._uses.get(p, 0) >= self._counts.get(p, 0)
 
-    def _compute(self, held: list[Held]) -> None:
+    def _compute(self, held: list[DeferredCall]) -> None:
         accumulator = Accumulator(self._uses)
         while held:
             h = held.pop()  # what I kept last is still in cache, and its memory is given back in order

@@ -21,7 +21,7 @@ from penstock.runtime.transport.delegate.carrier.delegate_io import Orders
 from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.listeners import KINDS, PRESENCE, Listeners
-from penstock.runtime.transport.delegate.memory import Memory
+from penstock.runtime.transport.delegate.memory import SharedMemory
 from penstock.runtime.transport.delegate.presence import Callers
 from penstock.runtime.transport.delegate.process import DelegateProcess, cannot
 
@@ -70,7 +70,7 @@ class Fleet:
         self.rank, self.host_memory = rank, host_memory
         self._stack = contextlib.ExitStack()
         self._delegates: dict[Post, DelegateProcess] = {}
-        self._memories: dict[Post, Memory] = {}
+        self._memories: dict[Post, SharedMemory] = {}
         self._deaths: dict[int, Post] = {}  # by process descriptor
         self._waiting: dict[int, Post] = {}  # by descriptor: listeners of receiving delegates that are not started
         self._others: set[int] = set()
@@ -136,7 +136,7 @@ class Fleet:
             self._attend(post, delegate)
         return delegate
 
-    def memory(self, post: Post) -> Memory:
+    def memory(self, post: Post) -> SharedMemory:
         """Where a delegate's messages lie."""
         return self.out_memory if post.outgoing else self._memories[post]
 
@@ -176,8 +176,8 @@ class Fleet:
             listeners=listeners,
         )
 
-    def _memory(self, span: int) -> Memory:
-        memory = Memory(span)
+    def _memory(self, span: int) -> SharedMemory:
+        memory = SharedMemory(span)
         self._stack.callback(memory.close)
         if self._pinned:
             memory.pin()

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.delegate.packets import SlotPacket
-from penstock.runtime.transport.wire_format import Place
+from penstock.runtime.transport.wire_format import BufferPlace
 
 
 class GpuCopying:
@@ -69,7 +69,7 @@ class GpuCopying:
         self._unpacked.append((event, unpacked))
         return payload
 
-    def _to_device(self, view: Tensor, place: Place) -> Tensor:
+    def _to_device(self, view: Tensor, place: BufferPlace) -> Tensor:
         if place.rebuilt is None:
             leaf = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device=self._device)
             leaf.copy_(view, non_blocking=True)
@@ -109,7 +109,7 @@ class GpuCopying:
                 self._packed.notify_all()
 
 
-def _to_host(view: Tensor, place: Place, leaf: Tensor) -> None:
+def _to_host(view: Tensor, place: BufferPlace, leaf: Tensor) -> None:
     """Copies a leaf into its place; asynchronous where it lies on a GPU.
 
     A copy between different strides would pass through a buffer of torch's, and an asynchronous one might read that

@@ -36,7 +36,7 @@ class Counters:
 
 
 @dataclass
-class Way:
+class LaneState:
     """The last known state of a lane's connection.
 
     Attributes:
@@ -60,7 +60,7 @@ class Health:
     def __init__(self, rank: int, addresses: Callable[[int], list[str]], counters: Counters) -> None:
         self._rank, self._addresses = rank, addresses
         self._counters = counters
-        self._ways: dict[Lane, Way] = {}
+        self._ways: dict[Lane, LaneState] = {}
         self._down: set[int] = set()
         self.events: list[LinkDown | LinkUp] = []
 
@@ -73,7 +73,7 @@ class Health:
             return
         if what in (Note.DOWN, Note.UP):
             return
-        way = self._ways.setdefault(lane, Way())
+        way = self._ways.setdefault(lane, LaneState())
         if what is Note.CONNECTED:
             path = note.tag, note.step
             if outgoing:
@@ -94,7 +94,7 @@ class Health:
         elif what in (Note.SILENT, Note.HEARD):
             way.silent = what is Note.SILENT
 
-    def _compare(self, way: Way, path: tuple[int, int]) -> None:
+    def _compare(self, way: LaneState, path: tuple[int, int]) -> None:
         if way.path is None:
             return
         if way.path == path:

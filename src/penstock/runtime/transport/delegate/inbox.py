@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.channel import Expected
+from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.delegate.carrier.frame import Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.fleet import Fleet, Post, Resumed
 from penstock.runtime.transport.delegate.lanes import lanes_for
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wire_format import ALIGN
 
 
-class Held(NamedTuple):
+class HeldMessage(NamedTuple):
     """A message in a delegate's slot."""
 
     post: Post
     note: Descriptor
 
 
-class Seen(NamedTuple):
+class SeenMessage(NamedTuple):
     """Of a message that came: moments (ns), and the capacity of its slot."""
 
     sent: int
@@ -41,27 +41,27 @@ KEPT = 64
 """Messages of a step from which rates are worked out."""
 
 
-class Inbox:
+class DelegateInbox:
     """One rank's."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._step, self._digest = 0, 0
         self._edges: dict[tuple[int, int], Edge] = {}  # (sender, tag) -> what is yet to come in this step
-        self._early: list[Held] = []
-        self._ready: dict[Edge, Held] = {}
+        self._early: list[HeldMessage] = []
+        self._ready: dict[Edge, HeldMessage] = {}
         self._last: dict[Lane, int] = {}
         self._slots: dict[Post, dict[int, int]] = {}  # offset -> capacity of all that is not given back
         self._watched: set[Lane] = set()
         self._free: dict[Post, list[Descriptor]] = {}
-        self._seen: dict[Post, deque[Seen]] = {}  # of this step
+        self._seen: dict[Post, deque[SeenMessage]] = {}  # of this step
         self._limits: dict[Post, int] = {}
         self._lent: dict[Post, int] = {}
-        self._returned: deque[Held] = deque()
-        self.crossings: list[Crossing] = []
+        self._returned: deque[HeldMessage] = deque()
+        self.crossings: list[TransferRecord] = []
         self.num_messages = 0
 
-    def begin(self, step: int, digest: int, expected: Sequence[Expected], num_lanes: int) -> list[Edge]:
+    def begin(self, step: int, digest: int, expected: Sequence[ExpectedMessages], num_lanes: int) -> list[Edge]:
         """A step begins; returns what of it came before it began here.
 
         Raises:
@@ -92,16 +92,16 @@ class Inbox:
         self._last[lane] = max(note.number, self._last.get(lane, 0))
         self._slots.setdefault(post, {})[note.offset] = note.capacity
         if note.step > self._step:
-            self._early.append(Held(post, note))
+            self._early.append(HeldMessage(post, note))
             return None
         edge = self._edges.pop((lane.source, note.tag), None)
         if edge is None or note.step != self._step or note.digest != self._digest:
             raise RuntimeFailure(self._foreign(note, edge))
-        self._ready[edge] = Held(post, note)
+        self._ready[edge] = HeldMessage(post, note)
         self.num_messages += 1
-        self._seen.setdefault(post, deque(maxlen=KEPT)).append(Seen(note.sent, note.arrived, note.capacity))
+        self._seen.setdefault(post, deque(maxlen=KEPT)).append(SeenMessage(note.sent, note.arrived, note.capacity))
         size = max(0, note.payload_bytes - ALIGN)
-        self.crossings.append(Crossing(lane.source, lane.target, size, note.sent, note.start, note.arrived))
+        self.crossings.append(TransferRecord(lane.source, lane.target, size, note.sent, note.start, note.arrived))
         return edge
 
     def _post_enough(self) -> None:
@@ -134,11 +134,11 @@ class Inbox:
         """Ranks from which messages are yet to come in this step."""
         return {peer for peer, _ in self._edges}
 
-    def take(self, edge: Edge) -> Held:
+    def take(self, edge: Edge) -> HeldMessage:
         """A message that came in; its slot is the caller's until `free`."""
         return self._ready.pop(edge)
 
-    def free(self, held: Held, granted: int = 0) -> None:
+    def free(self, held: HeldMessage, granted: int = 0) -> None:
         """Gives a slot back, and what was granted for it."""
         note = held.note
         self._slots[held.post].pop(note.offset, None)
@@ -146,7 +146,7 @@ class Inbox:
         queue.append(Descriptor(Note.FREE, note.lane, granted, offset=note.offset, capacity=note.capacity))
         self.flush(held.post)
 
-    def lend(self, held: Held) -> Callable[[], None] | None:
+    def lend(self, held: HeldMessage) -> Callable[[], None] | None:
         """Lets a slot be used as it is; what it returns gives it back, from any thread. None: copy it out instead.
 
         Its delegate may use as much more meanwhile: host memory bounds what is not taken, and as much again is lent.
@@ -194,6 +194,6 @@ class Inbox:
                 delegate.order(Descriptor(Note.EXPECT, lane))
 
 
-def kind_of(expected: Expected) -> int:
+def kind_of(expected: ExpectedMessages) -> int:
     """0 for what goes forward through the model, 1 for what goes back."""
     return 0 if expected.key.forward else 1

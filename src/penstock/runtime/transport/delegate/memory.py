@@ -16,7 +16,7 @@ from penstock.runtime.errors import RuntimeFailure
 _PORTABLE = 1  # known to all contexts, whichever thread registers it
 
 
-class Memory:
+class SharedMemory:
     """Anonymous memory behind a descriptor. What was never written takes no pages.
 
     Args:

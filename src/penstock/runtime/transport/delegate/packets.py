@@ -10,18 +10,18 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.wire_format import Packet, Place, Spec
+from penstock.runtime.transport.wire_format import BufferPlace, Packet, WireSpec
 
 
 class SlotPacket(Packet):
     """A packet whose buffer lies in memory that others share."""
 
-    def __init__(self, spec: Spec, buffer: Tensor) -> None:
+    def __init__(self, spec: WireSpec, buffer: Tensor) -> None:
         self.spec = spec
         self.buffer = buffer
         self._lay_out()
 
-    def parts(self, payload: Payload) -> Iterator[tuple[Tensor, Place, Tensor]]:
+    def parts(self, payload: Payload) -> Iterator[tuple[Tensor, BufferPlace, Tensor]]:
         """Each leaf of a payload, with where it lies and a view of that."""
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
@@ -31,7 +31,7 @@ class SlotPacket(Packet):
         """The payload, where it lies: its leaves keep the memory. Each counts its changes by itself."""
         return self.unpack_with(lambda view, place: _in_place(view, place).data)
 
-    def unpack_with(self, copy: Callable[[Tensor, Place], Tensor]) -> Payload:
+    def unpack_with(self, copy: Callable[[Tensor, BufferPlace], Tensor]) -> Payload:
         """The payload, each of its leaves copied out by `copy` from its view."""
         spec = self.spec
         leaves = [
@@ -45,18 +45,18 @@ class Specs:
     """Specs and their bytes, made once for each that is met."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[ChannelKey, str], tuple[Spec, bytes]] = {}
-        self._read: dict[bytes, Spec] = {}
+        self._sent: dict[tuple[ChannelKey, str], tuple[WireSpec, bytes]] = {}
+        self._read: dict[bytes, WireSpec] = {}
 
-    def of(self, payload: Payload, key: ChannelKey, signature: str) -> tuple[Spec, bytes]:
+    def of(self, payload: Payload, key: ChannelKey, signature: str) -> tuple[WireSpec, bytes]:
         """The spec of a payload, most likely that of the last one of its channel and signature."""
         known = self._sent.get((key, signature))
         if known is None or not known[0].fits(payload):
-            spec = Spec.of(payload)
+            spec = WireSpec.of(payload)
             known = self._sent[key, signature] = spec, spec.to_json().encode()
         return known
 
-    def read(self, data: bytes, payload_bytes: int) -> Spec:
+    def read(self, data: bytes, payload_bytes: int) -> WireSpec:
         """The spec that these bytes tell, of a payload of so many bytes.
 
         Raises:
@@ -65,7 +65,7 @@ class Specs:
         spec = self._read.get(data)
         if spec is None:
             try:
-                spec = Spec.from_json(data.decode())
+                spec = WireSpec.from_json(data.decode())
             except (ValueError, KeyError, TypeError) as error:
                 raise RuntimeFailure(
                     f"the shapes of a message can't be read ({error}); the ranks run different versions"
@@ -79,7 +79,7 @@ class Specs:
         return spec
 
 
-def _in_place(view: Tensor, place: Place) -> Tensor:
+def _in_place(view: Tensor, place: BufferPlace) -> Tensor:
     if place.rebuilt is not None:
         return place.leaf(view)
     return view if place.repeated is None else view.expand(place.repeated)

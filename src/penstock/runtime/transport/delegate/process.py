@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.delegate.carrier.delegate_io import Orders
-from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, Ring
+from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, DescriptorRing
 
 _CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
 STOP_GRACE = 2.0
@@ -52,7 +52,7 @@ class DelegateProcess:
         stack.callback(os.close, shared)
         os.ftruncate(shared, 2 * RING_BYTES)
         memory = mmap(shared, 2 * RING_BYTES, flags=MAP_SHARED)
-        self._commands, self._notes = Ring(memory, 0), Ring(memory, RING_BYTES)
+        self._commands, self._notes = DescriptorRing(memory, 0), DescriptorRing(memory, RING_BYTES)
         for ring in (self._commands, self._notes):
             stack.callback(ring.close)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC

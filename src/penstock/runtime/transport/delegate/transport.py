@@ -22,18 +22,18 @@ import torch
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import ChannelKey, Expected, Tags
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.conditioned import Conditions, size_of
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.copying import Copying, copying_for
 from penstock.runtime.transport.delegate.fleet import Fleet, Post
 from penstock.runtime.transport.delegate.health import Counters, Health
-from penstock.runtime.transport.delegate.inbox import Inbox
+from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.delegate.packets import SlotPacket, Specs
 from penstock.runtime.transport.delegate.supervisor import Supervisor
-from penstock.runtime.transport.transfer_record import Crossing
+from penstock.runtime.transport.transfer_record import TransferRecord
 
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""
@@ -96,7 +96,7 @@ class DelegateTransport:
         pinned = place.type == "cuda"
         self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
         self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
-        self._inbox = Inbox(self._fleet)
+        self._inbox = DelegateInbox(self._fleet)
         self._health = Health(rank, self._fleet.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = Specs()
@@ -125,7 +125,7 @@ class DelegateTransport:
 
     def begin(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedMessages],
         signatures: Sequence[str],
         digest: int,
         threaded: bool,
@@ -280,7 +280,7 @@ class DelegateTransport:
 
     # What was seen.
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call, timed in the delegates."""
         with self._lock:
             self._listen()

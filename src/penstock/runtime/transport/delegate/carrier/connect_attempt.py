@@ -11,7 +11,7 @@ from .paths import Path
 
 
 @dataclass
-class Trial:
+class ConnectAttempt:
     """Attributes:
     socket: it becomes writable when it stands, or failed.
     deadline: nanoseconds of the monotonic clock.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from mmap import MAP_SHARED, mmap
 
 from .frame import Lane
-from .ring import RING_BYTES, Descriptor, Ring
+from .ring import RING_BYTES, Descriptor, DescriptorRing
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Orders:
         return Lane(source, target, self.kind, self.place)
 
 
-class Home:
+class DelegateIO:
     """The rings and the memory, from the delegate's side."""
 
     def __init__(self, orders: Orders) -> None:
         rings = mmap(orders.rings, 2 * RING_BYTES, flags=MAP_SHARED)
-        self._commands, self._notes = Ring(rings, 0), Ring(rings, RING_BYTES)
+        self._commands, self._notes = DescriptorRing(rings, 0), DescriptorRing(rings, RING_BYTES)
         self.wake = orders.commands
         self._told = orders.notes
         self._backlog: deque[tuple[Descriptor, Callable[[], None] | None]] = deque()

@@ -11,7 +11,7 @@ from .event_loop import GONE, WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, unpack
 from .lane import LaneError
 from .ring import Descriptor, Note, Why
-from .stream import Stream
+from .stream import SocketStream
 
 if TYPE_CHECKING:
     from .incoming import Receiver
@@ -29,7 +29,7 @@ class InConnection:
 
     def __init__(self, receiver: Receiver, made: socket.socket, place: int, now: int) -> None:
         self._receiver, self.place = receiver, place
-        self._stream, self._socket = Stream(receiver.loop, made, self._on_ready), made
+        self._stream, self._socket = SocketStream(receiver.loop, made, self._on_ready), made
         self.lane: Lane | None = None
         self._epoch = 0
         self._header = bytearray(HEADER_BYTES)

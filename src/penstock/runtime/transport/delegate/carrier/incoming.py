@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 from . import sockets, timing
-from .delegate_io import Home, Orders
+from .delegate_io import DelegateIO, Orders
 from .event_loop import MS, READ, Loop, watch_parent
 from .frame import Lane
 from .in_connection import InConnection
 from .lane import Receiving
-from .link_down_notice import Herald
+from .link_down_notice import LinkDownNotice
 from .monitor import Monitor
-from .peer_watch import Watch
+from .peer_watch import PeerWatch
 from .ring import Descriptor, Note, Why
 from .slots import Slots
 
@@ -31,13 +31,13 @@ class Receiver:
         self.orders = orders
         self.loop = Loop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
-        self.home = Home(orders)
+        self.home = DelegateIO(orders)
         self.monitor = Monitor(orders.interfaces)
         self.slots = Slots(orders.limit, orders.span, orders.taken)
         self.lanes = {orders.lane(s, t): Receiving(last) for s, t, last in orders.lanes}
         self.connections: set[InConnection] = set()
-        self._watches: dict[Lane, Watch] = {}
-        self._heralds: list[Herald] = []
+        self._watches: dict[Lane, PeerWatch] = {}
+        self._heralds: list[LinkDownNotice] = []
         self._starved: list[InConnection] = []
         for place, number in enumerate(orders.listeners):
             listener = socket.socket(fileno=number)
@@ -85,7 +85,7 @@ class Receiver:
         for other in list(self.connections):
             if other is not connection and other.lane == lane:
                 other.close(Why.CLOSED, lost=False)
-        self._watches.setdefault(lane, Watch(self, lane)).connected()
+        self._watches.setdefault(lane, PeerWatch(self, lane)).connected()
         return state.last
 
     def gone(self, connection: InConnection) -> None:
@@ -114,7 +114,7 @@ class Receiver:
                 self.slots.grant(descriptor.number)
                 room = True
             elif descriptor.note is Note.EXPECT and descriptor.lane not in self._watches:
-                self._watches[descriptor.lane] = watch = Watch(self, descriptor.lane)
+                self._watches[descriptor.lane] = watch = PeerWatch(self, descriptor.lane)
                 watch.wait(time.perf_counter_ns())
         if room:
             starved, self._starved = self._starved, []
@@ -129,4 +129,4 @@ class Receiver:
                     if connection.place == place:
                         connection.close(Why.INTERFACE_DOWN)
                 for lane in {lane.source: lane for lane in self.lanes}.values():
-                    self._heralds.append(Herald(self, lane, place))
+                    self._heralds.append(LinkDownNotice(self, lane, place))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .incoming import Receiver
 
 
-class Herald:
+class LinkDownNotice:
     """One message to one rank, tried over one path after the other.
 
     Args:

@@ -13,13 +13,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from . import sockets, timing
-from .connect_attempt import Trial
+from .connect_attempt import ConnectAttempt
 from .event_loop import WRITE
 from .frame import HEADER_BYTES, Frame, FrameError, Lane, What, pack, spec_room, unpack
 from .lane import LaneError, Sending
 from .paths import Path, Paths, by_preference
 from .ring import Descriptor, Note, Why
-from .stream import Stream
+from .stream import SocketStream
 
 if TYPE_CHECKING:
     from .outgoing import Sender
@@ -45,9 +45,9 @@ class OutLane:
         )
         self._messages: deque[Descriptor] = deque()  # all that is not answered
         self._path: Path | None = None
-        self._stream: Stream | None = None
-        self._trial: Trial | None = None
-        self._drained: Trial | None = None  # a connection over a better path, waiting for this one to drain
+        self._stream: SocketStream | None = None
+        self._trial: ConnectAttempt | None = None
+        self._drained: ConnectAttempt | None = None  # a connection over a better path, waiting for this one to drain
         self._came = bytearray()
         self._heard = self._deadline = 0
         self._silent = self._refused = self._lost = self._full = False
@@ -108,18 +108,18 @@ class OutLane:
             return now
         return self._trial.deadline
 
-    def _try(self, path: Path, now: int) -> Trial | None:
+    def _try(self, path: Path, now: int) -> ConnectAttempt | None:
         failures = self._paths.troubles[path].failures if path in self._paths.troubles else 0
         ours, theirs = self._sender.orders.interfaces[path.ours], self._peers[path.theirs]
         made, error = sockets.begin_connect(ours, theirs)
         if made is None:
             self._missed(path, sockets.meaning(error), now)
             return None
-        trial = Trial(self._loop, path, made, now + timing.patience(timing.CONNECT, failures))
+        trial = ConnectAttempt(self._loop, path, made, now + timing.patience(timing.CONNECT, failures))
         self._loop.watch(made.fileno(), WRITE, lambda mask: self._tried(trial))
         return trial
 
-    def _tried(self, trial: Trial) -> None:
+    def _tried(self, trial: ConnectAttempt) -> None:
         now = time.perf_counter_ns()
         error = trial.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -132,7 +132,7 @@ class OutLane:
         else:
             self._drained = trial
 
-    def _failed(self, trial: Trial, why: Why, now: int) -> None:
+    def _failed(self, trial: ConnectAttempt, why: Why, now: int) -> None:
         trial.close()
         self._trial = None
         self._missed(trial.path, why, now)
@@ -148,14 +148,14 @@ class OutLane:
             self._lost = True
             self._tell(Note.NO_WAY, path, why)
 
-    def _greet(self, trial: Trial, now: int) -> None:
+    def _greet(self, trial: ConnectAttempt, now: int) -> None:
         """A connection over a path stands: says which lane and epoch it is."""
         failures = self._paths.troubles[trial.path].failures if trial.path in self._paths.troubles else 0
         self._path = trial.path
         self._state = self._state.connect()
         self._deadline = now + timing.patience(timing.WELCOME, failures)
         self._came.clear()
-        self._stream = Stream(self._loop, trial.socket, self._on_ready)
+        self._stream = SocketStream(self._loop, trial.socket, self._on_ready)
         self._put(pack(Frame(What.HELLO, self.lane, self._state.epoch, self._sender.orders.key)))
 
     def _welcomed(self, last: int, now: int) -> None:
@@ -208,7 +208,7 @@ class OutLane:
         self._trial = self._try(path, now)
         return now + timing.BEAT if self._trial is None else self._trial.deadline
 
-    def _move(self, trial: Trial, now: int) -> None:
+    def _move(self, trial: ConnectAttempt, now: int) -> None:
         assert self._stream is not None
         assert self._path is not None
         self._tell(Note.CUT, self._path, Why.BETTER_PATH)
@@ -278,7 +278,7 @@ class OutLane:
         if mask & ~WRITE and self._stream is not None:
             self._read(self._stream)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: SocketStream) -> None:
         now = time.perf_counter_ns()
         try:
             data = stream.socket.recv(1 << 16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from .delegate_io import Home, Orders
+from .delegate_io import DelegateIO, Orders
 from .event_loop import READ, Loop, watch_parent
 from .frame import Lane
 from .monitor import Monitor
@@ -24,7 +24,7 @@ class Sender:
         self.orders = orders
         self.loop = Loop()
         watch_parent(self.loop, orders.parent, orders.lifeline)
-        self.home = Home(orders)
+        self.home = DelegateIO(orders)
         self.monitor = Monitor(orders.interfaces)
         self._lanes: dict[Lane, OutLane] = {}
         self.loop.watch(self.home.wake, READ, self._on_commands)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .incoming import Receiver
 
 
-class Watch:
+class PeerWatch:
     """Over one lane, while no connection carries it."""
 
     def __init__(self, receiver: Receiver, lane: Lane) -> None:

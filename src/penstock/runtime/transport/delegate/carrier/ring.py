@@ -123,7 +123,7 @@ class Descriptor(NamedTuple):
     payload_bytes: int = 0
 
 
-class Ring:
+class DescriptorRing:
     """One end of a ring; the process uses it either to put or to take.
 
     Args:

@@ -14,7 +14,7 @@ MOST_PARTS = 16
 """Queued parts that one call of the system takes."""
 
 
-class Stream:
+class SocketStream:
     """Args:
     made: a connected socket; ready: called when there is something to read, or to write.
 
