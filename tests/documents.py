@@ -34,9 +34,9 @@ from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_links
 from penstock.train import command as train_command
-from penstock.train.emulated.order import EmulatedJob
+from penstock.train.emulated.job import EmulatedJob
 from penstock.train.folder import RunFolder
-from penstock.train.order import TrainJob
+from penstock.train.job import TrainJob
 from penstock.train.tasks.open import open_task
 
 ROOT = Path(__file__).parents[1]

@@ -49,7 +49,7 @@ def ranges(*counts: int) -> list[range]:
 
 
 class Ranks:
-    """Stands in for `carry_out`: answers as ranks would, with numbers of its own, and counts what it was asked."""
+    """Stands in for `run_job`: answers as ranks would, with numbers of its own, and counts what it was asked."""
 
     def __init__(self, interrupt_at: int | None = None, others: float = 0.0) -> None:
         self.tasks: list[Task] = []

@@ -81,7 +81,7 @@ def test_towers_under_torchrun(tmp_path: Path) -> None:
 def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list[float]]:
     """A run whose fourth round of probes, and all after it, find link 2:3 late; what it did, and its losses."""
     from penstock.runtime import migrate as rerank
-    from penstock.train import moving as train_moving
+    from penstock.train import mesh_migration as train_moving
     from penstock.train.inputs import gather_inputs
     from penstock.train.rank import RankRun
 

@@ -15,7 +15,7 @@ import pytest
 from penstock.cli import main
 from penstock.tune.errors import RanksFailed
 from penstock.tune.transfer import SIZES
-from penstock.tune.work import carry_out
+from penstock.tune.work import run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
@@ -127,4 +127,4 @@ def test_an_interrupt_prints_the_best_of_what_was_measured(tmp_path: Path) -> No
 
 def test_ranks_that_fail_say_why() -> None:
     with pytest.raises(RanksFailed, match=r"rank \d failed: KeyError: 'settings'"):
-        carry_out([{"do": "layers", "text": "nothing"}], 1, 1)
+        run_job([{"do": "layers", "text": "nothing"}], 1, 1)

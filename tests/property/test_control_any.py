@@ -35,7 +35,7 @@ from penstock.control import (
     score,
 )
 from penstock.control.configuration import fits, peaks
-from penstock.control.patience import WINDOW, most_decisions, pause
+from penstock.control.switch_limits import WINDOW, most_decisions, pause
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.over_time import Trace
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from penstock.control import Cause, ControlError, OpTimes, Transfers, estimate
+from penstock.control.codec import pack, rounded, unpack
 from penstock.control.events import event_from_json, event_to_json
 from penstock.control.link import cause_of
-from penstock.control.packed import pack, rounded, unpack
 from penstock.control.queueing import Row, busy_time, held_share
 
 pytestmark = pytest.mark.unit

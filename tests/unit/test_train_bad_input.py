@@ -279,13 +279,13 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
     shard.write_bytes(content)
     before = _files(copy / "checkpoints")
     from penstock.runtime.checkpoint import CheckpointError
-    from penstock.train.carry_out import carry_out
-    from penstock.train.orders import order_of
+    from penstock.train.launch_jobs import order_of
+    from penstock.train.run_job import run_job
 
     with pytest.raises(
         CheckpointError, match=rf"checksum differs; step-00000001 before it is whole: .*--resume {copy} --fallback"
     ):
-        carry_out(order_of({}, None, str(copy), None, as_json=True), None)
+        run_job(order_of({}, None, str(copy), None, as_json=True), None)
     assert _files(copy / "checkpoints") == before
     # Truncated ones are found out before anything starts; with none left there is nothing to go on from.
     os.truncate(shard, 10)

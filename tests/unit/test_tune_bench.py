@@ -25,8 +25,8 @@ class Restless(tune_models.Ranks):
 
 
 def run(monkeypatch: pytest.MonkeyPatch, fake: tune_models.Ranks, rounds: int) -> dict[str, object]:
-    monkeypatch.setattr(meter, "carry_out", fake)
-    monkeypatch.setattr(bench, "carry_out", fake)
+    monkeypatch.setattr(meter, "run_job", fake)
+    monkeypatch.setattr(bench, "run_job", fake)
     monkeypatch.setattr(verify, "num_cores", lambda: 2)
     (row,) = bench.run(rounds, steps=2, seconds=0.01, settings=[bench.Setting("1f1b", 2, 1, 4)], patience=0.0)["rows"]
     assert isinstance(row, dict)
@@ -58,7 +58,7 @@ def test_the_table_and_the_file(
 ) -> None:
     fake = tune_models.Ranks()
     for module in (meter, bench):
-        monkeypatch.setattr(module, "carry_out", fake)
+        monkeypatch.setattr(module, "run_job", fake)
     monkeypatch.setattr(bench, "LOOK", 0.01)
     monkeypatch.setattr(bench, "others", lambda clocks: 0.0)
     out = tmp_path / "tune.json"

@@ -18,7 +18,7 @@ from penstock.cli.tune import number_of_bytes
 from penstock.runtime import RuntimeFailure
 from penstock.train import command as train_command
 from penstock.train.inputs import gather_inputs
-from penstock.train.order import TrainJob
+from penstock.train.job import TrainJob
 from penstock.tune import meter, session, verify
 from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
@@ -34,8 +34,8 @@ FAST = [*NANO, "--tflops", "0.01"]
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tune_models.Ranks:
     fake = tune_models.Ranks()
-    monkeypatch.setattr(meter, "carry_out", fake)
-    monkeypatch.setattr(verify, "carry_out", fake)
+    monkeypatch.setattr(meter, "run_job", fake)
+    monkeypatch.setattr(verify, "run_job", fake)
     monkeypatch.setattr(session, "num_devices", lambda settings: 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
@@ -107,7 +107,7 @@ def test_more_to_verify_than_there_is_is_told(ranks: tune_models.Ranks, capsys: 
 def test_interrupted_measuring_searches_what_is_there(
     monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str], interrupt_at: int
 ) -> None:
-    monkeypatch.setattr(meter, "carry_out", tune_models.Ranks(interrupt_at=3 + interrupt_at - 2))
+    monkeypatch.setattr(meter, "run_job", tune_models.Ranks(interrupt_at=3 + interrupt_at - 2))
     result = told(capsys, "tune", *NANO, "--verify", "1", code=130)
     assert result["interrupted"]
     assert result["best"]
@@ -117,7 +117,7 @@ def test_interrupted_measuring_searches_what_is_there(
 def test_interrupted_with_nothing_found(
     monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meter, "carry_out", tune_models.Ranks(interrupt_at=0))
+    monkeypatch.setattr(meter, "run_job", tune_models.Ranks(interrupt_at=0))
     assert main(["tune", *NANO]) == 130
     assert capsys.readouterr().out == ""
 
@@ -125,7 +125,7 @@ def test_interrupted_with_nothing_found(
 def test_interrupted_verification_shows_what_ran(
     monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify, "carry_out", tune_models.Ranks(interrupt_at=1))
+    monkeypatch.setattr(verify, "run_job", tune_models.Ranks(interrupt_at=1))
     result = told(capsys, "tune", *NANO, "--pp", "2", "--dp", "1", "--verify", "2", code=130)
     assert [each["measured"] is not None for each in result["best"]].count(True) == 1
 

@@ -25,7 +25,7 @@ NEEDS = [NeededProfile(1, 1, False), NeededProfile(2, 1, False), NeededProfile(2
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
     fake = tune_models.Ranks()
-    monkeypatch.setattr(meter_module, "carry_out", fake)
+    monkeypatch.setattr(meter_module, "run_job", fake)
     return fake
 
 
@@ -97,17 +97,17 @@ def test_another_device_torch_or_version_is_measured(
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter_module, "carry_out", tune_models.Ranks(interrupt_at=2))
+    monkeypatch.setattr(meter_module, "run_job", tune_models.Ranks(interrupt_at=2))
     with pytest.raises(KeyboardInterrupt):
         measured(tmp_path / "db")
     again = tune_models.Ranks()
-    monkeypatch.setattr(meter_module, "carry_out", again)
+    monkeypatch.setattr(meter_module, "run_job", again)
     assert measured(tmp_path / "db").num_reused == 2
     assert len(again.tasks) == 3
 
 
 def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter_module, "carry_out", tune_models.Ranks(others=1.25))
+    monkeypatch.setattr(meter_module, "run_job", tune_models.Ranks(others=1.25))
     assert measured(tmp_path / "db").notices == [
         "other programs kept up to 1.2 cores busy while nano, microbatches of 1, 1 rank and 4 more were measured; "
         "--fresh measures anew"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.stage.split import Tape, prepare
-from penstock.train.settle import settle_memory
+from penstock.train.malloc_warmup import settle_memory
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms

@@ -33,7 +33,7 @@ from penstock.tune.search import TuneCandidate
 from penstock.tune.session import config_of
 from penstock.tune.space import Shape, TunePlan
 from penstock.tune.verify import measured_of, trial_task
-from penstock.tune.work import carry_out
+from penstock.tune.work import run_job
 
 MODEL = "tiny"
 QUIET = 0.1
@@ -109,7 +109,7 @@ def _round(setting: Setting, told: Settings, config: GPTConfig, steps: int, seco
     prediction = predict(schedule, cut, profile, transfer, num_devices=num_devices(told))
     shape = Shape(setting.pp, 1, setting.microbatch_size, setting.num_microbatches)
     candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
-    answer = carry_out([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
+    answer = run_job([trial_task(candidate, told, config, steps)], setting.pp, 1)[0]
     measured = measured_of([answer])
     return {
         "predicted_ms": prediction.step,

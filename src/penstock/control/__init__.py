@@ -3,6 +3,7 @@
 from penstock.control.advice import Help, Obstacle, Unanswered
 from penstock.control.candidates import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
+from penstock.control.closed_loop_simulation import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller, Counts
@@ -24,7 +25,6 @@ from penstock.control.events import (
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.rehearse import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.replay import replay
 from penstock.control.rerank import Moving, Reranking, rerank
 from penstock.control.trial import Verdict

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.control.robust import deviation
+from penstock.control.robust_statistics import deviation
 
 SUSPICIOUS = 2
 """Numbers in a row that make a suspicion: one alone is what noise is made of."""

@@ -41,7 +41,7 @@ from penstock.control.events import (
 from penstock.control.link import LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import Book
-from penstock.control.patience import Patience
+from penstock.control.switch_limits import Patience
 from penstock.control.trial import ANSWERS, TELLS, ChangeTrial, StepTimes, TakenBack, Verdict
 from penstock.schedule import Schedule, check
 

@@ -19,8 +19,8 @@ from numbers import Real
 from statistics import median
 from typing import Any
 
+from penstock.control.codec import pack, rounded, unpack
 from penstock.control.errors import ControlError
-from penstock.control.packed import pack, rounded, unpack
 from penstock.control.queueing import Busy, alone, busy_time, held_share
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule

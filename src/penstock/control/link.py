@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.events import Link, Transfer, Transfers, show_link
-from penstock.control.robust import deviation, slope
+from penstock.control.robust_statistics import deviation, slope
 
 
 class Cause(StrEnum):

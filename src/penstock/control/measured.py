@@ -18,7 +18,7 @@ from penstock.control.configuration import Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
 from penstock.control.link import Cause, LinkChange, LinkEstimate, LinkWatch, looked_at_again
-from penstock.control.robust import AS_DEVIATION, deviation
+from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, Trace
 

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from penstock.control.events import Link
-from penstock.control.robust import deviation
+from penstock.control.robust_statistics import deviation
 from penstock.engine.tolerance import EPSILON
 
 STEPS = 5

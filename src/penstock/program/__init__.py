@@ -4,12 +4,12 @@ from penstock.program import placements
 from penstock.program.new_op import Branch, NewOp
 from penstock.program.program import Program
 from penstock.program.rules import Rules, Traversal, breadth_first, by_microbatch, depth_first, earliest_first
-from penstock.program.stepper import ReadyOp, Step, Stepper
+from penstock.program.stepper import NextOp, Step, Stepper
 from penstock.program.view import View
 
 __all__ = [
     "Branch",
-    "ReadyOp",
+    "NextOp",
     "NewOp",
     "Program",
     "Rules",

@@ -33,7 +33,7 @@ CLASS_NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradien
 
 
 @dataclass(frozen=True)
-class ReadyOp:
+class NextOp:
     """The next op of one queue of a rank, and how it stands.
 
     Attributes:
@@ -53,7 +53,7 @@ class Step:
     time: float
     rank: int
     chosen: Op | None
-    candidates: tuple[ReadyOp, ...]
+    candidates: tuple[NextOp, ...]
 
     __repr__ = short_repr
 
@@ -253,7 +253,7 @@ class Stepper:
             if standing == DONE:
                 continue
             reason = "chosen" if q == chosen else self._reason(rank, time, q, standing, chosen)
-            candidates.append(ReadyOp(self._op(q), standing == READY, reason))
+            candidates.append(NextOp(self._op(q), standing == READY, reason))
         return Step(
             time, rank % self.graph.num_ranks, None if chosen == NOTHING else self._op(chosen), tuple(candidates)
         )

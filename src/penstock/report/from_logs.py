@@ -21,7 +21,7 @@ from penstock.control.candidates import Action
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
-from penstock.control.robust import AS_DEVIATION
+from penstock.control.robust_statistics import AS_DEVIATION
 from penstock.control.trial import LATER
 from penstock.report.log_reader import Chosen, Told, add_record, json_lines, read_log
 from penstock.report.run_story import (

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
+from penstock.control.closed_loop_simulation import run_once
 from penstock.control.compute import Factors, scaled
 from penstock.control.configuration import Configuration, Job
 from penstock.control.events import Link, OpTimes, undirected
-from penstock.control.rehearse import run_once
-from penstock.control.robust import deviation
+from penstock.control.robust_statistics import deviation
 from penstock.cost import Costs, LinkCondition, LinkConditions
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.simulate import Timeline

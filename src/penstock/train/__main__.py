@@ -11,11 +11,11 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--order"]:
-        from penstock.train.carry_out import run_ordered
+        from penstock.train.run_job import run_ordered
 
         run_ordered(Path(argv[1]))
     if argv[:1] == ["--emulated"]:
-        from penstock.train.emulated.carry_out import run_ordered as run_emulated
+        from penstock.train.emulated.run_job import run_ordered as run_emulated
 
         run_emulated(Path(argv[1]))
     from penstock.train.command import run_command

@@ -10,12 +10,12 @@ import typer
 
 from penstock.cost.presets import PRESETS
 from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.orders import emulated_order_of, order_of, read_given
+from penstock.train.launch_jobs import emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:
-    from penstock.train.emulated.order import EmulatedJob
-    from penstock.train.order import TrainJob
+    from penstock.train.emulated.job import EmulatedJob
+    from penstock.train.job import TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
@@ -139,21 +139,21 @@ def train(
 def _carry_out(order: TrainJob, port: int | None) -> int:
     # Light checks first: most mistakes are told before torch is loaded.
     order.settings.build_schedule()
-    from penstock.train import carry_out
+    from penstock.train import run_job as run_job
 
     if "RANK" in os.environ:
-        return carry_out.run_joined(order)
-    return carry_out.carry_out(order, port)
+        return run_job.run_joined(order)
+    return run_job.run_job(order, port)
 
 
 def _carry_out_emulated(order: EmulatedJob, port: int | None) -> int:
     # As in training: what is wrong with the plan or its costs is told before torch is loaded.
     order.settings.read_costs(order.settings.build_schedule())
-    from penstock.train.emulated import carry_out
+    from penstock.train.emulated import run_job as run_job
 
     if "RANK" in os.environ:
-        return carry_out.run_joined(order)
-    return carry_out.carry_out(order, port)
+        return run_job.run_joined(order)
+    return run_job.run_job(order, port)
 
 
 def run_command(argv: list[str]) -> int:

@@ -24,13 +24,13 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulate import Timeline
 from penstock.train.folder import RunFolder, write_whole
-from penstock.train.going_on import way_back
 from penstock.train.inputs import Inputs, build_pipeline
+from penstock.train.mesh_migration import MeshMigration
 from penstock.train.metrics import Metrics
-from penstock.train.moving import MeshMigration
 from penstock.train.progress import ProgressView
 from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
+from penstock.train.resume_checks import way_back
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest

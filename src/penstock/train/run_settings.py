@@ -12,7 +12,7 @@ from penstock.schedule import Schedule
 from penstock.train.asynchronous import check_updates
 from penstock.train.checks import SettingsError, check_known, read_links, read_schedule
 from penstock.train.passes import Passes
-from penstock.train.travel import Travel
+from penstock.train.transport_settings import Travel
 
 
 class RunSettings:

@@ -23,7 +23,7 @@ from penstock.train.kinds import CLIP, check_model
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
 from penstock.train.run_settings import RunSettings
-from penstock.train.travel import host_memory_of
+from penstock.train.transport_settings import host_memory_of
 
 
 @dataclass(frozen=True)

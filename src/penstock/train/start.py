@@ -16,7 +16,7 @@ from penstock.runtime.launch.port import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
-from penstock.train.travel import Travel
+from penstock.train.transport_settings import Travel
 
 INTERRUPTED = 130
 PATIENCE = 30.0

@@ -19,7 +19,7 @@ from penstock.tune.device import device_name
 from penstock.tune.errors import DatabaseError, TuneError
 from penstock.tune.layers import NO_LAYER
 from penstock.tune.profile import KINDS, MessageCosts, Profile
-from penstock.tune.work import Task, WorkerAnswer, carry_out
+from penstock.tune.work import Task, WorkerAnswer, run_job
 
 VERSION = 1
 """Of how we measure; measurements of another version are not used."""
@@ -93,7 +93,7 @@ class Meter:
                 else:
                     found.append(self._transfer_task(parallel))
             if found:
-                carry_out(
+                run_job(
                     [task for task, _, _ in found],
                     parallel,
                     self._threads,

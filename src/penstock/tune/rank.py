@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.launch import init_process, watch
+from penstock.train.malloc_warmup import settle_memory
 from penstock.train.settings import Settings
-from penstock.train.settle import settle_memory
 from penstock.train.tasks.gpt import gpt_config
 from penstock.tune import layers, transfer, trial
 from penstock.tune.device import Clock

@@ -13,7 +13,7 @@ from penstock.models import GPTConfig
 from penstock.train.settings import Settings, num_cores
 from penstock.tune.device import others
 from penstock.tune.search import Ranked, TuneCandidate, settings_of
-from penstock.tune.work import WorkerAnswer, carry_out
+from penstock.tune.work import WorkerAnswer, run_job
 
 DISTURBED = 0.25
 """Cores that other programs may take from the ranks in a step that counts; a step is too short to tell less."""
@@ -69,7 +69,7 @@ def verify(
     try:
         for num_ranks, group in by_ranks.items():
             order = [candidate for turn in range(rounds) for candidate in (group if turn % 2 == 0 else group[::-1])]
-            carry_out(
+            run_job(
                 [trial_task(candidate, settings, config, num_steps) for candidate in order],
                 num_ranks,
                 settings.threads or 1,

@@ -36,7 +36,7 @@ class WorkerAnswer:
     others: float | None
 
 
-def carry_out(
+def run_job(
     tasks: Sequence[Task],
     num_ranks: int,
     num_threads: int,

@@ -90,7 +90,7 @@ class EmulatedDevice:
         # The rank came to it when the op before was to end; or just now, when the last word that it waited for came.
         return EmulatedStart(self, op, now if received or self._free is None else self._free)
 
-    def carry_out(self, op: Op, moment: int) -> tuple[int, int]:
+    def run_job(self, op: Op, moment: int) -> tuple[int, int]:
         """An asynchronous op that may begin at `moment`, in the stream's thread; returns when it began and ended."""
         begin = max(moment, self._stream_free)
         together = self._wiring.ranks_of(op)
@@ -151,7 +151,7 @@ class EmulatedStart:
         self._device, self._op, self._moment = device, op, moment
 
     def wait(self) -> tuple[int, int]:
-        return self._device.carry_out(self._op, self._moment)
+        return self._device.run_job(self._op, self._moment)
 
     def done(self) -> bool:
         """Never told without waiting: it takes its time only then."""

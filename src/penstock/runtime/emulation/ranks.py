@@ -227,7 +227,9 @@ class ProcessRanks:
             offer = helm.offer()
         told = self.peers.gather((mine._replace(crossings=[]), offer))
         offers = [Offer(*each) for _, each in told if each is not None]
-        return RanksStep([RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None)
+        return RanksStep(
+            [RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None
+        )
 
     def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
         transport, rank = self._transport, self._rank

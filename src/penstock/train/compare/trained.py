@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from penstock.train.carry_out import launch_order
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import Inputs
-from penstock.train.order import TrainJob
+from penstock.train.job import TrainJob
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
+from penstock.train.run_job import launch_order
 from penstock.train.start import RunFailed
 
 

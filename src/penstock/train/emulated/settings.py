@@ -16,7 +16,7 @@ from penstock.train.checks import (
     check_numbers,
 )
 from penstock.train.run_settings import RunSettings
-from penstock.train.travel import host_memory_of, read_size
+from penstock.train.transport_settings import host_memory_of, read_size
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,19 @@ from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import init_process, watch
 from penstock.train.bounds import bound, proved_mismatch
 from penstock.train.folder import RunFolder, check_place
-from penstock.train.going_on import GoingOn, check_resume
-from penstock.train.handover import hand_over, take_over
 from penstock.train.inputs import Inputs, gather_inputs
+from penstock.train.job import TrainJob
+from penstock.train.malloc_warmup import settle_memory
 from penstock.train.mesh_sizes import mesh_words
-from penstock.train.order import TrainJob
 from penstock.train.rank import RankRun
 from penstock.train.report import Report
-from penstock.train.settle import settle_memory
+from penstock.train.resume_checks import GoingOn, check_resume
+from penstock.train.run_inputs import hand_over, take_over
 from penstock.train.start import INTERRUPTED, RunFailed, check_interfaces, check_port, check_store, start_ranks
 from penstock.train.tasks.text import check_tokens
 
 
-def carry_out(order: TrainJob, port: int | None) -> int:
+def run_job(order: TrainJob, port: int | None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
 
     Raises:
@@ -62,7 +62,7 @@ def carry_out(order: TrainJob, port: int | None) -> int:
 
 
 def run_ordered(handover: Path) -> NoReturn:
-    """What a rank started by `carry_out` does. It ends the process."""
+    """What a rank started by `run_job` does. It ends the process."""
     watch()
     order, corpus = take_over(handover)
     inputs = gather_inputs(order.settings, corpus)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data import Corpus
-from penstock.train.order import TrainJob
+from penstock.train.job import TrainJob
 from penstock.train.settings import Settings
 
 ROWS = ("train", "validation")

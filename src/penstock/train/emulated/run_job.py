@@ -15,7 +15,7 @@ from penstock.cost import Costs
 from penstock.runtime.launch import init_process, watch
 from penstock.schedule import Schedule
 from penstock.train.bounds import bound, proved_mismatch
-from penstock.train.emulated.order import EmulatedJob
+from penstock.train.emulated.job import EmulatedJob
 from penstock.train.emulated.report import EmulatedReport
 from penstock.train.emulated.run import EmulatedRun
 from penstock.train.folder import RunFolder
@@ -30,7 +30,7 @@ from penstock.train.start import (
 )
 
 
-def carry_out(order: EmulatedJob, port: int | None) -> int:
+def run_job(order: EmulatedJob, port: int | None) -> int:
     """Runs the order on this machine and prints the report; returns the exit code.
 
     Raises:
@@ -62,7 +62,7 @@ def carry_out(order: EmulatedJob, port: int | None) -> int:
 
 
 def run_ordered(handover: Path) -> NoReturn:
-    """What a rank started by `carry_out` does. It ends the process."""
+    """What a rank started by `run_job` does. It ends the process."""
     watch()
     order = EmulatedJob.read(handover)
     schedule = order.settings.build_schedule()

@@ -14,12 +14,12 @@ from penstock.cost.presets import is_preset
 from penstock.formats import load
 from penstock.train.asynchronous import ASYNCHRONOUS, completed
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.emulated.order import EmulatedJob
+from penstock.train.emulated.job import EmulatedJob
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
+from penstock.train.job import TrainJob
 from penstock.train.kinds import GPT, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
-from penstock.train.order import TrainJob
 from penstock.train.settings import Settings, read_settings
 
 
