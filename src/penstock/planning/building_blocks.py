@@ -102,7 +102,7 @@ class BlockSearch:
         paces = [float(np.median(np.diff(times))) for times in each if len(times) > 1]
         for in_turn in (1.0, 0.0):
             trial = self._trial
-            trial[1] = max(float(np.median(paces)), 1e-9) if paces else self._period
+            trial[1] = max(float(np.median(paces)), 1e-6) if paces else self._period
             trial[2], trial[3:first] = in_turn, 0.0
             for q, times in enumerate(each):
                 trial[first + q] = float(np.median(times - trial[1] * np.arange(len(times)))) if len(times) else 0.0
@@ -151,7 +151,7 @@ def repeated(search: Search, until: float, num_threads: int | None = None) -> No
     if search.problem.queues.num_ops == 0 or search.closed:
         return
     hops, chain = steps_before(search.problem)
-    began, length = search.seconds, max(until - search.seconds, 1e-9)
+    began, length = search.seconds, max(until - search.seconds, 1e-6)
     with Threads(num_threads, is_compiled(repeat)) as threads:
         blocks = [BlockSearch(search.problem, hops, chain, search.seed + k) for k in range(threads.num)]
         for each, row in itertools.product(blocks, search.good_rows()):

@@ -160,7 +160,7 @@ def improved(
                     trial[first + q] += change
         elif kind < 0.75:  # a way as a whole
             k = np.random.randint(hops.shape[1])
-            largest = 1e-9
+            largest = 1e-12
             for q in range(num_queues):
                 largest = max(largest, hops[q, k])
             for q in range(num_queues):
