@@ -52,3 +52,11 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         (row["peer"], row["makespan"], row["peak"]) for row in peers
     ]
     assert len(peers) == len(list(run.settings())) == 420
+
+
+def test_faults() -> None:
+    readme = (BENCHMARKS / "faults/README.md").read_text(encoding="utf-8")
+    found = json.loads((BENCHMARKS / "faults/results.json").read_text(encoding="utf-8"))["runs"].values()
+    runs, wrong = (sum(each[name] for each in found) for name in ("runs", "wrong"))
+    assert f"{runs} runs, {wrong} wrong" in readme
+    assert wrong == 0
