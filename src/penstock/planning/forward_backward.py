@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planning import listing, min_tree
+from penstock.engine import min_tree
+from penstock.engine.min_tree import copied
+from penstock.planning import listing
 from penstock.planning.listing import list_ops
-from penstock.planning.min_tree import copied
 
 COMPILED_WITH = (min_tree, listing)
 OPTIONS = {"nogil": True}

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine import min_tree
+from penstock.engine.min_tree import least_of, sift
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import min_tree
-from penstock.planning.min_tree import least_of, sift
 
 COMPILED_WITH = (min_tree,)
 

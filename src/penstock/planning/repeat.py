@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planning import listing, min_tree
+from penstock.engine import min_tree
+from penstock.engine.min_tree import copied
+from penstock.planning import listing
 from penstock.planning.listing import list_ops
-from penstock.planning.min_tree import copied
 
 OPTIONS = {"nogil": True}
 """For numba: searches on several threads do not wait for one another."""

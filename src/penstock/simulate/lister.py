@@ -75,7 +75,7 @@ class Lister:
         self._start_time = self._numbers(graph.num_ops, floats=True)
         self._row_first = self._as_numbers(self.row_first)
         leaves = 1 << (graph.num_rows - 1).bit_length()
-        self._winners = self._numbers(2 * leaves)
+        self._tree = self._numbers(2 * leaves, floats=True)
 
     def list_by_rules(self, tables: Tables) -> Listed:
         """Makes rows by the rules in `tables`, which are left as they are."""
@@ -83,7 +83,7 @@ class Lister:
         reached = self._numbers(self.graph.num_rows)
         self._loop.run(
             run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
-            self._start_time, self._rows, self._row_first, reached, self._winners,
+            self._start_time, self._rows, self._row_first, reached, self._tree,
         )  # fmt: skip
         ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
         return Listed(self.graph, self._rows, self.row_first, self._start_time, list(map(int, reached)), float(ends))

@@ -1,10 +1,13 @@
-"""Small compiled pieces that listing, bounds and search share."""
+"""A tree of minima, by which both list schedulers find the rank that can go on first. Written to be compiled."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Array = Any
+
+OPTIONS = {"_nrt": False}
+"""For the compiler: nothing here allocates (see `dispatch.listing`)."""
 
 
 def copied(source: Array, target: Array) -> None:
