@@ -1,0 +1,151 @@
+"""The last link of eight ranks 60 ms late: frozen, dispatched and re-planned, on emulated devices. See README.md.
+
+    python benchmarks/late_link/run.py --plan                       plans, and writes schedules/ and plans.json
+    python benchmarks/late_link/run.py --emulate [CASE ...]         runs cases, and writes them to results.json
+    python benchmarks/late_link/run.py --readme                     writes the README's table from the two files
+
+The first takes about a minute, the second about six, of which it mostly sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+
+FOLDER = Path(__file__).resolve().parent
+
+NUM_RANKS, NUM_MICROBATCHES, MS = 8, 32, 10.0
+LATE = ps.Links({(NUM_RANKS - 2, NUM_RANKS - 1): 60.0})
+CAPS = (12, 10, 8)
+"""Forwards in flight on each rank, their activations freed by W."""
+WARMUP = "warm-ups"
+"""The case whose ranks hold what the frozen order with warm-ups 2(S - i) - 1 holds, half of it freed by I."""
+CASES = (WARMUP, *map(str, CAPS))
+WAYS = (
+    ("undelayed", "without delay", "frozen"),
+    ("frozen", "planned without the delay", "frozen"),
+    ("hinted", "planned without the delay", "hinted"),
+    ("dynamic", "planned without the delay", "dynamic"),
+    ("replanned", "planned for it", "frozen"),
+    ("replanned, hinted", "planned for it", "hinted"),
+)
+"""Name, order, dispatch. The first runs without the delay, the others with it."""
+NUM_STEPS, STRETCH = 5, 2.0
+"""Steps per case and way, of which the median counts; and by how much all of time is slowed down, so that what this
+machine adds to each op counts less."""
+PLAN_SECONDS, UNDELAYED_SECONDS = 30.0, 5.0
+
+
+def costs_of(case: str) -> ps.Costs:
+    return ps.Costs.uniform(NUM_RANKS, MS, MS, MS, freed_by_input=0.5 if case == WARMUP else 0.0)
+
+
+def path_of(case: str, delayed: bool) -> Path:
+    return FOLDER / "schedules" / f"{case}-{'late' if delayed else 'undelayed'}.json"
+
+
+def planned() -> dict[str, Any]:
+    """The schedules of all cases, and the bounds that were proved."""
+    found: dict[str, Any] = {}
+    (FOLDER / "schedules").mkdir(exist_ok=True)
+    for case in CASES:
+        costs = costs_of(case)
+        if case == WARMUP:
+            before = ps.build("zb", NUM_RANKS, NUM_MICROBATCHES)
+            held = list(ps.simulate(before, costs).peak_activations)
+            p = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, LATE, memory_limit=held, time_limit=PLAN_SECONDS)
+        else:
+            held = [float(case)] * NUM_RANKS
+            cap = int(case)
+            before = ps.plan(
+                costs, NUM_RANKS, NUM_MICROBATCHES, max_in_flight=cap, time_limit=UNDELAYED_SECONDS
+            ).schedule
+            p = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, LATE, max_in_flight=cap, time_limit=PLAN_SECONDS)
+        ps.save(before, path_of(case, delayed=False))
+        ps.save(p.schedule, path_of(case, delayed=True))
+        found[case] = {"max_held": held, "lower_bound": p.lower_bound, "makespan": p.makespan, "how": p.how}
+    return found
+
+
+def emulated(plans: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
+    """Measured and simulated makespans (ms) of every case and way; the ways take turns, so that what disturbs one
+    disturbs them all."""
+    found: dict[str, Any] = {}
+    for case in cases:
+        costs, held = costs_of(case), plans[case]["max_held"]
+        schedules = {delayed: ps.load(path_of(case, delayed)) for delayed in (False, True)}
+        rows: dict[str, dict[str, Any]] = {name: {"measured": [], "simulated": 0.0} for name, _, _ in WAYS}
+        for _ in range(NUM_STEPS):
+            for name, order, dispatch in WAYS:
+                run = ps.emulate(
+                    schedules[order == "planned for it"],
+                    costs,
+                    links=ps.Links() if name == "undelayed" else LATE,
+                    dispatch=dispatch,
+                    max_held=None if dispatch == "frozen" else held,
+                    stretch=STRETCH,
+                )
+                rows[name]["measured"].append(round(run.timelines[0].makespan, 2))
+                rows[name]["simulated"] = round(run.simulated[0].makespan, 6)
+        found[case] = rows
+    return found
+
+
+def medians(results: dict[str, Any], case: str) -> dict[str, float]:
+    return {name: statistics.median(row["measured"]) for name, row in results["cases"][case].items()}
+
+
+def table(plans: dict[str, Any], results: dict[str, Any]) -> str:
+    """Medians; over the undelayed run as measured, over the bound, and what the simulator says."""
+    lines = [
+        "| memory | order | dispatch | simulated ms | measured ms | over undelayed, measured | over the bound |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for case in CASES:
+        measured, bound = medians(results, case), plans["cases"][case]["lower_bound"]
+        for name, order, dispatch in WAYS:
+            ms, over = measured[name], "" if name == "undelayed" else f"{measured[name] / bound - 1:+.1%}"
+            memory = f"of {case}" if case == WARMUP else f"{case} in flight"
+            lines.append(
+                f"| {memory} | {order} | {dispatch} | {results['cases'][case][name]['simulated']:g} | {ms:.0f} | "
+                f"{ms / measured['undelayed']:.3f} | {over} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--emulate", nargs="*", choices=CASES, metavar="CASE")
+    parser.add_argument("--readme", action="store_true")
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
+    head = {"commit": commit.stdout.strip(), "num_processors": os.cpu_count()}
+    plans, results = FOLDER / "plans.json", FOLDER / "results.json"
+    if asked.plan:
+        command = "python benchmarks/late_link/run.py --plan"
+        plans.write_text(json.dumps({"command": command, **head, "cases": planned()}, indent=1) + "\n")
+    if asked.emulate is not None:
+        command = "python benchmarks/late_link/run.py --emulate"
+        before = json.loads(results.read_text())["cases"] if results.exists() else {}
+        cases = before | emulated(json.loads(plans.read_text())["cases"], asked.emulate or CASES)
+        found = {"command": command, **head, "stretch": STRETCH, "num_steps": NUM_STEPS, "cases": cases}
+        results.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.readme:
+        readme = FOLDER / "README.md"
+        text, _, rest = readme.read_text().partition("<!-- results -->\n")
+        _, end, after = rest.partition("<!-- end of results -->")
+        filled = table(json.loads(plans.read_text()), json.loads(results.read_text()))
+        readme.write_text(f"{text}<!-- results -->\n{filled}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    main()
