@@ -30,9 +30,11 @@ from penstock.planning import anneal, forward_backward, listing, longest_paths, 
 from penstock.planning.annealing_threads import COLD, HOT, Walk
 from penstock.planning.bounds import jackson_bound, path_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
+from penstock.planning.library_starts import named
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy, time_of
-from penstock.schedule import one_to_one
+from penstock.program.placements import bidirectional
+from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulate import engine, simulate
 from penstock.simulate import listing as rule_listing
 
@@ -128,8 +130,14 @@ def _prove(problem: Problem) -> None:
 
 
 def _build(problem: Problem) -> None:
-    """What programs and library schedules do that are so large that they are built by compiled code."""
+    """What programs and library schedules do that are built by compiled code: large ones, and those a plan begins
+    with."""
     build("zb-v", 4, 1700)
+    for placement in (v_shape(4), circular(4, 8), bidirectional(one_to_one(4)), bidirectional(v_shape(4))):
+        num_stages = placement.num_stages
+        costs, held = Costs.uniform(num_stages), [(1.0, 0.0)] * num_stages
+        for split in (True, False):
+            named(Search(pose(costs, placement, 4, 8, Links(), held, [100.0] * 4, split), 0.0))
 
 
 def _justify(problem: Problem) -> None:

@@ -1,0 +1,64 @@
+"""The benchmark of the late link: schedules keep to their memory, the README has the figures, aims were met."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import penstock as ps
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "late_link"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_late_link", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def plans() -> Any:
+    return json.loads((FOLDER / "plans.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    return json.loads((FOLDER / "results.json").read_text())
+
+
+def test_the_schedules_are_valid_keep_to_their_memory_and_take_what_was_planned(
+    bench: ModuleType, plans: Any
+) -> None:
+    for case, found in plans["cases"].items():
+        costs = bench.costs_of(case)
+        for delayed in (False, True):
+            schedule = ps.load(bench.path_of(case, delayed))
+            ps.check(schedule)
+            timeline = ps.simulate(schedule, costs, links=bench.LATE if delayed else None)
+            assert all(h <= cap for h, cap in zip(timeline.peak_activations, found["max_held"], strict=True))
+            assert timeline.makespan == (found["makespan"] if delayed else 1030.0)
+
+
+def test_the_readme_has_the_figures_of_the_results(bench: ModuleType, plans: Any, results: Any) -> None:
+    assert bench.table(plans, results) in (FOLDER / "README.md").read_text()
+
+
+def test_the_aims_were_met(bench: ModuleType, plans: Any, results: Any) -> None:
+    measured = bench.medians(results, bench.WARMUP)
+    assert measured["hinted"] <= 1.06 * measured["undelayed"]
+    assert measured["replanned"] <= 1.06 * measured["undelayed"]
+    for case, bound in (("12", 1.117), ("10", 1.175), ("8", 1.349)):
+        found = plans["cases"][case]
+        assert found["lower_bound"] == pytest.approx(1030 * bound, rel=1e-3)
+        assert bench.medians(results, case)["replanned"] <= 1.02 * found["lower_bound"]
