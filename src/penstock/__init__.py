@@ -18,7 +18,7 @@ from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.passes import repeat_windows
-from penstock.planning import Expected, Plan, plan
+from penstock.planning import Expected, Plan, order_microbatches, plan
 from penstock.program import (
     Branch,
     NewOp,
@@ -134,6 +134,7 @@ __all__ = [
     "emulate",
     "footprint",
     "load",
+    "order_microbatches",
     "parse",
     "placements",
     "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.passes import reorder_microbatches
+from penstock.planning.microbatch_order import OrderSearch
+from penstock.planning.uneven import uneven_bound
 from penstock.simulate.runner import Runner
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v", "v-half", "chimera", "hanayo", "dualpipe")
@@ -32,7 +35,9 @@ def runs(seed: int) -> tuple[ps.Schedule, ps.Costs, ps.Links, np.random.Generato
         return (np.exp(draw.normal(0, 0.8, (rows, num))) * (draw.random((rows, num)) > 0.1)).tolist()
 
     costs = ps.Costs(
-        *(draw.uniform(1, 20, (3, stages)).tolist()),
+        f=draw.uniform(1, 20, stages).tolist(),
+        i=draw.uniform(1, 20, stages).tolist(),
+        w=draw.uniform(1, 20, stages).tolist(),
         activation=draw.uniform(0.5, 3, stages).tolist(),
         freed_by_input=float(draw.choice([0.0, 0.3, 1.0])),
         uneven={"time": {kind: factors() for kind in "FIW"}, "activation": factors(), "message": factors()},
@@ -85,3 +90,29 @@ def test_another_order_of_microbatches_is_the_same_schedule_over_their_costs(see
         assert one.makespan == other.makespan
         assert one.peak_activations == other.peak_activations
         assert [(t.start, t.end) for t in one.ops] == [(t.start, t.end) for t in other.ops]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_order_is_above_its_caps_or_below_the_bound(seed: int) -> None:
+    """What is planned runs as predicted, keeps the caps and is no slower than arrival; no order beats the bound."""
+    schedule, costs, links, draw = runs(seed)
+    scale = float(draw.choice([1.0, 1.1, 1.5]))
+    caps = [scale * peak for peak in Runner(costs).order(schedule).peaks]
+    search = OrderSearch(schedule, costs, links, max_held=caps)
+    best = search.best_by_rules()
+    best = search.moved(best, time.perf_counter() + 0.1, seed)
+    bound = uneven_bound(best, links)
+    planned = search.schedule(best)
+    ps.check(planned)
+    for policy in POLICIES:
+        run = ps.simulate(planned, costs, links=links, dispatch=policy, max_held=caps)
+        assert run.makespan >= bound * (1 - 1e-9)
+        assert all(held <= cap * (1 + 1e-9) for held, cap in zip(run.peak_activations, caps, strict=True))
+        if policy == best.dispatch:
+            assert run.makespan == pytest.approx(best.makespan, rel=1e-9)
+    assert best.makespan <= search.arrival.makespan * (1 + 1e-9)
+    frozen = search.executed(best)
+    ps.check(frozen)
+    run = ps.simulate(frozen, costs, links=links, max_held=caps)
+    assert bound * (1 - 1e-9) <= run.makespan <= best.makespan * (1 + 1e-9)

@@ -33,6 +33,7 @@ def plan(
     f: costs_options.F = None,
     i: costs_options.I = None,
     w: costs_options.W = None,
+    lengths: costs_options.Lengths = None,
     costs: costs_options.CostsSource = None,
     activation: costs_options.Activation = None,
     freed_by_input: costs_options.FreedByInput = None,
@@ -66,7 +67,9 @@ def plan(
 ) -> None:
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
     where = _placement(placement, ranks, stages)
-    given = costs_options.GivenCosts(costs, f, i, w, activation=activation, freed_by_input=freed_by_input)
+    given = costs_options.GivenCosts(
+        costs, f, i, w, activation=activation, freed_by_input=freed_by_input, lengths=lengths
+    )
     chosen = given.read(ranks, where)
     links = costs_options.late_links(link or [], default_delay)
     if vary and objective != "makespan":
@@ -111,6 +114,7 @@ def plan(
                 "gap": found.gap,
                 "seconds": found.seconds,
                 "how": found.how,
+                "microbatch_order": found.microbatch_order,
                 "assumed": given.assumed(ranks, where),
                 "num_ranks": ranks,
                 "num_microbatches": microbatches,
@@ -132,6 +136,8 @@ def plan(
     print(f"lower bound  {found.lower_bound:.10g} ms")
     print(f"gap          {found.gap:.2%}")
     print(f"covers       {found.certificate}")
+    if found.microbatch_order is not None:
+        print(f"microbatches {' '.join(map(str, found.microbatch_order))}")
     print(f"found by     {found.how}, {found.seconds:.2g} s")
     if out is not None:
         print(f"wrote {out}")

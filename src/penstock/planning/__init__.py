@@ -1,5 +1,6 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
+from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
 from penstock.planning.plan import Certificate, Plan, plan
 from penstock.planning.program_search import Found, Outcome, search_space
@@ -13,6 +14,7 @@ __all__ = [
     "Expected",
     "Flushed",
     "Found",
+    "OrderedMicrobatches",
     "Outcome",
     "Plan",
     "Progress",
@@ -20,6 +22,7 @@ __all__ = [
     "flushed_schedules",
     "initial_warmups",
     "needed_slack",
+    "order_microbatches",
     "plan",
     "search_space",
     "slow_link_schedule",

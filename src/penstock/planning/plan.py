@@ -13,7 +13,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
 from penstock.engine import sweep
-from penstock.engine.tolerance import EPSILON
+from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
@@ -85,6 +85,7 @@ class Plan:
             "exact";
             "serial", "repetend" or "ends" where stages are shared.
         timeline: when each op runs, under the costs and links given.
+        microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
     """
 
     schedule: Schedule
@@ -95,6 +96,7 @@ class Plan:
     seconds: float
     how: str
     timeline: Timeline = field(repr=False, compare=False)
+    microbatch_order: tuple[int, ...] | None = None
 
     __repr__ = short_repr
 
@@ -136,6 +138,9 @@ def plan(
     """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
     (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
 
+    Where microbatches differ (`Costs.uneven`), the schedule is one for the mean microbatch, or for a heavier one
+    where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
+
     Best and bound are those of the family that `Certificate` names: the placement given, every backward I and W or
     every one B, nothing recomputed or offloaded, and microbatches dealt to the pipelines in turn.
 
@@ -161,7 +166,8 @@ def plan(
 
     Raises:
         ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule.
-        CostError: costs or links for other stages or ranks, or uneven microbatches.
+        CostError: costs or links for other stages or ranks, or uneven microbatches in what is planned
+            for even ones.
     """
     began = time.perf_counter()
     links = Links() if links is None else links
@@ -177,7 +183,16 @@ def plan(
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
     if costs.factors:
-        raise CostError("ps.plan takes microbatches that cost alike; leave `uneven` out of the costs")
+        if goal != "makespan" or placement.shared:
+            what = "a placement with shared stages" if placement.shared else f"objective {objective!r}"
+            raise CostError(
+                f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
+                "`uneven` out, and order the microbatches of the plan with ps.order_microbatches"
+            )
+        return _plan_uneven(
+            costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
+            placement, split, seed, stop_at_gap, progress,
+        )  # fmt: skip
     if placement.shared:
         if goal != "makespan" or mode.is_dynamic:
             raise ScheduleError(
@@ -239,6 +254,58 @@ def plan(
     certificate = Certificate(placement, "split" if split else "whole")
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
+
+
+def _plan_uneven(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    links: Links,
+    max_in_flight: float | Sequence[float] | None,
+    memory_limit: float | Sequence[float] | None,
+    time_limit: float,
+    mode: Dispatch,
+    placement: Placement,
+    split: bool,
+    seed: int,
+    stop_at_gap: float,
+    progress: Callable[[Progress], None] | None,
+) -> Plan:
+    """A plan for the mean microbatch, or a heavier one, and the best order of the real ones in it."""
+    from penstock.planning.uneven import best_uneven, uneven_bound
+
+    began = time.perf_counter()
+
+    def make(even: Costs, seconds: float) -> tuple[Schedule, str]:
+        found = plan(
+            even, num_ranks, num_microbatches, links, max_in_flight=max_in_flight, memory_limit=memory_limit,
+            time_limit=seconds, placement=placement, split=split, seed=seed, stop_at_gap=stop_at_gap,
+            progress=progress,
+        )  # fmt: skip
+        return found.schedule, found.how
+
+    candidate, search, how = best_uneven(
+        costs, num_microbatches, links, memory_limit, max_in_flight, mode, time_limit, seed, make
+    )
+    schedule = search.schedule(candidate) if mode.is_dynamic else search.executed(candidate)
+    check(schedule)
+    # By the costs in which the caps are given: it is refused if the order is above them.
+    timeline = simulate(schedule, search.costs, links=links, dispatch=mode, max_held=search.caps)
+    if not mode.is_dynamic:
+        timeline = simulate(schedule, costs, links=links)
+    value = timeline.makespan
+    if value > candidate.makespan + slack(value):
+        raise ScheduleError(
+            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms (rule: confirmed); this is a bug "
+            "in penstock",
+            rule="confirmed",
+        )
+    bound = certain(uneven_bound(candidate, links), value, lambda: f"costs {costs!r} over {placement!r}")
+    certificate = Certificate(placement, "split" if split else "whole")
+    return Plan(
+        schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
+        tuple(candidate.order.tolist()),
+    )  # fmt: skip
 
 
 def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:

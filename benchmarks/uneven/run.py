@@ -1,0 +1,180 @@
+"""The order of microbatches that differ, against order of arrival: see README.md.
+
+python benchmarks/uneven/run.py --out benchmarks/uneven/results.json       some minutes of one core
+python benchmarks/uneven/run.py --times --out benchmarks/uneven/times.json a quarter of a minute, on an idle machine
+python benchmarks/uneven/run.py --readme                                   writes the README's tables from the files
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+import penstock as ps
+from penstock.bench.machine import machine
+from penstock.dispatch import Dispatch
+from penstock.simulate.runner import Runner
+from penstock.simulate.transport import Decoupled
+
+FOLDER = Path(__file__).resolve().parent
+
+SCHEDULES = (("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8), ("zb-h1", 8), ("zb", 8), ("zb-v", 8))
+"""Names, as `ps.build` makes them by default, and ranks. There are four microbatches per rank."""
+MS = 10.0
+"""Of F, of I and of W, for each rank's share of the model."""
+SIGMAS = (0.3, 0.6, 1.0)
+"""Standard deviation of the logarithm of the factor of each microbatch, which is alike on times and activations."""
+NUM_DRAWS = 20
+"""Seeds 0 to 19."""
+ERROR, NOISE = 0.05, 0.05
+"""Standard deviation of the logarithm of the error of a predicted factor, and the gain that is asked for then."""
+WAYS = ("arrival", "dispatch", "rules", "moves", "size, own: rules", "size: rules", "size: moves")
+"""arrival: frozen, in order of arrival. dispatch: that order under the best of the three dispatches. rules, moves:
+orders by rules, and after 300 moves, each rank's memory that of the schedule by count. size: activations are as long
+as times, and no rank may hold more than the largest does in order of arrival; own: than it does itself."""
+MOVES_S = 60.0
+"""More than 300 moves take."""
+TIMED = (("1f1b", 8), ("zb-h1", 8), ("zb", 8), ("zb-v", 8), ("interleaved-1f1b", 8))
+
+
+def drawn(sigma: float, num: int, seed: int) -> list[float]:
+    factors: list[float] = np.random.default_rng([seed, round(sigma * 10)]).lognormal(0, sigma, num).tolist()
+    return factors
+
+
+def costs_of(schedule: ps.Schedule) -> ps.Costs:
+    each = MS * schedule.num_ranks / schedule.num_stages
+    return ps.Costs.uniform(schedule.num_stages, each, each, each)
+
+
+def measured(schedule: ps.Schedule, factors: Sequence[float]) -> dict[str, float]:
+    """By way, the makespan over the mean work per rank; and what the orders by count hold, by size."""
+    even = costs_of(schedule)
+    by_count = replace(even, uneven=factors)
+    by_size = replace(even, uneven={"time": factors, "activation": factors})
+    work = 3 * MS * sum(factors)
+    runner = Runner(by_count, compile=True)
+    order = runner.order(schedule)
+    runs = [
+        runner.run(order, ps.Links(), dispatch=each, transport=Decoupled(), caps=order.peaks).makespan
+        for each in Dispatch
+    ]
+    held = Runner(by_size).order(schedule).peaks
+    found = {
+        "rules": ps.order_microbatches(schedule, by_count, compile=True),
+        "moves": ps.order_microbatches(schedule, by_count, compile=True, time_limit=MOVES_S),
+        "size, own: rules": ps.order_microbatches(schedule, by_size, compile=True),
+        "size: rules": ps.order_microbatches(schedule, by_size, compile=True, max_held=max(held)),
+        "size: moves": ps.order_microbatches(schedule, by_size, compile=True, max_held=max(held), time_limit=MOVES_S),
+    }
+    ways = {"arrival": found["rules"].arrival, "dispatch": min(runs)}
+    ways |= {way: each.makespan for way, each in found.items()}
+    count = max(ps.simulate(schedule, even).peak_activations) * fmean(factors)
+    moved = max(Runner(by_size).order(found["rules"].schedule).peaks)
+    return {
+        **{way: round(ways[way] / work, 4) for way in WAYS},
+        "held": round(max(held) / count, 4),
+        "held in the order": round(moved / count, 4),
+    }
+
+
+def under_errors(schedule: ps.Schedule, factors: Sequence[float], seed: int) -> float:
+    """The makespan of what was planned by predicted factors, run over the real ones, over that of arrival."""
+    error = np.random.default_rng([seed, 99]).lognormal(0, ERROR, len(factors))
+    even = costs_of(schedule)
+    predicted, real = (replace(even, uneven=list(each)) for each in (np.array(factors) * error, factors))
+    planned = ps.order_microbatches(schedule, predicted, noise=NOISE, compile=True)
+    runner = Runner(real, compile=True)
+    times = [
+        runner.run(
+            runner.order(each), ps.Links(), dispatch=dispatch, transport=Decoupled(), caps=planned.caps
+        ).makespan
+        for each, dispatch in ((planned.schedule, planned.dispatch), (schedule, Dispatch.FROZEN))
+    ]
+    return round(times[0] / times[1], 4)
+
+
+def simulated() -> dict[str, Any]:
+    cases = []
+    for name, num_ranks in SCHEDULES:
+        schedule = ps.build(name, num_ranks, 4 * num_ranks)
+        for sigma in SIGMAS:
+            for seed in range(NUM_DRAWS):
+                factors = drawn(sigma, 4 * num_ranks, seed)
+                error = under_errors(schedule, factors, seed)
+                cases.append([name, num_ranks, sigma, seed, *measured(schedule, factors).values(), error])
+    return {"cases": cases}
+
+
+def timed() -> dict[str, Any]:
+    """Milliseconds of planning the order of a step by rules, of a schedule that was ordered before."""
+    found = {}
+    for name, num_ranks in TIMED:
+        schedule = ps.build(name, num_ranks, 4 * num_ranks)
+        took = []
+        for seed in range(NUM_DRAWS + 1):
+            costs = replace(costs_of(schedule), uneven=drawn(0.6, 4 * num_ranks, seed))
+            took.append(1e3 * ps.order_microbatches(schedule, costs, compile=True).seconds)
+        found[f"{name}, {num_ranks} ranks"] = {"median": round(median(took[1:]), 2), "most": round(max(took[1:]), 2)}
+    return {"cases": [], "ms": found}
+
+
+def tables() -> str:
+    """The README's tables, from the results."""
+    cases = json.loads((FOLDER / "results.json").read_text())["cases"]
+    lines = ["| | sigma | " + " | ".join(WAYS) + " |", "|---|---|" + "---|" * len(WAYS)]
+    notes = ["| | sigma | held, arrival | held, by rules | with errors: mean | worst |", "|---|---|---|---|---|---|"]
+    for name, num_ranks in SCHEDULES:
+        for sigma in SIGMAS:
+            mine = [case[4:] for case in cases if case[:3] == [name, num_ranks, sigma]]
+            means = [fmean(column) for column in zip(*mine, strict=True)]
+            label = f"| {name}, {num_ranks} ranks | {sigma} | "
+            lines.append(label + " | ".join(f"{each:.2f}" for each in means[: len(WAYS)]) + " |")
+            errors = [case[-1] for case in mine]
+            held = means[len(WAYS) : len(WAYS) + 2]
+            cells = [*(f"{each:.2f}" for each in held), f"{fmean(errors):.3f}", f"{max(errors):.3f}"]
+            notes.append(label + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n\n" + "\n".join(notes)
+    ms = json.loads((FOLDER / "times.json").read_text())["ms"]
+    text += "\n\n| by rules, ms | median | most |\n|---|---|---|\n"
+    return text + "\n".join(f"| {name} | {each['median']:.1f} | {each['most']:.1f} |" for name, each in ms.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--readme", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if asked.readme:
+        readme = FOLDER / "README.md"
+        before, _, rest = readme.read_text().partition("<!-- results -->\n")
+        _, end, after = rest.partition("<!-- end of results -->")
+        readme.write_text(f"{before}<!-- results -->\n{tables()}\n{end}{after}")
+        return
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
+    found = {
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", "benchmarks/uneven/run.py", *sys.argv[1:]]),
+        "machine": machine(),
+        **(timed() if asked.times else simulated()),
+    }
+    cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
+    text = json.dumps({**found, "cases": []}, indent=1).replace('"cases": []', f'"cases": [\n  {cases}\n ]')
+    if asked.out is None:
+        print(text)
+    else:
+        asked.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

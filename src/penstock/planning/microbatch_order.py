@@ -1,0 +1,459 @@
+"""In which order microbatches that differ are best run: by rules, tried in simulation, and a few moves from there.
+
+    arrival      5 1 9 3 7 2 8 4
+    mountain     1 3 5 8 9 7 4 2          short at both ends, the longest in the middle
+    mixed        1 3 9 4 8 5 7 2          short at both ends, long and short in turn in between, which holds less
+
+Where microbatches differ, their order decides more than dispatch does: short ones at both ends fill and drain the
+pipeline fast, and long ones in the middle wait for nobody. One permutation serves all stages, forward and backward,
+so queues keep their order, and sums of gradients are to the last bit those of a plain loop in that order.
+
+Every candidate is the schedule with its microbatches renumbered, which is the same as the schedule over costs in
+another order. So the schedule is lowered once, and a candidate is a gather of its ops' times.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from numbers import Real
+
+import numpy as np
+
+from penstock.cost import CostError, Costs, LinkConditions, Links, Uneven
+from penstock.cost.costs import require_costs
+from penstock.dispatch import Dispatch, Policy
+from penstock.engine.network import Irregular, Network, of_ops
+from penstock.engine.timing import Timer
+from penstock.engine.tolerance import EPSILON, is_within, slack
+from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order, require_no_updates
+from penstock.schedule.columns import KINDS, Array
+from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.short_repr import short_repr
+from penstock.simulate.lowered import Order
+from penstock.simulate.memory import given_caps, memory_changes
+from penstock.simulate.runner import Ran, Runner, durations
+from penstock.simulate.transport import Decoupled, Transport, as_transport
+
+SHARES = {
+    "mountain": 1 / 2, "a third in front": 1 / 3, "two thirds in front": 2 / 3, "a quarter in front": 1 / 4,
+    "three quarters in front": 3 / 4, "ascending": 1.0, "descending": 0.0,
+}  # fmt: skip
+"""By rule, the share of the microbatches that comes first, the shortest in front; the others follow in reverse."""
+ENDS = {
+    f"mixed, {round(16 * share)}/16 at the ends": share for share in (0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
+}
+"""By rule, the share that is short and at both ends, like a mountain's slopes; the others are mixed in between."""
+OTHERS = ("ascending", "a third in front")
+"""Orders of which others may run well that do not run well frozen."""
+ARRIVAL = "arrival"
+DISPATCHES = (Dispatch.HINTED, Dispatch.FROZEN, Dispatch.DYNAMIC)
+"""What is tried, and what the runtime runs. Of equals the first is taken."""
+NEAREST = 3
+"""Of how many orders that are good frozen the other dispatches are tried too."""
+CLASS_FIRST = 2
+"""Of how many that are good class first is tried."""
+NUM_MOVES = 300
+COMPILE_ABOVE = 300
+"""Ops above which the compiled engine is used, which takes 0.6 s to load in a process that has not."""
+
+
+@dataclass(frozen=True)
+class OrderedMicrobatches:
+    """A schedule with its microbatches in the order planned for them, and what that gains.
+
+    Attributes:
+        schedule: the order declared, the rows renumbered to keep it; the schedule as it was where that is best.
+        order: `order[k]` is the microbatch that runs where microbatch k ran before.
+        rule: where the order comes from: a rule of `SHARES` or "arrival", and "moved" where moves made it better.
+        dispatch: how it is best run.
+        makespan: predicted (ms); arrival: that of the schedule as it was, frozen.
+        peaks: most activations each rank holds in the order, in the units of the costs; arrival_peaks: as it was.
+        caps: what each rank was allowed to hold.
+        seconds: spent.
+    """
+
+    schedule: Schedule
+    order: tuple[int, ...]
+    rule: str
+    dispatch: Dispatch
+    makespan: float
+    arrival: float
+    peaks: tuple[float, ...]
+    arrival_peaks: tuple[float, ...]
+    caps: tuple[float, ...]
+    seconds: float = field(compare=False)
+
+    __repr__ = short_repr
+
+    @property
+    def gain(self) -> float:
+        """`arrival / makespan - 1`: how much faster it is predicted to be."""
+        return self.arrival / self.makespan - 1 if self.makespan else 0.0
+
+
+def order_microbatches(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    links: Links | LinkConditions | None = None,
+    transport: Transport | str = "decoupled",
+    max_held: float | Sequence[float] | None = None,
+    noise: float = 0.0,
+    dispatches: Sequence[Dispatch | str] = DISPATCHES,
+    time_limit: float = 0.0,
+    seed: int = 0,
+    compile: bool | None = None,
+) -> OrderedMicrobatches:
+    """The best order of a schedule's microbatches over costs that differ (`Costs.uneven`), and its best dispatch.
+
+        before    rank 0 | F0 F1 F2 F3 B0 B1 ...        lengths 4 1 2 3: order 1 3 0 2
+        after     rank 0 | F1 F3 F0 F2 B1 B3 ...
+
+    Tried are the microbatches as they arrive; by length, ascending or descending; split, a share of them in front in
+    ascending order and the others behind in descending order; and mixed, long and short in turn between short ends.
+    The best of them are tried under each dispatch. Then come up to 300 moves (two change places, or one goes
+    elsewhere) as long as time is left.
+
+    Args:
+        max_held: most activations a rank, or each rank, may hold, in the units of the costs; by default what each
+            holds at most as the schedule is. It counts sizes: long microbatches side by side hold more than others.
+        noise: the gain that a prediction must exceed, 0.05 for 5%; else order and dispatch stay arrival and frozen.
+        dispatches: what is tried.
+        time_limit: seconds for moves.
+        seed: of the moves.
+        compile: whether to simulate compiled; by default where there are more than 300 ops.
+
+    Raises:
+        ScheduleError: the schedule is not valid, already declares an order, has updates, registered ops or stages
+            with microbatches of their own; a noise, time or cap that makes no sense; or no order tried holds the cap.
+        CostError: costs for another number of stages, or links between ranks that are not there.
+    """
+    began = time.perf_counter()
+    _check_at_least_0("noise", noise)
+    _check_at_least_0("time_limit", time_limit)
+    search = OrderSearch(
+        schedule, costs, links, transport=transport, max_held=max_held, dispatches=dispatches, compile=compile
+    )
+    best, arrival = search.best_by_rules(), search.arrival
+    if time_limit > 0:
+        best = search.moved(best, began + time_limit, seed)
+    least = max(noise * best.makespan, slack(best.makespan))
+    if search.fits(arrival.lowered) and arrival.makespan - best.makespan <= least:
+        best = arrival
+    chosen = schedule if best.rule == ARRIVAL else in_order(remove_communication(schedule), best.order)
+    return OrderedMicrobatches(
+        chosen, tuple(best.order.tolist()), best.rule, best.dispatch, best.makespan, arrival.makespan,
+        tuple(best.lowered.peaks), tuple(arrival.lowered.peaks), tuple(search.caps), time.perf_counter() - began,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An order of microbatches, and what came of it.
+
+    Attributes:
+        order: as in `OrderedMicrobatches`. lowered: the schedule over the costs in that order.
+        makespan: ms.
+    """
+
+    order: Array
+    rule: str
+    dispatch: Dispatch
+    lowered: Order
+    makespan: float
+
+
+class OrderSearch:
+    """A schedule lowered once, and any order of its microbatches run over the costs.
+
+    Args: as of `order_microbatches`.
+
+    Attributes:
+        caps: most each rank may hold, in the units of the costs. arrival: the schedule as it is, frozen.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        links: Links | LinkConditions | None = None,
+        *,
+        transport: Transport | str = "decoupled",
+        max_held: float | Sequence[float] | None = None,
+        dispatches: Sequence[Dispatch | str] = DISPATCHES,
+        compile: bool | None = None,
+    ) -> None:
+        require_costs(costs)
+        if costs.num_stages != schedule.num_stages:
+            raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        self.costs, self._links = costs, Links() if links is None else links
+        if not isinstance(self._links, Links | LinkConditions):
+            raise CostError(f"links are {type(links).__name__}: give ps.Links or ps.LinkConditions")
+        self._links.check_ranks(schedule.num_ranks)
+        self._transport = as_transport(transport)
+        self._dispatches = tuple(Policy.of(each).dispatch for each in dispatches)
+        if not self._dispatches:
+            raise ScheduleError("no dispatches: give at least one, like ('frozen', 'hinted')", rule="dispatch")
+        self._compile = schedule.num_ops > COMPILE_ABOVE if compile is None else compile
+        self._even = replace(costs, uneven=())
+        self._runner = Runner(self._even, compile=self._compile)
+
+        plain = _lowered(schedule)
+        graph = plain.graph
+        self._lowered = replace(
+            plain,
+            duration=durations(plain.schedule, graph, self._even),
+            change=np.array(memory_changes(graph, self._even), np.float64),
+        )
+        self._known = {"crossing": plain.crossing}
+        self._network = self._frozen_network(plain)
+        num, stages = schedule.num_microbatches, costs.num_stages
+        self._row, self._microbatch = _rows_of(plain, stages)
+        self._times = np.concatenate([costs.time_factors(kind, num) for kind in KINDS])
+        self._sizes = np.concatenate([costs.activation_factors(kind, num) for kind in KINDS])
+        self._pipelines = np.array(schedule.microbatch_pipeline)
+        self._slots = [np.flatnonzero(self._pipelines == k) for k in range(schedule.placement.num_pipelines)]
+        first = self._over(np.arange(num))
+        self._by_work = np.argsort(np.bincount(self._microbatch, first.duration, num), kind="stable")
+        self.caps = first.peaks if max_held is None else given_caps(max_held, schedule.num_ranks)
+        self.arrival = self._run(np.arange(num), ARRIVAL, first, Dispatch.FROZEN)
+
+    def fits(self, lowered: Order) -> bool:
+        """Whether each rank stays within its cap."""
+        return all(map(is_within, lowered.peaks, self.caps))
+
+    def best_by_rules(self) -> Candidate:
+        """The fastest of all rules and dispatches within the caps. Raises ScheduleError where none keeps them."""
+        orders = {order.tobytes(): (rule, order) for rule, order in reversed(self._rules())}
+        within, least = [], self.arrival.lowered
+        for rule, order in reversed(orders.values()):
+            lowered = self._over(order)
+            if self.fits(lowered):
+                within.append((order, rule, lowered))
+            elif self._excess(lowered) < self._excess(least):
+                least = lowered
+        if not within:
+            raise self._no_room(least)
+        frozen = sorted((self._run(*each, Dispatch.FROZEN) for each in within), key=lambda each: each.makespan)
+        found = frozen if Dispatch.FROZEN in self._dispatches else []
+        chosen = [*frozen[:NEAREST], *(each for each in frozen[NEAREST:] if each.rule in OTHERS)]
+        for dispatch in sorted({*self._dispatches} - {Dispatch.FROZEN}, key=[*DISPATCHES].index):
+            if dispatch is Dispatch.DYNAMIC and found:  # as a rule the slowest
+                chosen = sorted(found, key=lambda each: each.makespan)[:CLASS_FIRST]
+            found = found + [self._run(each.order, each.rule, each.lowered, dispatch) for each in chosen]
+        shortest = min(each.makespan for each in found)
+        same = [each for each in found if each.makespan <= shortest + slack(shortest)]
+        return min(same, key=lambda each: self._dispatches.index(each.dispatch))
+
+    def moved(self, best: Candidate, until: float, seed: int) -> Candidate:
+        """The best after some moves: two microbatches change places, or one goes to another.
+
+        One walk goes through orders as they run under the dispatch of the best, each no slower than the one before;
+        one through frozen orders that may be above the caps for a while, at a price.
+        """
+        rule = f"{best.rule}, moved"
+        order, makespan = best.order, best.makespan
+        for tried in self._moves(order, until, seed):
+            lowered = self._over(moved := tried(order))
+            if np.array_equal(moved, order) or not self.fits(lowered):
+                continue
+            found = self._run(moved, rule, lowered, best.dispatch)
+            if found.makespan <= makespan:
+                order, makespan = moved, found.makespan
+                if makespan < best.makespan - slack(makespan):
+                    best = found
+        if Dispatch.FROZEN not in self._dispatches:
+            return best
+        starts = [self._run(order, rule, self._over(order), Dispatch.FROZEN) for rule, order in self._rules()]
+        walk = min(starts, key=self._price)
+        for tried in self._moves(walk.order, until, seed + 1):
+            moved = tried(walk.order)
+            found = self._run(
+                moved, f"{walk.rule.removesuffix(', moved')}, moved", self._over(moved), Dispatch.FROZEN
+            )
+            if self._price(found) <= self._price(walk):
+                walk = found
+                if walk.makespan < best.makespan - slack(walk.makespan) and self.fits(walk.lowered):
+                    best = walk
+        return best
+
+    def _moves(self, order: Array, until: float, seed: int) -> Iterator[Callable[[Array], Array]]:
+        draw, num = np.random.default_rng(seed), len(order)
+        for _ in range(NUM_MOVES if num > 1 else 0):
+            if time.perf_counter() > until:
+                return
+            a, b = draw.integers(0, num, 2).tolist()
+            yield partial(self._swapped if draw.random() < 0.5 else self._inserted, a, b)
+
+    def _swapped(self, a: int, b: int, order: Array) -> Array:
+        moved = order.copy()
+        moved[a], moved[b] = order[b], order[a]
+        return self._by_pipeline(moved)
+
+    def _inserted(self, a: int, b: int, order: Array) -> Array:
+        return self._by_pipeline(np.insert(np.delete(order, a), b, order[a]))
+
+    def _price(self, candidate: Candidate) -> float:
+        """The makespan, longer by the share by which the caps are exceeded."""
+        peaks, caps = np.array(candidate.lowered.peaks), np.array(self.caps)
+        over = np.max(peaks / np.maximum(caps, EPSILON * max(1.0, peaks.max())), initial=0.0) - 1
+        return candidate.makespan * (1 + 2 * max(0.0, over))
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """The schedule in this order."""
+        return in_order(self._lowered.schedule, candidate.order)
+
+    def executed(self, candidate: Candidate) -> Schedule:
+        """The schedule in this order, its rows as they ran: run frozen it is no slower."""
+        return in_order(self._ran(candidate.order, candidate.lowered, candidate.dispatch).executed(), candidate.order)
+
+    def _rules(self) -> list[tuple[str, Array]]:
+        by_work = self._by_work
+        found = [(ARRIVAL, np.arange(len(by_work)))]
+        found += [(rule, split(by_work, share)) for rule, share in SHARES.items()]
+        found += [(rule, mixed(by_work, share)) for rule, share in ENDS.items()]
+        return [(rule, self._by_pipeline(order)) for rule, order in found]
+
+    def _by_pipeline(self, order: Array) -> Array:
+        """The order with each microbatch in a place of its own pipeline."""
+        if len(self._slots) == 1:
+            return order
+        placed = np.empty_like(order)
+        for k, slots in enumerate(self._slots):
+            placed[slots] = order[self._pipelines[order] == k]
+        return placed
+
+    def _over(self, order: Array) -> Order:
+        """The schedule over the costs in another order of microbatches."""
+        taken, base = order[self._microbatch], self._lowered
+        found = replace(
+            base,
+            duration=base.duration * self._times[self._row, taken],
+            change=base.change * self._sizes[self._row, taken],
+        )
+        found.__dict__.update(self._known)
+        return found
+
+    def _run(self, order: Array, rule: str, lowered: Order, dispatch: Dispatch) -> Candidate:
+        if dispatch is Dispatch.FROZEN and self._network is not None:
+            makespan = self._swept(lowered)
+        else:
+            makespan = self._ran(order, lowered, dispatch).makespan
+        return Candidate(order, rule, dispatch, lowered, makespan)
+
+    def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
+        runner = self._runner
+        if self.costs.factors.message and isinstance(self._links, LinkConditions):
+            sizes = {
+                kind: self.costs.factors.table("message", kind, self.costs.num_stages, len(order))[:, order].tolist()
+                for kind in "FB"
+            }
+            runner = Runner(replace(self._even, uneven=Uneven(message=sizes)), compile=self._compile)
+        caps = None if dispatch is Dispatch.FROZEN else self.caps
+        return runner.run(lowered, self._links, dispatch=dispatch, transport=self._transport, caps=caps)
+
+    def _frozen_network(self, plain: Order) -> tuple[Network, Irregular | None] | None:
+        """What times the frozen order by one sweep; None where links and ops are more than delays and rows."""
+        ints = plain.ints
+        alone = len(ints["gang_first"]) == 1 and not plain.graph.has_streams
+        if not isinstance(self._links, Links) or self._transport != Decoupled() or not alone:
+            return None
+        rank, num = ints["rank_of"], plain.num_ranks
+        producer = np.repeat(np.arange(plain.num_ops), np.diff(ints["edge_first"]))
+        network, irregular = of_ops(ints["first"], rank, producer, ints["edge_to"])
+        delays = np.array([[self._links.delay(a, b) if a != b else 0.0 for b in range(num)] for a in range(num)])
+        network = network._replace(delay=delays[rank[network.message_from], rank])
+        if irregular is not None:
+            needing = np.repeat(np.arange(plain.num_ops), np.diff(irregular.need_first))
+            irregular = irregular._replace(need_delay=delays[rank[irregular.need_queue], rank[needing]])
+        return network, irregular
+
+    def _swept(self, lowered: Order) -> float:
+        """The makespan of the frozen order, by one sweep."""
+        assert self._network is not None
+        network, irregular = self._network
+        timer = Timer(network._replace(duration=lowered.duration), irregular, self._compile)
+        return max(timer.time(np.arange(lowered.num_ops)).makespan, 0.0)
+
+    def _excess(self, lowered: Order) -> float:
+        return max(peak - cap for peak, cap in zip(lowered.peaks, self.caps, strict=True))
+
+    def _no_room(self, least: Order) -> ScheduleError:
+        rank = max(range(len(self.caps)), key=lambda r: least.peaks[r] - self.caps[r])
+        return ScheduleError(
+            f"rank {rank} may hold {self.caps[rank]:g}, and in the lightest of the orders of microbatches that were "
+            f"tried it holds {least.peaks[rank]:g} (rule: memory); raise the cap, or build the schedule with fewer "
+            "in flight",
+            rule="memory",
+            rank=rank,
+        )
+
+
+def split(by_work: Array, share: float) -> Array:
+    """Of microbatches in ascending order, a share as they are, and the others in reverse behind them.
+
+    share 1/2 of  0 1 2 3 4 5:  1 3 5 4 2 0
+    """
+    turn = np.floor(np.arange(1, len(by_work) + 1) * share + EPSILON)
+    in_front = np.diff(turn, prepend=0) > 0
+    return np.concatenate([by_work[in_front], by_work[~in_front][::-1]])
+
+
+def mixed(by_work: Array, share: float) -> Array:
+    """Of microbatches in ascending order, the shortest at both ends, and in between long and short in turn.
+
+    share 1/2 of  0 1 2 3 4 5 6 7:  1 3 7 4 6 5 2 0
+    """
+    num = int(len(by_work) * share)
+    slopes, middle = split(by_work[:num], 1 / 2), by_work[num:]
+    half = (len(middle) + 1) // 2
+    turns = np.empty_like(middle)
+    turns[0::2], turns[1::2] = middle[::-1][:half], middle[: len(middle) - half]
+    return np.concatenate([slopes[: num // 2], turns, slopes[num // 2 :]])
+
+
+def in_order(schedule: Schedule, order: Array) -> Schedule:
+    """A valid schedule with microbatch `order[k]` in place of k, which is as valid: only names are other ones."""
+    taken = order.tolist()
+    declared = declare_order(schedule, taken, taken)
+    rows = tuple(tuple([Op(kind, stage, taken[m]) for kind, stage, m in row]) for row in schedule.order)
+    return replace(declared, order=rows)
+
+
+@lru_cache(maxsize=8)
+def _lowered(schedule: Schedule) -> Order:
+    """A schedule that was checked, as arrays: the same from step to step."""
+    require_no_updates(schedule, "which update a microbatch goes into follows from its number")
+    if schedule.microbatch_orders:
+        raise ScheduleError(
+            f"{schedule.name} declares an order of microbatches already; give it as it was built, in ascending order",
+            rule="microbatches",
+        )
+    graph = schedule.stage_graph
+    if graph is not None and (graph.registered or graph.needs or graph.num_microbatches):
+        raise ScheduleError(
+            f"{schedule.name} has registered ops, or stages with microbatches of their own, which follow the number "
+            "of a microbatch; order_microbatches takes schedules of F, B, I, W and R",
+            rule="microbatches",
+        )
+    check(schedule)
+    return Runner(Costs.uniform(schedule.num_stages)).lowered(remove_communication(schedule))
+
+
+def _rows_of(lowered: Order, num_stages: int) -> tuple[Array, Array]:
+    """Of each op its row in tables by kind and stage, and its microbatch."""
+    columns = lowered.graph.columns
+    if columns is not None:
+        return columns.kind * num_stages + columns.stage, columns.microbatch
+    rows = [(KINDS.index(op.kind) * num_stages + op.stage, op.microbatch) for op in lowered.graph.ops]
+    found = np.array(rows, np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _check_at_least_0(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < math.inf:
+        raise ScheduleError(f"{name} is {value!r}: give a number of at least 0", rule="options")
