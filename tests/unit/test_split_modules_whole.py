@@ -270,6 +270,26 @@ class AsksKind(Chain):
         return super().forward(x)
 
 
+class Swallows(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        try:
+            if x.sum() > 1:
+                return x
+        except Exception:
+            pass
+        return -x
+
+
+CALLS = 0
+
+
+class SetsGlobal(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return x * CALLS
+
+
 class Recomputes(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -294,6 +314,8 @@ class Casts(Chain):
         (Drawn, "x if torch.rand"),
         (Asks, "more is not None"),
         (AsksKind, "isinstance.x, Tensor."),
+        (Swallows, "if x.sum.. > 1"),
+        (SetsGlobal, "sets a variable outside of it.*CALLS .= 1"),
         (Recomputes, "checkpoint.layer, x"),
         (Casts, "with torch.autocast"),
     ],
@@ -324,6 +346,32 @@ def test_a_microbatch_that_would_take_another_branch_is_refused() -> None:
 class Scale(Chain):
     def between(self, x: Tensor) -> Tensor:
         return x * self.scale
+
+
+def test_what_a_layer_does_inside_is_its_own() -> None:
+    """Branches on data, kinds and globals in a layer that is not opened."""
+    torch.manual_seed(14)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(12, 12), 0
+
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            global CALLS
+            CALLS += 1
+            self.calls += 1
+            y = self.linear(x)
+            return y if more is None and isinstance(x, Tensor) and y.sum() > 0 else torch.tanh(y)
+
+    class Layers(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(9))
+
+    vectors = MODELS["layerdrop"]
+    for example in (False, True):
+        compared(Layers(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets, example=example))
 
 
 def test_an_attribute_that_the_user_changes_between_steps_is_seen() -> None:

@@ -40,11 +40,13 @@ class Answers(NamedTuple):
     Attributes:
         refuse: called with what the line does and the line.
         example: of a traced value: what it is, or is like; or nothing, where nobody knows.
+        suspended: a context in which nothing is recorded. recording: whether anything is.
     """
 
     refuse: Callable[[str, Line], None]
     example: Callable[[fx.Proxy], tuple[Any, ...]]
     suspended: Callable[[], Any]
+    recording: Callable[[], bool]
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def watching(answers: Answers) -> Iterator[None]:
     known: dict[CodeType, dict[int, list[KindTest]]] = {}
 
     def on_line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
+        if event == "line" and answers.recording():
             for test in known[frame.f_code].get(frame.f_lineno, ()):
                 _look(test, frame, answers)
         return on_line
@@ -76,6 +78,8 @@ def watching(answers: Answers) -> Iterator[None]:
 
 def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
     line = Line(frame.f_code.co_filename, frame.f_lineno)
+    if test.kind == "global":
+        answers.refuse("sets a variable outside of it, which tracing would do once", line)
     if test.of is None:
         answers.refuse("asks what kind of thing a value is, and there is no source to read of what", line)
         return
@@ -101,16 +105,22 @@ def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
 
 
 def _tests_in(code: CodeType) -> dict[int, list[KindTest]]:
-    """By line, the tests in a function's source; none where there is no source to read."""
+    """By line, the tests in a function's source, and where it sets a variable that is not its own."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError, TypeError):
-        return _tests_in_bytes(code)
-    ast.increment_lineno(tree, max(first, 1) - 1)
-    found: dict[int, list[KindTest]] = {}
-    for test, line in _found(tree):
-        found.setdefault(line, []).append(test)
+        found = _tests_in_bytes(code)
+    else:
+        ast.increment_lineno(tree, max(first, 1) - 1)
+        found = {}
+        for test, line in _found(tree):
+            found.setdefault(line, []).append(test)
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = each.starts_line or line
+        if each.opname == "STORE_GLOBAL" or (each.opname == "STORE_DEREF" and each.argval in code.co_freevars):
+            found.setdefault(line, []).append(KindTest("global", None, None))
     return found
 
 

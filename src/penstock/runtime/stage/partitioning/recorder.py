@@ -108,6 +108,7 @@ class Recorder(fx.Tracer):
         super().__init__()
         self.failed_in: nn.Module | None = None
         self.kinds = False
+        self._refused_first: Untraceable | None = None
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
@@ -127,7 +128,9 @@ class Recorder(fx.Tracer):
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
                 stack.enter_context(_Mode(self))
-                stack.enter_context(watching(Answers(self._refuse_at, self._examples, self.suspended)))
+                stack.enter_context(
+                    watching(Answers(self._refuse_at, self._examples, self.suspended, self._is_recording))
+                )
                 graph = self.trace(entry)
         except Untraceable:
             raise
@@ -144,6 +147,8 @@ class Recorder(fx.Tracer):
             raise Untraceable(
                 f"the forward of {type(module).__name__} changes its attribute {name!r}", attribute_line(module, name)
             )
+        if self._refused_first is not None:  # and the forward went on, by an except clause of its own
+            raise self._refused_first
         if random.getstate() != generators:
             raise Untraceable("the forward draws Python's random numbers", None)
         return graph, entry
@@ -238,10 +243,15 @@ class Recorder(fx.Tracer):
 
     def refuse(self, doing: str) -> Any:
         """Raises Untraceable at the line that is being run."""
-        raise Untraceable(f"the forward {doing}" if not doing.startswith("the ") else doing, here())
+        self._refuse_at(doing, here())
 
-    def _refuse_at(self, what: str, line: Line) -> None:
-        raise Untraceable(f"the forward {what}", line)
+    def _refuse_at(self, what: str, line: Line | None) -> None:
+        error = Untraceable(f"the forward {what}", line)
+        self._refused_first = self._refused_first or error
+        raise error
+
+    def _is_recording(self) -> bool:
+        return not self._concrete
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
