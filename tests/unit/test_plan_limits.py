@@ -208,6 +208,7 @@ def without_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iter
     compiling.cache_folder.cache_clear()
     yield started
     compiling.cache_folder.cache_clear()
+    compiling.compiled.cache_clear()
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span", ps.Expected([ps.Links({(0, 1): 5.0}), ps.Links()])])
@@ -265,6 +266,30 @@ def test_what_was_cut_off_in_the_middle_is_not_taken_for_compiled(without_machin
     with pytest.raises(KeyboardInterrupt):
         fails()
     assert not compiling.is_compiled(longest_paths)
+
+
+def test_machine_code_for_a_type_that_is_gone_is_made_again(
+    without_machine_code: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update that renames the tuple of arrays which a function takes."""
+    from penstock.engine import network
+
+    problem = tight()
+    compiling.compiled.cache_clear()
+    with compiling.compiling(longest_paths):
+        bound = jackson_bound(problem)
+    folder = compiling.cache_folder(longest_paths)
+    assert folder is not None
+    assert list(folder.rglob("*.nbi"))
+    compiling.cache_folder.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.delattr(network, "Network")
+        assert compiling.cache_folder(longest_paths) == folder
+    assert not list(folder.rglob("*.nb*"))
+    compiling.compiled.cache_clear()
+    assert not list(folder.glob("compiled-*"))
+    monkeypatch.setattr(compiling, "_READY", set())
+    assert jackson_bound(problem) == bound
 
 
 def test_no_process_is_started_whose_work_would_be_lost(

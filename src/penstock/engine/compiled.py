@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,8 +125,23 @@ def cache_folder(module: ModuleType) -> Path | None:
         except OSError:
             continue
         if os.access(folder, os.W_OK):
+            _clear_what_cannot_be_read(folder)
             return folder
     return None
+
+
+def _clear_what_cannot_be_read(folder: Path) -> None:
+    """Removes machine code for arguments of a type that is no longer there: numba would fail to read its index."""
+    for index in folder.rglob("*.nbi"):
+        try:
+            with index.open("rb") as file:
+                pickle.load(file)  # numba's version
+                pickle.loads(file.read())
+        except (AttributeError, ImportError):
+            for each in (*folder.glob("compiled-*"), *index.parent.glob("*.nb*")):
+                each.unlink(missing_ok=True)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            continue
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.network import of_ops
+from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, W
@@ -149,6 +151,11 @@ class Runner:
         if use is None:
             use = "numba" in sys.modules and is_compiled(engine)
         use = use and through.arrival is None
+        plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
+        if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
+            timed = _swept(order, through.arrays["delay"], compile=use)
+            if timed is not None:
+                return Ran(order, timed)
         arrays = {
             **order.ints,
             "missing": order.missing.copy(),
@@ -264,6 +271,43 @@ class Runner:
                 template.change[base],
             )  # fmt: skip
         return None
+
+
+def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None:
+    """What the event loop finds of ranks that follow their orders over links that are only late, by one sweep through
+    these; None where they deadlock.
+
+    Args:
+        delay: ms of each link (see `Order.ends`).
+    """
+    ints, num_rows = order.ints, order.num_rows
+    rank, to = ints["rank_of"], ints["edge_to"]
+    source = np.repeat(np.arange(order.num_ops), np.diff(ints["edge_first"]))
+    network, irregular = of_ops(ints["first"], rank, source, to)
+
+    def late(before: Array, after: Array) -> Array:
+        return np.where(rank[before] == rank[after], 0.0, delay[rank[before] * num_rows + rank[after]])
+
+    ops = np.arange(order.num_ops)
+    messages = np.where(network.message_from >= 0, late(network.message_from, ops), 0.0)
+    if irregular is not None:
+        needing = np.repeat(ops, np.diff(irregular.need_first))
+        irregular = irregular._replace(need_delay=late(irregular.need_queue, needing))
+    timed = Timer(network._replace(duration=order.duration, delay=messages), irregular, compile).time(ops)
+    if not timed.complete:
+        return None
+    start = np.asarray(timed.start)
+    end = start + order.duration
+    turn = np.empty_like(ops)
+    turn[np.argsort(start, kind="stable")] = ops
+    return {
+        "start_time": start,
+        "end_time": end,
+        "free_time": end,
+        "arrival_time": end[source] + late(source, to),
+        "turn": turn,
+        "peak": np.array(order.peaks),
+    }
 
 
 def _refuse_warmup(order: Order, arrays: dict[str, Any], warmup: Sequence[int]) -> None:

@@ -1,0 +1,62 @@
+"""Frozen runs over links that are only late are timed by one sweep: it finds what the event loop finds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.simulate import runner as module
+from penstock.simulate.runner import Runner
+from penstock.simulate.transport import Decoupled
+
+pytestmark = pytest.mark.unit
+
+SCHEDULES = (
+    ("1f1b", 4, 9, {}), ("zb-h1", 5, 8, {}), ("zb-v", 4, 8, {}), ("interleaved-1f1b", 4, 8, {}),
+    ("chimera", 4, 8, {}), ("hanayo", 4, 8, {}), ("bitpipe", 4, 8, {}), ("amdp", 4, 16, {"window": 4}),
+    ("pipedream", 3, 7, {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches", "options"), SCHEDULES)
+def test_the_sweep_finds_what_the_event_loop_finds(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    options: dict[str, Any],
+    compile: bool,
+) -> None:
+    schedule = ps.build(name, num_ranks, num_microbatches, **options)
+    rng = random.Random(name)
+    for trial in range(4):
+        durations = [
+            [rng.choice((0.0, 3.0, rng.uniform(1, 9))) for _ in range(schedule.num_stages)] for _ in range(3)
+        ]
+        costs = ps.Costs(*durations)
+        links = ps.Links({(0, 1): 7.5, (num_ranks - 1, 0): rng.uniform(0, 30)}, default=trial * 0.4)
+        runner = Runner(costs, compile=compile)
+        order = runner.order(schedule)
+        swept = runner.run(order, links, transport=Decoupled())
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_swept", lambda *_, **__: None)
+            looped = runner.run(order, links, transport=Decoupled())
+        assert "missing" not in swept.arrays
+        assert "missing" in looped.arrays
+        for each in ("start_time", "end_time", "free_time", "arrival_time"):
+            assert np.array_equal(np.asarray(swept.arrays[each]), np.asarray(looped.arrays[each])), (each, trial)
+        assert swept.peaks == pytest.approx(looped.peaks)
+        assert swept.executed() == looped.executed()
+        assert swept.makespan == looped.makespan
+
+
+def test_a_deadlock_is_named_as_before() -> None:
+    rows = [[ps.Op("B", 0, 0), ps.Op("F", 0, 0)], [ps.Op("F", 1, 0), ps.Op("B", 1, 0)]]
+    wrong = ps.Schedule.of("wrong", ps.placements.one_to_one(2), rows, 1)
+    with pytest.raises(ps.ScheduleError, match="rule: deadlock"):
+        ps.simulate(wrong, ps.Costs.uniform(2))
