@@ -1,13 +1,16 @@
 """The best schedule of a small problem by CP-SAT over one interval per op. It shares no code with penstock.
 
-Plain numbers go in, and an instance says all that is assumed. No order within a stage is assumed: which microbatch
-runs when is free, but that microbatches of one pipeline are alike and may be numbered by their first forward.
+Plain numbers go in, and an instance says all that is assumed. Where forms are given no order within a stage is
+assumed: which microbatch runs when is free, but that microbatches of one pipeline are alike and may be numbered by
+their first forward. Where they are free, each stage of a pipeline runs its F, its R, its backwards (I or B), and what
+adds to its weights' gradients (W or B) in the order of microbatches each, as schedules must.
 
     rule        constraint
     rank        its ops do not overlap
     needs       F(s) before F(s + 1), the backward of s + 1 before that of s, with the delay between their ranks;
-                on a stage F before I before W, or F before B
-    memory      F takes `memory` at its start, I gives `freed_by_input` back at its end and W (or B) the rest
+                on a stage F before I before W, or F before B; where R runs, after F and before I or B
+    memory      F takes `memory` at its start, I gives `freed_by_input` back at its end and W (or B) the rest; where R
+                runs F takes `kept`, and R the rest at its start
     value       the makespan, or the largest span: a rank's last end less its first start, where every op starts as
                 soon as the order of its rank and its needs allow
 """
@@ -15,7 +18,8 @@ runs when is free, but that microbatches of one pipeline are alike and may be nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -31,11 +35,15 @@ class Instance:
     Attributes:
         pipelines: of each pipeline the rank of each stage; microbatch m belongs to pipeline m mod their number.
         num_microbatches: of all pipelines together.
-        time: of each kind, F I W or F B, the duration on each stage, at least 1.
+        time: of each kind the duration on each stage, at least 1: F I W, or F B; with F I W B each backward is I and
+            W, or B; with R each forward may run again.
         delay: between two ranks, in one direction; 0 where not given.
         memory, freed_by_input: of each stage, what F takes and what of it I gives back.
         cap: of each rank, None where there is none.
         objective: "makespan" or "span".
+        kept: of each stage, what F takes where R runs.
+        counts: how many microbatches each pipeline has; dealt in turn where empty.
+        any_deal: whether microbatches may be dealt to the pipelines in any other way.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -46,6 +54,14 @@ class Instance:
     freed_by_input: Sequence[int]
     cap: Sequence[int | None]
     objective: str = "makespan"
+    kept: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    any_deal: bool = False
+
+    @property
+    def free(self) -> bool:
+        """Whether forms are to be chosen."""
+        return "R" in self.time or {"W", "B"} <= set(self.time)
 
 
 @dataclass(frozen=True)
@@ -60,33 +76,75 @@ class Solved:
 
 def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> Solved:
     """Solves an instance; without a value where no schedule was found, and proved where there is none."""
+    if instance.any_deal:
+        return _best_deal(instance, seconds, num_workers)
     model: Any = cp_model.CpModel()
     kinds = ["F", "I", "W"] if "W" in instance.time else ["F", "B"]
     num_stages, num_pipelines = len(instance.memory), len(instance.pipelines)
-    hosts = [instance.pipelines[m % num_pipelines] for m in range(instance.num_microbatches)]
+    pipeline = [m % num_pipelines for m in range(instance.num_microbatches)]
+    if instance.counts:
+        pipeline = [p for p, count in enumerate(instance.counts) for _ in range(count)]
+    hosts = [instance.pipelines[p] for p in pipeline]
     ops = [(k, s, m) for m in range(instance.num_microbatches) for s in range(num_stages) for k in kinds]
-    long = {(k, s, m): instance.time[k][s] for k, s, m in ops}
     rank = {(k, s, m): hosts[m][s] for k, s, m in ops}
+    whole = {(s, m): model.new_bool_var("") if {"W", "B"} <= set(instance.time) else None for _, s, m in ops}
+    again = {(s, m): model.new_bool_var("") if "R" in instance.time else None for _, s, m in ops}
+    long: dict[Op, Any] = {(k, s, m): instance.time[k][s] for k, s, m in ops}
+    for (s, m), literal in whole.items():
+        if literal is not None:
+            long["I", s, m] = instance.time["I"][s] + (instance.time["B"][s] - instance.time["I"][s]) * literal
     needs = {op: _needs(op, kinds, num_stages, rank, instance.delay) for op in ops}
-    horizon = sum(long.values()) + sum(lag for of_op in needs.values() for _, lag in of_op)
+    # One op after the other, every form of it and every message.
+    horizon = sum(max(of[s] for of in instance.time.values()) for _, s, _ in ops)
+    horizon += instance.num_microbatches * num_stages * max((*instance.time.get("R", ()), 0))
+    horizon += sum(lag for of_op in needs.values() for _, lag in of_op)
     start = {op: model.new_int_var(0, horizon, "") for op in ops}
+    end = {op: model.new_int_var(0, horizon, "") for op in ops}
+    present: dict[Op, Any] = {}
+    """The literal of an op that is not always there."""
     rows: dict[int, list[Op]] = {}
     for op in ops:
         rows.setdefault(rank[op], []).append(op)
+        model.add(end[op] == start[op] + long[op])
+        if op[0] == "W" and whole[op[1:]] is not None:
+            present[op] = whole[op[1:]].negated()
+    for (s, m), literal in again.items():
+        if literal is not None:
+            op = ("R", s, m)
+            long[op], rank[op], present[op], needs[op] = instance.time["R"][s], hosts[m][s], literal, []
+            start[op], end[op] = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
+            model.add(end[op] == start[op] + long[op])
+            model.add(start[op] >= end["F", s, m]).only_enforce_if(literal)
+            model.add(start[kinds[1], s, m] >= end[op]).only_enforce_if(literal)
+            rows[rank[op]].append(op)
     for op in ops:
         for before, lag in needs[op]:
-            model.add(start[op] >= start[before] + long[before] + lag)
-    for m in range(num_pipelines, instance.num_microbatches):
-        model.add(start["F", 0, m] >= start["F", 0, m - num_pipelines])
+            model.add(start[op] >= end[before] + lag)
+    if instance.free:
+        _in_order(model, instance, kinds, pipeline, start, end, whole)
+    else:
+        last: dict[int, int] = {}
+        for m, p in enumerate(pipeline):
+            if p in last:
+                model.add(start["F", 0, m] >= start["F", 0, last[p]])
+            last[p] = m
     for r, row in rows.items():
-        model.add_no_overlap(model.new_fixed_size_interval_var(start[op], long[op], "") for op in row)
+        model.add_no_overlap(
+            model.new_optional_interval_var(start[op], long[op], end[op], present[op], "")
+            if op in present
+            else model.new_interval_var(start[op], long[op], end[op], "")
+            for op in row
+        )
         cap = instance.cap[r]
         if cap is not None:
-            _hold(model, instance, row, kinds, start, long, cap, horizon)
+            cells = sorted({op[1:] for op in row})
+            _hold(model, instance, cells, kinds, start, end, again, whole, cap, horizon)
     value = model.new_int_var(0, horizon, "")
     if instance.objective == "makespan":
-        for op in ops:
-            model.add(value >= start[op] + long[op])
+        for op in start:
+            added = model.add(value >= end[op])
+            if op in present:
+                added.only_enforce_if(present[op])
     else:
         for op in ops:
             _start_at_once(model, op, needs[op], rows[rank[op]], start, long)
@@ -94,7 +152,7 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
             first = model.new_int_var(0, horizon, "")
             model.add_min_equality(first, [start[op] for op in row])
             for op in row:
-                model.add(value >= start[op] + long[op] - first)
+                model.add(value >= end[op] - first)
     model.minimize(value)
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
@@ -106,9 +164,59 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
         return Solved(None, horizon, True, None)
     if status == cp_model.UNKNOWN:
         return Solved(None, int(solver.best_objective_bound), False, None)
-    order = [sorted(rows.get(r, []), key=lambda op: solver.value(start[op])) for r in range(len(instance.cap))]
+    order = []
+    for r in range(len(instance.cap)):
+        there = [op for op in rows.get(r, []) if op not in present or solver.boolean_value(present[op])]
+        there.sort(key=lambda op: solver.value(start[op]))
+        order.append(
+            [
+                ("B", *op[1:]) if op[0] == "I" and whole[op[1:]] is not None and solver.value(whole[op[1:]]) else op
+                for op in there
+            ]
+        )
     bound = round(solver.best_objective_bound)
     return Solved(round(solver.objective_value), bound, status == cp_model.OPTIMAL, order)
+
+
+def _best_deal(instance: Instance, seconds: float, num_workers: int) -> Solved:
+    """The best of all ways to deal the microbatches to the pipelines, each solved by itself."""
+    found = []
+    for counts in product(range(instance.num_microbatches + 1), repeat=len(instance.pipelines)):
+        if sum(counts) == instance.num_microbatches:
+            found.append(solve(replace(instance, counts=counts, any_deal=False), seconds, num_workers))
+    values = [each for each in found if each.value is not None]
+    best = min(values, key=lambda each: each.value or 0) if values else None
+    # A deal without any schedule refutes nothing of the others.
+    bound = min(each.bound for each in found)
+    proved = all(each.proved for each in found) or (best is not None and best.value == bound)
+    return Solved(None if best is None else best.value, bound, proved, None if best is None else best.order)
+
+
+def _in_order(
+    model: Any,
+    instance: Instance,
+    kinds: list[str],
+    pipeline: Sequence[int],
+    start: Mapping[Op, Any],
+    end: Mapping[Op, Any],
+    whole: Mapping[tuple[int, int], Any],
+) -> None:
+    """Each stage of a pipeline runs F, R, I or B, and W or B in the order of microbatches."""
+    last: dict[int, int] = {}
+    for m, p in enumerate(pipeline):
+        before = last.get(p)
+        last[p] = m
+        if before is None:
+            continue
+        for s in range(len(instance.memory)):
+            for kind in (*kinds, "R"):
+                # Where an R is not there its start is free, so that it may stand between its neighbours.
+                if (kind, s, m) in start and not (kind == "W" and whole[s, m] is not None):
+                    model.add(start[kind, s, m] >= start[kind, s, before])
+            if kinds[-1] == "W" and whole[s, m] is not None:
+                for now, of_now in (("W", whole[s, m].negated()), ("I", whole[s, m])):
+                    for then, of_then in (("W", whole[s, before].negated()), ("I", whole[s, before])):
+                        model.add(start[now, s, m] >= end[then, s, before]).only_enforce_if([of_now, of_then])
 
 
 def _needs(
@@ -131,24 +239,41 @@ def _needs(
 def _hold(
     model: Any,
     instance: Instance,
-    row: list[Op],
+    cells: Sequence[tuple[int, int]],
     kinds: list[str],
     start: Mapping[Op, Any],
-    long: Mapping[Op, int],
+    end: Mapping[Op, Any],
+    again: Mapping[tuple[int, int], Any],
+    whole: Mapping[tuple[int, int], Any],
     cap: int,
     horizon: int,
 ) -> None:
-    """From the start of F what I frees is held to the end of I, and the rest to the end of W (or B)."""
+    """What each microbatch holds on a stage, one phase after the other: `kept` from F to R, all of it from R (or F)
+    to the end of the backward, and from the end of I to that of W what I does not free."""
     intervals, amounts = [], []
-    for kind, stage, m in row:
-        if kind == "F":
-            freed = instance.freed_by_input[stage] if "I" in kinds else 0
-            for amount, last in ((freed, ("I", stage, m)), (instance.memory[stage] - freed, (kinds[-1], stage, m))):
-                if amount > 0:
-                    held = model.new_int_var(0, horizon, "")
-                    end = start[last] + long[last]
-                    intervals.append(model.new_interval_var(start[kind, stage, m], held, end, ""))
-                    amounts.append(amount)
+
+    def phase(begin: Any, until: Any, amount: int, when: Any = None) -> None:
+        if amount > 0:
+            length = model.new_int_var(0, horizon, "")
+            if when is not None:
+                intervals.append(model.new_optional_interval_var(begin, length, until, when, ""))
+            else:
+                intervals.append(model.new_interval_var(begin, length, until, ""))
+            amounts.append(amount)
+
+    for s, m in cells:
+        memory, back = instance.memory[s], (kinds[1], s, m)
+        redo = again[s, m]
+        if redo is None:
+            phase(start["F", s, m], end[back], memory)
+        else:
+            phase(start["F", s, m], end[back], memory, redo.negated())
+            phase(start["F", s, m], start["R", s, m], instance.kept[s], redo)
+            phase(start["R", s, m], end[back], memory, redo)
+        if "I" in kinds:
+            one = whole[s, m]
+            left = memory - instance.freed_by_input[s]
+            phase(end[back], end["W", s, m], left, None if one is None else one.negated())
     model.add_cumulative(intervals, amounts, cap)
 
 

@@ -7,10 +7,16 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import penstock as ps
 from exact_solver import Instance, Solved, solve
 from penstock.planning.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, span_bound, work_bound
-from penstock.planning.limits import limits_of
+from penstock.planning.deals import all_deals, quick_bound
+from penstock.planning.family import Family, family_of, in_turn
+from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
+from penstock.planning.joint.problem import pose_joint
+from penstock.planning.limits import Limits, limits_of
 from penstock.planning.problem import pose
 
 ROUNDING = 1e-7
@@ -37,6 +43,7 @@ class Case:
     Attributes:
         limit: "none", or the option that says the caps.
         share: of a forward's memory, what I frees.
+        kept: of a forward's memory, what it keeps where it runs again; None where none does.
         unit, memory_unit: what one is to the planner, in ms and of memory: not always a whole number.
     """
 
@@ -47,6 +54,7 @@ class Case:
     share: float
     unit: float = 1.0
     memory_unit: float = 1.0
+    kept: float | None = None
 
     @property
     def split(self) -> bool:
@@ -57,9 +65,11 @@ class Case:
         one = self.instance
         nothing = (0,) * len(one.memory)
         rows = {kind.lower(): [ms * self.unit for ms in one.time.get(kind, nothing)] for kind in "FIW"}
-        whole = {} if self.split else {"b": [ms * self.unit for ms in one.time["B"]]}
+        whole = {"b": [ms * self.unit for ms in one.time["B"]]} if "B" in one.time else {}
         held = [amount * self.memory_unit for amount in one.memory]
-        costs = ps.Costs(**rows, **whole, activation=held, freed_by_input=self.share)
+        costs = ps.Costs(**rows, **whole, activation=held, freed_by_input=self.share, kept_by_recompute=self.kept)
+        if "R" in one.time and one.time["R"] != one.time["F"]:
+            costs = costs.with_other({("R", s): ms * self.unit for s, ms in enumerate(one.time["R"])})
         capped = {} if self.limit == "none" else {self.limit: [(cap or 0) * self.memory_unit for cap in one.cap]}
         return {
             "costs": costs,
@@ -68,7 +78,8 @@ class Case:
             "links": ps.Links({pair: ms * self.unit for pair, ms in one.delay.items()}),
             "placement": ps.Placement(one.pipelines),
             "objective": one.objective,
-            "split": self.split,
+            "split": None if {"W", "B"} <= set(one.time) else self.split,
+            "deal": "any" if one.any_deal else "in turn",
             "seed": self.seed,
             **capped,
         }
@@ -116,6 +127,71 @@ def draw(seed: int, family: str | None = None, objective: str | None = None) -> 
     return Case(seed, family, limit, instance, share, unit, memory_unit)
 
 
+FREE = ("recompute", "mixed", "recompute and mixed", "deal", "deal and all")
+"""What is decided besides the order, in the families of `draw_free`."""
+
+_MOST_FREE_OPS = {"recompute": 27, "mixed": 27, "recompute and mixed": 21, "deal": 27, "deal and all": 18}
+_PARTS = 12
+"""Of a forward's memory, so that the shares are whole numbers."""
+
+
+def draw_free(seed: int, family: str | None = None) -> Case:
+    """The problem of a seed in which more than the order is free."""
+    source = random.Random(f"free {seed}")
+    family = family or source.choice(FREE)
+    dealt = family.startswith("deal")
+    places = "bidirectional" if dealt else source.choice(["one-to-one", "one-to-one", "v", "circular", "table"])
+    pipelines = source.choice(PLACEMENTS[places] if not dealt else PLACEMENTS[places] + [((0, 1), (0, 1))])
+    num_stages, num_ranks = len(pipelines[0]), 1 + max(map(max, pipelines))
+    most = max(2, _MOST_FREE_OPS[family] // (num_stages * 3))
+    num_microbatches = source.randint(2, max(2, min(5, most)))
+    longest = source.choice([4, 12])
+    alike = source.random() < 0.3
+    mixed, again = "mixed" in family or "all" in family, "recompute" in family or "all" in family
+    split = mixed or source.random() < 0.6
+
+    def times() -> tuple[int, ...]:
+        one = source.randint(1, longest)
+        return tuple(one if alike else source.randint(1, longest) for _ in range(num_stages))
+
+    time = {kind: times() for kind in ("FIW" if split else "FB")}
+    if mixed:
+        time["B"] = tuple(source.randint(1, i + w + 1) for i, w in zip(time["I"], time["W"], strict=True))
+    if again:
+        time["R"] = time["F"] if source.random() < 0.6 else times()
+    late = source.random() < 0.4
+    delay = {
+        (a, b): source.randint(0, longest) if late and source.random() < 0.5 else 0
+        for a in range(num_ranks)
+        for b in range(num_ranks)
+        if a != b
+    }
+    limit = "memory_limit" if again else source.choice(["none", "max_in_flight", "memory_limit"])
+    memory, freed, share, kept = (1,) * num_stages, 0, 0.0, _PARTS
+    if limit == "memory_limit":
+        freed = source.choice([0, 3, 4, 6, 8, 12]) if split else 0
+        kept = source.choice([0, 1, 1, 2, 3, 6]) if again else _PARTS
+        alike_held = source.randint(1, 3)
+        memory = tuple(_PARTS * (alike_held if alike else source.randint(1, 3)) for _ in range(num_stages))
+        share = freed / _PARTS
+    cap: list[int | None] = [None] * num_ranks
+    for r in range(num_ranks if limit != "none" else 0):
+        mine = [[m for m, host in zip(memory, hosts, strict=True) if host == r] for hosts in pipelines]
+        needed = max(
+            max((sum(held[:k]) * kept // _PARTS + held[k] for k in range(len(held))), default=1) for held in mine
+        )
+        all_held = max(sum(held) for held in mine) * num_microbatches
+        # Tight, most often: what forms are for.
+        cap[r] = source.randint(needed, max(needed, all_held if source.random() < 0.3 else all_held // 2))
+    instance = Instance(
+        pipelines, num_microbatches, time, delay, memory, [m * freed // _PARTS for m in memory], tuple(cap),
+        kept=[m * kept // _PARTS for m in memory], any_deal=dealt,
+    )  # fmt: skip
+    unit = source.choice([1.0, 1.0, math.pi])
+    memory_unit = source.choice([1.0, math.sqrt(2)]) if limit == "memory_limit" else 1.0
+    return Case(seed, family, limit, instance, share, unit, memory_unit, kept / _PARTS if again else None)
+
+
 @dataclass
 class Verdict:
     """What was found for one case.
@@ -148,6 +224,10 @@ def judge(case: Case, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict
     except ps.ScheduleError as error:
         verdict.wrong.append(f"ps.plan: {error}")
         return verdict
+    held = ps.simulate(plan.schedule, case.arguments()["costs"], links=case.arguments()["links"]).peak_activations
+    for r, (peak, cap) in enumerate(zip(held, case.instance.cap, strict=True)):
+        if case.limit == "memory_limit" and cap is not None and peak > cap * case.memory_unit * (1 + ROUNDING):
+            verdict.wrong.append(f"rank {r} holds {peak / case.memory_unit:g} of {cap}")
     verdict.value, verdict.lower_bound = value, bound = plan.value / case.unit, plan.lower_bound / case.unit
     verdict.proved = plan.gap <= CLAIMED
     if bound > value * (1 + ROUNDING):
@@ -165,11 +245,39 @@ def bounds(case: Case) -> dict[str, float]:
     """Each bound of the planner by itself, in the case's unit; of the makespan or of the span."""
     given = case.arguments()
     costs, placement, ranks = given["costs"], given["placement"], given["num_ranks"]
-    limits = limits_of(costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), case.split)
-    problem = pose(
-        costs, placement, ranks, given["num_microbatches"], given["links"], limits.held, limits.cap, case.split
+    number, one = given["num_microbatches"], case.instance
+    family = family_of(costs, given["split"], None, case.limit == "memory_limit", one.objective == "makespan")
+    limits = limits_of(
+        costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), family.forms.split,
+        costs.kept if family.forms.again else 1.0,
+    )  # fmt: skip
+    found: dict[str, float] = {}
+    deals = list(all_deals(number, len(one.pipelines))) if one.any_deal else [in_turn(number, len(one.pipelines))]
+    if one.any_deal:
+        quick = quick_bound(np.array(deals), costs, placement, ranks, given["links"])
+        found["quick"] = float(quick.min())
+    for counts in deals:
+        made = _joint_bounds(case, counts, limits, family) if family.joint else _plain_bounds(case, counts, limits)
+        # Of all deals the best counts: their least bound.
+        found |= {name: min(value, found.get(name, math.inf)) for name, value in made.items()}
+    return {name: value / case.unit for name, value in found.items()}
+
+
+def _joint_bounds(case: Case, counts: tuple[int, ...], limits: Limits, family: Family) -> dict[str, float]:
+    given = case.arguments()
+    posed = pose_joint(
+        given["costs"], given["placement"], given["num_ranks"], counts, given["links"], limits, family.forms
     )
+    return {"joint": lower_bound(posed), "memory": memory_bound(posed, relaxed(posed)) if family.forms.again else 0.0}
+
+
+def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[str, float]:
+    given = case.arguments()
+    problem = pose(
+        given["costs"], given["placement"], given["num_ranks"], given["num_microbatches"], given["links"],
+        limits.held, limits.cap, case.split, counts,
+    )  # fmt: skip
     if case.instance.objective == "span":
-        return {"span": span_bound(problem) / case.unit}
+        return {"span": span_bound(problem)}
     made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound)
-    return {bound.__name__.removesuffix("_bound"): bound(problem) / case.unit for bound in made}
+    return {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}

@@ -110,17 +110,17 @@ def test_a_small_problem_agrees_with_the_exact_solver(seed: int) -> None:
 @pytest.mark.parametrize(
     ("placement", "split", "words"),
     [
-        (None, False, "placement one-to-one, backward whole (B), no recompute, no offload"),
+        (None, False, "placement one-to-one, backward whole (B), each forward run again or not, no offload"),
         (
             ps.placements.circular(2, 4),
             True,
-            "placement circular with 4 stages, backward split (I and W), no recompute, no offload",
+            "placement circular with 4 stages, backward split (I and W), each forward run again or not, no offload",
         ),
         (
             ps.Placement(((0, 1), (1, 0))),
             True,
-            "placement as given (2 stages in 2 pipelines), backward split (I and W), no recompute, no offload, "
-            "microbatches dealt to pipelines in turn",
+            "placement as given (2 stages in 2 pipelines), backward split (I and W), each forward run again or not, "
+            "no offload, microbatches dealt to pipelines in any way",
         ),
         (
             ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1)))),

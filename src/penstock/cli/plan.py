@@ -58,7 +58,19 @@ def plan(
     dispatch: Annotated[
         str, typer.Option("--dispatch", help="How it will be run: frozen, hinted or dynamic.")
     ] = "frozen",
-    split: Annotated[bool, typer.Option("--split/--no-split", help="Backward as I and W, or one B.")] = True,
+    split: Annotated[
+        bool | None,
+        typer.Option("--split/--no-split", help="Every backward I and W, or every one B; by default what is best."),
+    ] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute", help="Whether forwards may run again; by default where the costs say how."
+        ),
+    ] = None,
+    deal: Annotated[
+        str, typer.Option("--deal", help="Microbatches of each pipeline: any, 'in turn', or counts like 5,3.")
+    ] = "any",
     time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Time to spend at most.")] = 10.0,
     stop_at_gap: Annotated[float, typer.Option("--stop-at-gap", help="Gap that is good enough, 0.01 is 1%.")] = 1e-4,
     seed: Annotated[int, typer.Option("--seed", help="Of the random numbers.")] = 0,
@@ -88,6 +100,8 @@ def plan(
             dispatch=dispatch,
             placement=where,
             split=split,
+            recompute=recompute,
+            deal=deal if deal in ("any", "in turn") else [int(n) for n in numbers("--deal", deal)],
             seed=seed,
             stop_at_gap=stop_at_gap,
             progress=show,

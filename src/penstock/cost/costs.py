@@ -70,7 +70,8 @@ class Costs:
         b: milliseconds of a full backward; i + w where not given.
         activation: what one forward keeps, in activation units or bytes; 1 a stage where not given.
         freed_by_input: share of the activation, 0 to 1, that I frees; W (or B) frees the rest.
-        kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again.
+        kept_by_recompute: share of the activation that a forward keeps (its input) where an R runs it again; nothing
+            where it is not given, and then `ps.plan` does not think of running forwards again.
         other: registered ops' costs by kind, or by (kind, stage): ms, or (ms, memory). Memory above 0 is held
             from the op's start, below 0 it is freed at its end. Kinds that are not named cost nothing, but R, which
             then takes as long as F.
@@ -102,7 +103,7 @@ class Costs:
     b: Sequence[float] = ()
     activation: Sequence[float] = ()
     freed_by_input: float = field(default=FREED_BY_INPUT)
-    kept_by_recompute: float = 0.0
+    kept_by_recompute: float | None = None
     other: OtherCosts = field(default=())
     message_bytes: Sequence[float] = ()
     uneven: Uneven | Mapping[str, Factors] | Sequence[float] = EVEN
@@ -131,6 +132,8 @@ class Costs:
             _validated(name, row, len(f))
         for name in ("freed_by_input", "kept_by_recompute"):
             share = getattr(self, name)
+            if share is None and name == "kept_by_recompute":
+                continue
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise CostError(f"{name} is {share!r}: give a share from 0 to 1")
         object.__setattr__(self, "other", _other(self.other, len(f)))
@@ -222,6 +225,11 @@ class Costs:
         return len(self.f)
 
     @property
+    def kept(self) -> float:
+        """`kept_by_recompute`, and 0 where it is not given."""
+        return 0.0 if self.kept_by_recompute is None else float(self.kept_by_recompute)
+
+    @property
     def factors(self) -> Uneven:
         """`uneven`, of which nothing is said where all microbatches cost alike."""
         return cast("Uneven", self.uneven)
@@ -306,7 +314,7 @@ class Costs:
             "I": -self.freed_by_input,
             "W": self.freed_by_input - 1.0,
             "B": -1.0,
-            "R": 1.0 - self.kept_by_recompute,
+            "R": 1.0 - self.kept,
         }
         if kind in share:
             return share[kind] * self.activation[stage]

@@ -66,7 +66,7 @@ def costs_to_json(costs: Costs) -> str:
     """
     value: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     value |= {name: list(row) for name in _ROWS if (row := getattr(costs, name))}
-    value |= {name: getattr(costs, name) for name in _SHARES}
+    value |= {name: getattr(costs, name) for name in _SHARES if getattr(costs, name) is not None}
     kinds: dict[str, dict[int | None, float]] = {}
     for kind, stage, ms, memory in costs.other_entries:
         if memory:

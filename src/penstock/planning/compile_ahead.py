@@ -30,7 +30,12 @@ from penstock.planning import anneal, forward_backward, listing, longest_paths, 
 from penstock.planning.annealing_threads import COLD, HOT, Walk
 from penstock.planning.bounds import jackson_bound, path_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
+from penstock.planning.family import Forms
+from penstock.planning.joint import moves
+from penstock.planning.joint import search as joint
+from penstock.planning.joint.problem import pose_joint
 from penstock.planning.library_starts import named
+from penstock.planning.limits import Limits
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy, time_of
 from penstock.program.placements import bidirectional
@@ -157,6 +162,16 @@ def _repeat(problem: Problem) -> None:
     blocks.improve(1, 0.1, 0.1, 0.0, stop)
 
 
+def _decide_forms(problem: Problem) -> None:
+    """What plans do in which forms are decided with the order."""
+    forms = Forms(again=True, whole=True, split=True)
+    costs, limits = Costs.uniform(2, b=1.5), Limits((1.5, 1.5), ((1.0, 0.5),) * 2)
+    search = joint.begin(pose_joint(costs, one_to_one(2), 2, [3], Links(), limits, forms), 0, 0.0, None, 0.0)
+    search.began, search.lower_bound = time.perf_counter(), 0.0
+    joint.listed(search, 1e-3)
+    joint.walked(search, search.seconds + 1e-3)
+
+
 STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     listing: _begun,
     sweep: _time,
@@ -166,6 +181,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     forward_backward: _justify,
     anneal: _walk,
     repeat: _repeat,
+    moves: _decide_forms,
 }
 """What uses all that plans use of each module, in the order in which a plan needs them."""
 

@@ -206,7 +206,7 @@ def within(
     seconds -= time.perf_counter() - began
     if seconds <= 0:
         return Answer(None)
-    status = _answer(solver, model, seconds)
+    status = answered(solver, model, seconds)
     if status == cp_model.INFEASIBLE:
         return Answer(None, clock.refuted)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -243,7 +243,7 @@ def _first_starts(
                 model.add(end - begun <= clock.steps - clock.length(span.shift) + (0 if clock.exact else 1))
 
 
-def _answer(solver: Any, model: Any, seconds: float) -> Any:
+def answered(solver: Any, model: Any, seconds: float) -> Any:
     """Solves on another thread, so that time's end and interrupts, which reach this one, stop it at once."""
     seconds = max(seconds, 0.01)
     solver.parameters.max_time_in_seconds = seconds

@@ -28,8 +28,13 @@ def limits_of(
     max_in_flight: float | Sequence[float] | None,
     memory_limit: float | Sequence[float] | None,
     split: bool,
+    kept: float = 1.0,
 ) -> Limits:
     """Reads the limits. Without any, caps are infinite.
+
+    Args:
+        split: whether backwards may be I and W.
+        kept: the share of an activation that a forward keeps at least: 1 but where it may run again.
 
     Raises:
         ScheduleError: both are given, a wrong number of entries, or a cap below what one microbatch holds.
@@ -50,7 +55,7 @@ def limits_of(
         cap = _per_rank("max_in_flight", max_in_flight, num_ranks)
         in_flight = max(cap) if min(cap) == max(cap) < math.inf else None
         limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight)
-    _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit")
+    _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit", kept)
     return limits
 
 
@@ -66,11 +71,13 @@ def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tupl
     return tuple(float(cap) for cap in values)
 
 
-def _check_room(limits: Limits, placement: Placement, name: str) -> None:
+def _check_room(limits: Limits, placement: Placement, name: str, kept: float) -> None:
     for pipeline, hosts in enumerate(placement.pipelines):
         for rank, cap in enumerate(limits.cap):
             mine = [stage for stage, host in enumerate(hosts) if host == rank]
-            needed = sum(limits.held[stage][0] for stage in mine)
+            # When a stage's forward has run again it is held whole, and of those before it what they keep.
+            held = [limits.held[stage][0] for stage in mine]
+            needed = max((sum(held[:k]) * kept + held[k] for k in range(len(held))), default=0.0)
             if not is_within(needed, cap):
                 unit = "activations" if name == "max_in_flight" else "of memory"
                 raise ScheduleError(

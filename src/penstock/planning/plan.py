@@ -14,60 +14,18 @@ from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
 from penstock.engine import sweep
 from penstock.engine.tolerance import EPSILON, slack
+from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
-from penstock.schedule import Placement, Schedule, ScheduleError, check, circular, one_to_one, v_shape
+from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.simulate import as_dispatch
 
 if TYPE_CHECKING:
+    from penstock.planning.joint.search import JointSearch
     from penstock.planning.search import Search
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
-
-    Attributes:
-        placement: which rank hosts which stage; shared stages run on all their ranks at once.
-        backward: "split" where every backward is I and W, "whole" where it is B.
-        microbatches: how they are dealt to the pipelines; "in turn" is round robin.
-        recompute, offload: what is run again, and what is kept in host memory: "none".
-    """
-
-    placement: Placement
-    backward: str
-    microbatches: str = "in turn"
-    recompute: str = "none"
-    offload: str = "none"
-
-    __repr__ = short_repr
-
-    def __str__(self) -> str:
-        """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
-        words = [f"placement {_placement_name(self.placement)}"]
-        words.append("backward split (I and W)" if self.backward == "split" else "backward whole (B)")
-        for name, how in (("recompute", self.recompute), ("offload", self.offload)):
-            words.append(f"{'no' if how == 'none' else how} {name}")
-        if self.placement.num_pipelines > 1:
-            words.append(f"microbatches dealt to pipelines {self.microbatches}")
-        return ", ".join(words)
-
-
-def _placement_name(placement: Placement) -> str:
-    num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
-    for name, there in (
-        ("one-to-one", one_to_one(num_ranks)),
-        ("V", v_shape(num_ranks)),
-        (f"circular with {num_stages} stages", circular(num_ranks, num_stages)),
-    ):
-        if placement == there:
-            return name
-    pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
-    shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
-    return f"as given ({num_stages} stages{pipelines}{shared})"
 
 
 @dataclass(frozen=True)
@@ -82,8 +40,8 @@ class Plan:
         certificate: the family of schedules that the bound covers.
         seconds: spent.
         how: what found it: "greedy", a library schedule by its name, "building block", "justified", "local search" or
-            "exact";
-            "serial", "repetend" or "ends" where stages are shared.
+            "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library schedule's
+            name says that forwards of it run again.
         timeline: when each op runs, under the costs and links given.
         microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
     """
@@ -130,7 +88,9 @@ def plan(
     objective: str | Expected = "makespan",
     dispatch: Dispatch | str = Dispatch.FROZEN,
     placement: Placement | None = None,
-    split: bool = True,
+    split: bool | None = None,
+    recompute: bool | None = None,
+    deal: str | Sequence[int] = "any",
     seed: int = 0,
     stop_at_gap: float = 1e-4,
     progress: Callable[[Progress], None] | None = None,
@@ -140,9 +100,10 @@ def plan(
 
     Where microbatches differ (`Costs.uneven`), the schedule is one for the mean microbatch, or for a heavier one
     where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
+    There backwards are split unless `split` says whole, nothing runs again, and microbatches are dealt in turn.
 
-    Best and bound are those of the family that `Certificate` names: the placement given, every backward I and W or
-    every one B, nothing recomputed or offloaded, and microbatches dealt to the pipelines in turn.
+    Best and bound are those of the family that `Certificate` names: the placement given, and what `split`,
+    `recompute` and `deal` leave open. What they leave open is decided op by op, together with the order.
 
     Args:
         links: delays (ms); none where not given.
@@ -155,9 +116,12 @@ def plan(
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
             `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
         dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
-        placement: which rank hosts which stage; stage i on rank i where not given. Microbatches go to several
-            pipelines in turn.
-        split: whether the backward is I and W, or one B.
+        placement: which rank hosts which stage; stage i on rank i where not given.
+        split: True for I and W everywhere, False for B. By default B is thought of where it takes less time than
+            I and W, for each op by itself; elsewhere I and its W right behind it are as good.
+        recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
+            By default where the costs say what that is; it helps under a `memory_limit` alone.
+        deal: how many microbatches each pipeline has: "any", "in turn" (as even as can be), or their counts.
         seed: of the random numbers. The time left decides how far the search comes, so results may differ
             from run to run all the same.
         stop_at_gap: the gap that is good enough.
@@ -165,7 +129,9 @@ def plan(
             keyboard, ends the search, and the best so far is returned.
 
     Raises:
-        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule.
+        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing is
+            planned for the makespan of a frozen order; where it is asked for with another objective or dispatch, or
+            with shared stages, that is an error.
         CostError: costs or links for other stages or ranks, or uneven microbatches in what is planned
             for even ones.
     """
@@ -182,23 +148,39 @@ def plan(
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
+    check_options(split, recompute)
     if costs.factors:
-        if goal != "makespan" or placement.shared:
+        turn = deal in ("any", "in turn")
+        if goal != "makespan" or placement.shared or recompute or not turn:
             what = "a placement with shared stages" if placement.shared else f"objective {objective!r}"
+            what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
             raise CostError(
                 f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
                 "`uneven` out, and order the microbatches of the plan with ps.order_microbatches"
             )
         return _plan_uneven(
             costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
-            placement, split, seed, stop_at_gap, progress,
+            placement, split is not False, seed, stop_at_gap, progress,
         )  # fmt: skip
+    plain_makespan = goal == "makespan" and not mode.is_dynamic
+    if recompute and (placement.shared or not plain_makespan):
+        given = "shared stages" if placement.shared else f"objective {objective!r}, dispatch {mode.value!r}"
+        raise ScheduleError(
+            f"recompute=True with {given}: forwards that run again are planned for the makespan of a frozen order, "
+            "on placements without shared stages; leave recompute out, or use ps.passes.recompute on the schedule",
+            rule="options",
+        )
+    counts = read_deal(deal, num_microbatches, placement)
     if placement.shared:
         if goal != "makespan" or mode.is_dynamic:
             raise ScheduleError(
                 f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
                 "planned for the makespan of a frozen order",
                 rule="options",
+            )
+        if counts != in_turn(num_microbatches, placement.num_pipelines) and deal != "any":
+            raise ScheduleError(
+                f"deal is {deal!r}: with shared stages microbatches are dealt in turn; leave deal out", rule="options"
             )
         from penstock.planning.periodic.plan import plan_shared
 
@@ -211,47 +193,84 @@ def plan(
             max_in_flight=max_in_flight,
             memory_limit=memory_limit,
             time_limit=time_limit,
-            split=split,
+            split=split is not False,
             seed=seed,
             stop_at_gap=stop_at_gap,
             progress=progress,
         )
-    limits = limits_of(costs, placement, num_ranks, max_in_flight, memory_limit, split)
+    family = family_of(costs, split, recompute, memory_limit is not None, plain_makespan)
+    limits = limits_of(
+        costs, placement, num_ranks, max_in_flight, memory_limit, family.forms.split,
+        costs.kept if family.forms.again else 1.0,
+    )  # fmt: skip
 
     # Here, so that `import penstock` stays light.
-    from penstock.planning import compile_ahead, listing, longest_paths, strategy
+    from penstock.planning import compile_ahead, deals, listing, longest_paths, strategy
+    from penstock.planning.joint import search as joint
+    from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
 
-    problem = pose(costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, split)
-    num_ops = problem.queues.num_ops
+    num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
     if num_ops > _MOST_UNCOMPILED:
         compile_ahead.wait_for(listing, sweep, longest_paths)
     else:
         compile_ahead.begin()
-    search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
-    strategy.first_order(search, goal)
+    if counts is None and goal == "span":
+        counts = in_turn(num_microbatches, placement.num_pipelines)
+    ways: deals.Deals[Search | JointSearch]
+    if counts is None:
+        surely = Links() if isinstance(goal, Expected) else links
+        ways = deals.deals_of(costs, placement, num_ranks, num_microbatches, surely)
+    else:
+        ways = deals.Deals([counts], math.inf)
 
-    def proved(row: Any) -> tuple[Schedule, Timeline]:
-        schedule = problem.schedule(row, "plan", limits.in_flight)
+    def begin(counts: tuple[int, ...]) -> Search | JointSearch:
+        if family.joint:
+            posed = pose_joint(costs, placement, num_ranks, counts, links, limits, family.forms)
+            return joint.begin(posed, seed, stop_at_gap, progress, began)
+        problem = pose(
+            costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
+        )
+        search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
+        strategy.first_order(search, goal)
+        return search
+
+    def run(search: Search | JointSearch, until: float) -> None:
+        search.until = until
+        if isinstance(search, joint.JointSearch):
+            joint.run(search)
+        else:
+            strategy.run(search, goal)
+
+    def proved(schedule: Schedule) -> tuple[Schedule, Timeline]:
         check(schedule)
         return schedule, _timed(schedule, costs, links, mode, limits)
 
-    first, first_row, spared = None, search.row, _PROOF_SECONDS + _PROOF_SECONDS_AN_OP * num_ops
+    first = begin(ways.listed[0])
+    first_value = first.value
+    done, spared = None, _PROOF_SECONDS + _PROOF_SECONDS_AN_OP * num_ops
     if num_ops > _MOST_UNMEASURED:
-        before = search.seconds
-        first = proved(first_row)
-        spared = _SPARED * (search.seconds - before)
+        before = first.seconds
+        done = proved(first.schedule("plan", limits.in_flight))
+        spared = _SPARED * (first.seconds - before)
     num_runs = 1 + (len(goal.samples) if isinstance(goal, Expected) else 0)
-    search.until = float(time_limit) - spared * num_runs
-    strategy.run(search, goal)
-    if mode.is_dynamic:
+    search = ways.run(first, begin, run, float(time_limit) - spared * num_runs)
+    bound, value = search.lower_bound - search.shift, search.value - search.shift
+    if mode.is_dynamic and not isinstance(search, joint.JointSearch):
         row, value = _best_dynamic(search, costs, links, goal, mode, limits, float(time_limit))
+        schedule, timeline = proved(search.problem.schedule(row, "plan", limits.in_flight))
+    elif done is not None and search is first and search.value == first_value:
+        schedule, timeline = done
     else:
-        row, value = search.row, search.value - search.shift
-    schedule, timeline = first if first is not None and row is first_row else proved(row)
+        schedule, timeline = proved(search.schedule("plan", limits.in_flight))
     value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
-    bound = certain(search.lower_bound - search.shift, value, problem.described)
-    certificate = Certificate(placement, "split" if split else "whole")
+    bound = certain(bound, value, search.problem.described)
+    certificate = Certificate(
+        placement,
+        family.backward,
+        "any" if counts is None else "in turn" if deal in ("any", "in turn") else f"as given {counts}",
+        family.recompute,
+    )
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
 
@@ -279,8 +298,8 @@ def _plan_uneven(
     def make(even: Costs, seconds: float) -> tuple[Schedule, str]:
         found = plan(
             even, num_ranks, num_microbatches, links, max_in_flight=max_in_flight, memory_limit=memory_limit,
-            time_limit=seconds, placement=placement, split=split, seed=seed, stop_at_gap=stop_at_gap,
-            progress=progress,
+            time_limit=seconds, placement=placement, split=split, recompute=False, deal="in turn", seed=seed,
+            stop_at_gap=stop_at_gap, progress=progress,
         )  # fmt: skip
         return found.schedule, found.how
 

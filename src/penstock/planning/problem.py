@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.engine.network import NONE, Array, Network
+from penstock.planning.family import dealt, in_turn
 from penstock.schedule import Op, Placement, Schedule
 
 FORWARD_CLASS, BACKWARD_CLASS, WEIGHT_CLASS = 1, 0, 2
@@ -96,6 +97,7 @@ def pose(
     memory: Sequence[Sequence[float]],
     cap: Sequence[float],
     split: bool,
+    deal: Sequence[int] | None = None,
 ) -> Problem:
     """Lays out the arrays.
 
@@ -103,11 +105,12 @@ def pose(
         memory: per stage, what F holds and the share of it that I frees.
         cap: per rank.
         split: whether the backward is I and W, or one B.
+        deal: how many microbatches each pipeline has; dealt in turn where not given.
     """
     num_pipelines, num_stages = placement.num_pipelines, placement.num_stages
     kinds = "FIW" if split else "FB"
     back = kinds[1]
-    pipeline_of = tuple(m % num_pipelines for m in range(num_microbatches))
+    pipeline_of = dealt(in_turn(num_microbatches, num_pipelines) if deal is None else deal)
     keys: list[tuple[int, int, int, str]] = []
     for pipeline, hosts in enumerate(placement.pipelines):
         for stage, host in enumerate(hosts):

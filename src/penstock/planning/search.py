@@ -21,6 +21,7 @@ from penstock.planning import forward_backward, listing
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Progress, certain
 from penstock.planning.threads import Threads
+from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.planning.span_objective import Span
@@ -105,6 +106,10 @@ class Search:
     def target(self) -> float:
         """The makespan (ms) at which the search may stop."""
         return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, EPSILON))
+
+    def schedule(self, name: str, memory_limit: float | None) -> Schedule:
+        """The best so far."""
+        return self.problem.schedule(self.row, name, memory_limit)
 
     def report(self, how: str) -> None:
         if self.on_progress is not None:

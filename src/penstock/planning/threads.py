@@ -50,7 +50,7 @@ class Threads:
     def run(self, calls: Sequence[Callable[[], None]], seconds: float) -> None:
         """Runs all calls to their ends; those that run after `seconds` are told to stop."""
         self.stop[0] = 0
-        with _random_numbers_kept(not self._compiled):
+        with random_numbers_kept(not self._compiled):
             under_way = [self._pool.submit(call) for call in calls]
             try:
                 wait(under_way, timeout=max(0.0, seconds))
@@ -61,7 +61,7 @@ class Threads:
 
 
 @contextmanager
-def _random_numbers_kept(wanted: bool) -> Iterator[None]:
+def random_numbers_kept(wanted: bool) -> Iterator[None]:
     """Leaves numpy's random numbers, which may be the user's, as they were."""
     state = np.random.get_state() if wanted else None
     try:

@@ -1,0 +1,160 @@
+"""What a plan leaves open, and what its proof covers: forms of ops, and how microbatches are dealt to pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cost import Costs
+from penstock.schedule import Placement, ScheduleError, circular, one_to_one, v_shape
+from penstock.schedule.short_repr import short_repr
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
+
+    In every family each stage runs its ops of a kind in the order of microbatches, as `check` demands.
+
+    Attributes:
+        placement: which rank hosts which stage; shared stages run on all their ranks at once.
+        backward: "split" where every backward is I and W, "whole" where it is B, "any" where each is one of the two.
+        microbatches: how they are dealt to the pipelines; "in turn" is round robin, "any" every other way too.
+        recompute: "any" where forwards may run again or not, each by itself; "none" where none does.
+        offload: what is kept in host memory: "none".
+    """
+
+    placement: Placement
+    backward: str
+    microbatches: str = "in turn"
+    recompute: str = "none"
+    offload: str = "none"
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
+        words = [f"placement {_placement_name(self.placement)}"]
+        backward = {
+            "split": "backward split (I and W)",
+            "whole": "backward whole (B)",
+            "any": "each backward split or whole",
+        }
+        words.append(backward[self.backward])
+        words.append("no recompute" if self.recompute == "none" else "each forward run again or not")
+        words.append("no offload" if self.offload == "none" else f"{self.offload} offload")
+        if self.placement.num_pipelines > 1:
+            how = "in any way" if self.microbatches == "any" else self.microbatches
+            words.append(f"microbatches dealt to pipelines {how}")
+        return ", ".join(words)
+
+
+def _placement_name(placement: Placement) -> str:
+    num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
+    for name, there in (
+        ("one-to-one", one_to_one(num_ranks)),
+        ("V", v_shape(num_ranks)),
+        (f"circular with {num_stages} stages", circular(num_ranks, num_stages)),
+    ):
+        if placement == there:
+            return name
+    pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
+    shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
+    return f"as given ({num_stages} stages{pipelines}{shared})"
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms that ops may take.
+
+    Attributes:
+        again: whether forwards may run again.
+        whole, split: whether backwards may be B, and I and W.
+    """
+
+    again: bool
+    whole: bool
+    split: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a call leaves open.
+
+    Attributes:
+        forms: that ops may have.
+        joint: whether forms are decided with the order; else every backward is split, or every one whole.
+        backward, recompute: as in the certificate.
+    """
+
+    forms: Forms
+    joint: bool
+    backward: str
+    recompute: str
+
+
+def family_of(costs: Costs, split: bool | None, recompute: bool | None, capped: bool, simple: bool) -> Family:
+    """What is open of what was asked, and of that what can help.
+
+    A B that takes no less than I and W is no better than the two side by side. Forwards run again only to hold less
+    memory: without a limit, or where limits count forwards, leaving them out is no worse.
+
+    Args:
+        capped: whether memory is limited, in the unit of the costs' activations.
+        simple: whether the makespan of a frozen order is planned.
+    """
+    said = recompute is True or costs.kept_by_recompute is not None
+    again = simple and recompute is not False and (said or not capped)
+    either = simple and split is None
+    gains = any(costs.b[s] < costs.i[s] + costs.w[s] for s in range(costs.num_stages))
+    forms = Forms(again=again and capped and costs.kept < 1, whole=split is False or either, split=split is not False)
+    backward = "any" if either else "whole" if split is False else "split"
+    return Family(forms, forms.again or (either and gains), backward, "any" if again else "none")
+
+
+def check_options(split: object, recompute: object) -> None:
+    """Raises ScheduleError unless both are yes, no or open."""
+    for name, value in (("split", split), ("recompute", recompute)):
+        if value is not None and not isinstance(value, bool):
+            raise ScheduleError(f"{name} is {value!r}: give True, False or None", rule="options")
+
+
+def in_turn(num_microbatches: int, num_pipelines: int) -> tuple[int, ...]:
+    """How many microbatches each pipeline has where they are dealt in turn."""
+    return tuple(len(range(p, num_microbatches, num_pipelines)) for p in range(num_pipelines))
+
+
+def dealt(counts: Sequence[int]) -> tuple[int, ...]:
+    """The pipeline of each microbatch: in turn, but for pipelines that have all theirs."""
+    left, found = list(counts), []
+    while any(left):
+        for p in range(len(left)):
+            if left[p] > 0:
+                found.append(p)
+                left[p] -= 1
+    return tuple(found)
+
+
+def read_deal(deal: str | Sequence[int], num_microbatches: int, placement: Placement) -> tuple[int, ...] | None:
+    """The counts that are given, or None where all deals are to be thought of.
+
+    Raises:
+        ScheduleError: not "any", "in turn" or one count for each pipeline that add up to the microbatches.
+    """
+    num_pipelines = placement.num_pipelines
+    if deal == "in turn" or (num_pipelines == 1 and deal == "any"):
+        return in_turn(num_microbatches, num_pipelines)
+    if deal == "any":
+        return None
+    counts = () if isinstance(deal, str) else tuple(deal)
+    if (
+        len(counts) != num_pipelines
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts)
+        or sum(counts) != num_microbatches
+    ):
+        raise ScheduleError(
+            f"deal is {deal!r}: give 'any', 'in turn', or how many microbatches each of the {num_pipelines} "
+            f"pipelines has, {num_microbatches} together",
+            rule="options",
+        )
+    return counts

@@ -1,0 +1,205 @@
+"""Lower bounds that hold for every form of the ops.
+
+    relaxed     every op takes the least time of its forms, halves together no more than a B, and a forward waits
+                only for so many microbatches to be freed as can never be in flight together, were all of them to
+                run again; then Jackson's bounds (`planning.bounds`)
+    memory      a rank runs x forwards again: that is more work the larger x is, and the fewer they are the longer its
+                memory is taken. The least, over x, of the larger of the two
+
+What memory takes is counted in shares of the cap, and the shares of what is held at one moment add up to 1 at most.
+So do many other functions of them (dual feasible functions, as in bin packing): where two microbatches do not fit
+together, a share above a half counts as 1. A bound by each; all are true, and the largest is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import NONE
+from penstock.engine.tolerance import EPSILON
+from penstock.planning import longest_paths
+from penstock.planning.bounds import Waits, heads_and_tails, waits, ways, work_seconds
+from penstock.planning.joint.problem import JointProblem
+from penstock.planning.problem import Problem, pose
+
+_WORK_SECONDS = 0.5
+"""The most that the bound which counts a rank's own work may take."""
+
+_PARTS = 8
+"""Parts of a cap that dual feasible functions round down to."""
+
+
+def relaxed(problem: JointProblem) -> Problem:
+    """The problem in which each op takes the least time of its forms. Where forwards may run again nothing is held;
+    else what is held and the caps are as given, so that every bound of it holds, whatever finds it."""
+    costs, forms = problem.costs, problem.forms
+    stages = range(costs.num_stages)
+    i, w, b = ([costs.duration(kind, s) for s in stages] for kind in "IWB")
+    if forms.split and forms.whole:
+        least = [min(b[s], i[s] + w[s]) for s in stages]
+        i = [min(i[s], b[s]) for s in stages]
+        w = [max(0.0, least[s] - i[s]) for s in stages]
+        costs = replace(costs, i=i, w=w, b=least)
+    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
+    held = [(0.0, 0.0)] * len(stages) if forms.again else problem.limits.held
+    return pose(
+        costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links, held,
+        problem.limits.cap, forms.split, counts,
+    )  # fmt: skip
+
+
+def lower_bound(problem: JointProblem) -> float:
+    """ms that no schedule of the problem ends before, whatever the forms of its ops."""
+    least = relaxed(problem)
+    given = _waits(problem, least) if problem.forms.again else waits(least)
+    queues = least.queues
+    width = int(np.diff(queues.rank_first).max(initial=1))
+    bound = 0.0
+    cheap = work_seconds(least) < (_WORK_SECONDS if is_compiled(longest_paths) else 1e-3 * _WORK_SECONDS)
+    for work in (False, True)[: 1 + cheap]:
+        head, tail = heads_and_tails(least, given, work)
+        made = ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width))
+        bound = max(bound, float(made))
+    return max(bound, memory_bound(problem, least)) if problem.forms.again else bound
+
+
+def _waits(problem: JointProblem, least: Problem) -> Waits:
+    """Which backward each forward waits for at least: microbatches that are in flight keep what R needs of each stage
+    on the rank, and one of them has to be held whole before anything is freed."""
+    given = waits(least)
+    release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
+    ops, queues = problem.ops, least.queues
+    number = {
+        (kind, stage, int(pipeline)): q
+        for q, (kind, stage, pipeline) in enumerate(zip(least.kind, least.stage, queues.pipeline, strict=True))
+    }
+    for c, (pipeline, stage) in enumerate(problem.chains):
+        rank = int(ops.chain_rank[c])
+        mine = range(ops.chain_first[rank], ops.chain_first[rank + 1])
+        before = sum(
+            float(ops.kept[k]) for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage
+        )
+        each = before + float(ops.kept[c])
+        left = float(ops.cap[rank]) * (1 + EPSILON) - float(ops.held[c]) - before
+        if each <= 0 or math.isinf(left):
+            continue
+        room = 1 + max(0, math.floor(left / each + EPSILON))
+        if room < ops.size[c]:
+            q = number["F", stage, pipeline]
+            back = number["I" if problem.forms.split else "B", stage, pipeline]
+            release[0, q], lag[0, q] = back, room
+    return Waits(given.order, release, lag)
+
+
+class _Side(NamedTuple):
+    """Of one chain: its microbatches, ms of an R, and what one of them holds for how long.
+
+    Attributes:
+        kept, again: where its forward is kept and where it runs again: ways to run it, each of (amount, ms).
+    """
+
+    size: int
+    time: float
+    kept: list[list[tuple[float, float]]]
+    again: list[list[tuple[float, float]]]
+
+
+def memory_bound(problem: JointProblem, least: Problem) -> float:
+    """The largest over ranks of: the least over how many forwards run again, of its work and of what memory takes."""
+    ops, queues = problem.ops, least.queues
+    to, onwards = ways(queues), ways(queues.turned())
+    number = {
+        (kind, stage, int(pipeline)): q
+        for q, (kind, stage, pipeline) in enumerate(zip(least.kind, least.stage, queues.pipeline, strict=True))
+    }
+    back_kind = "I" if problem.forms.split else "B"
+    bound = 0.0
+    for r in range(problem.num_ranks):
+        chains = [c for c in range(ops.chain_first[r], ops.chain_first[r + 1]) if ops.size[c] > 0]
+        cap = float(ops.cap[r]) * (1 + EPSILON)
+        if not chains or math.isinf(cap) or all(ops.kept[c] >= ops.held[c] for c in chains):
+            continue
+        forward = [number["F", problem.chains[c][1], problem.chains[c][0]] for c in chains]
+        back = [number[back_kind, problem.chains[c][1], problem.chains[c][0]] for c in chains]
+        head = min(to[q] for q in forward)
+        weight = [int(queues.local_to[q]) if problem.forms.split else q for q in back]
+        work = head + float(sum(queues.duration[q] * queues.size[q] for q in (*forward, *back)))
+        if problem.forms.split:
+            work += float(sum(queues.duration[q] * queues.size[q] for q in weight))
+        # The last of the rank's ops is a weight gradient, or a backward and the way up from it.
+        work += min(onwards[q] for q in weight)
+        for ends_at_weight in (True, False):
+            tail = 0.0 if ends_at_weight else min(onwards[q] for q in back)
+            sides = [
+                _side(problem, c, to[b] - to[f], ends_at_weight)
+                for c, f, b in zip(chains, forward, back, strict=True)
+            ]
+            bound = max(bound, _least(sides, work, head + tail, cap))
+    return bound
+
+
+def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _Side:
+    """What a chain holds; `way` is from the start of a forward to the start of its backward at least (ms)."""
+    ops, forms = problem.ops, problem.forms
+    f, again, i, w, b = (float(x) for x in ops.times[c])
+    held, kept, left = float(ops.held[c]), float(ops.kept[c]), float(ops.held[c] * (1 - ops.freed[c]))
+    last: list[list[tuple[float, float]]] = []
+    if forms.split:
+        last.append([(held, i)] + ([(left, w)] if ends_at_weight else []))
+    if forms.whole:
+        last.append([(held, b)])
+    first_kept = [(held, way)]
+    first_again = [(kept, max(f, way - again)), (held, again)]
+    return _Side(int(ops.size[c]), again, [first_kept + each for each in last], [first_again + each for each in last])
+
+
+def _least(sides: list[_Side], work: float, around: float, cap: float) -> float:
+    """The least, over how many forwards run again, of what the rank's work and memory take (ms)."""
+    amounts = {amount / cap for side in sides for way in (*side.kept, *side.again) for amount, _ in way}
+    rows = []
+    for feasible in _feasible(amounts):
+
+        def area(ways: list[list[tuple[float, float]]], g: Callable[[float], float] = feasible) -> float:
+            return min(sum(g(amount / cap) * ms for amount, ms in way) for way in ways)
+
+        rows.append([(area(side.kept), area(side.again)) for side in sides])
+    if len(sides) == 1:
+        # One chain: how many is a whole number, and the functions hold for the same one.
+        side = sides[0]
+        counts = np.arange(side.size + 1)
+        taken = np.array([(side.size - counts) * kept + counts * again for ((kept, again),) in rows]).max(axis=0)
+        return float(np.maximum(work + counts * side.time, around + taken).min())
+    bound = work
+    for row in rows:
+        left = around + sum(side.size * kept for side, (kept, _) in zip(sides, row, strict=True))
+        spent = work
+        # The larger of the two is least where they meet: those first that save most for their time.
+        saving = [(kept - again, side.time, side.size) for side, (kept, again) in zip(sides, row, strict=True)]
+        for less, time, size in sorted(saving, key=lambda s: -s[0] / s[1] if s[1] > 0 else -math.inf):
+            if less <= 0 or left <= spent:
+                continue
+            x = min(float(size), (left - spent) / (less + time))
+            left, spent = left - x * less, spent + x * time
+        bound = max(bound, spent, left) if left > spent else max(bound, spent)
+    return bound
+
+
+def _feasible(amounts: set[float]) -> Iterator[Callable[[float], float]]:
+    """Functions of shares of a cap whose values add up to 1 at most wherever the shares do."""
+    yield lambda x: x
+    for least in sorted({a + 1e-9 for a in amounts} | {1 - a - 1e-9 for a in amounts} | {1 / 3, 1 / 2}):
+        if 0 < least <= 0.5:
+            yield lambda x, least=least: 1.0 if x > 1 - least else 0.0 if x < least else x  # type: ignore[misc]
+    for k in range(1, _PARTS):
+
+        def whole(x: float, k: int = k) -> float:
+            parts = x * (k + 1)
+            return x if abs(parts - round(parts)) < 1e-7 else math.floor(parts) / k
+
+        yield whole

@@ -1,0 +1,518 @@
+"""Moves on orders and forms: list scheduling that decides forms on the way, timing, and simulated annealing.
+
+    shift     an op on the critical path goes before those it waited behind
+    again     a forward runs again, its R right before its backward, or no longer does
+    whole     an I and its W become a B, or the other way round
+
+Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again. A move changes one
+rank's row; what it makes of the makespan is found by timing all ops once more. Written to be compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.tolerance import EPSILON
+
+OPTIONS = {"nogil": True}
+"""For numba: walks on several threads do not wait for one another."""
+
+Array = Any
+F, R, I, W = 0, 1, 2, 3
+WHOLE = 4
+CLOSE = 1e-7
+"""Milliseconds within which a path counts as longest."""
+INFINITE = 1e300
+
+
+def seed(number: int) -> None:
+    """Seeds the random numbers of this thread's compiled functions."""
+    np.random.seed(number)
+
+
+def set_form(p: Any, o: Any, c: int, j: int) -> None:
+    """Writes the durations and memory of a cell's ops from its form."""
+    cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
+    held, kept = p.held[c], p.kept[c]
+    again, whole = o.again[cell], o.whole[cell]
+    for kind in range(4):
+        o.duration[first + kind * size] = p.times[c, kind]
+    if whole:
+        o.duration[first + I * size] = p.times[c, WHOLE]
+    o.change[first] = kept if again else held
+    o.change[first + R * size] = held - kept
+    o.change[first + I * size] = -held if whole else -p.freed[c] * held
+    o.change[first + W * size] = (p.freed[c] - 1.0) * held
+
+
+def set_forms(p: Any, o: Any) -> None:
+    """The same for all cells, and every op's place."""
+    for c in range(len(p.size)):
+        for j in range(p.size[c]):
+            set_form(p, o, c, j)
+    o.place[:] = -1
+    for r in range(len(o.length)):
+        for at in range(o.length[r]):
+            o.place[o.row[r, at]] = at
+
+
+def copy(source: Any, target: Any) -> None:
+    """Writes orders and forms over others."""
+    target.row[:] = source.row
+    target.length[:] = source.length
+    target.again[:] = source.again
+    target.whole[:] = source.whole
+    target.duration[:] = source.duration
+    target.change[:] = source.change
+    target.place[:] = source.place
+
+
+def fits(p: Any, o: Any, r: int) -> bool:
+    """Whether rank r keeps to its cap."""
+    level, limit = 0.0, p.cap[r] * (1 + EPSILON)
+    for at in range(o.length[r]):
+        level += o.change[o.row[r, at]]
+        if level > limit and o.change[o.row[r, at]] > 0:
+            return False
+    return True
+
+
+def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
+    """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
+
+    Working space: `ints` 3 rows of K, `free` K floats. Ops that have no start are left at -1.
+    """
+    num_ranks = len(o.length)
+    place, stack, stacked = ints[0], ints[1], ints[2]
+    row, duration, message_from, message_to = o.row, o.duration, p.message_from, p.message_to
+    start[:] = -1.0
+    missing = 0
+    for r in range(num_ranks):
+        place[r] = 0
+        free[r] = 0.0
+        stack[r] = num_ranks - 1 - r
+        stacked[r] = 1
+        missing += o.length[r]
+    depth, makespan = num_ranks, 0.0
+    while depth > 0:
+        depth -= 1
+        r = stack[depth]
+        stacked[r] = 0
+        while place[r] < o.length[r]:
+            op = row[r, place[r]]
+            time = free[r]
+            before = message_from[op]
+            if before >= 0:
+                if start[before] < 0:
+                    break
+                time = max(time, start[before] + duration[before] + p.delay[op])
+            start[op] = time
+            free[r] = time + duration[op]
+            place[r] += 1
+            missing -= 1
+            after = message_to[op]
+            if after >= 0:
+                other = p.rank[after]
+                if (
+                    other != r
+                    and stacked[other] == 0
+                    and place[other] < o.length[other]
+                    and row[other, place[other]] == after
+                ):
+                    stack[depth] = other
+                    stacked[other] = 1
+                    depth += 1
+        makespan = max(makespan, free[r])
+    return makespan if missing == 0 else -1.0
+
+
+def may_pass(p: Any, o: Any, lead: int, trail: int) -> bool:
+    """Whether `trail`, right behind `lead` on its rank, may go before it, memory and other ranks apart."""
+    if p.message_from[trail] == lead:
+        return False
+    if p.chain[lead] != p.chain[trail]:
+        return True
+    if p.number[lead] == p.number[trail] or p.kind[lead] == p.kind[trail]:
+        return False
+    whole_lead = p.kind[lead] == I and o.whole[p.cell[lead]]
+    whole_trail = p.kind[trail] == I and o.whole[p.cell[trail]]
+    return not ((whole_lead and p.kind[trail] == W) or (whole_trail and p.kind[lead] == W))
+
+
+def take_out(o: Any, r: int, op: int) -> None:
+    """Removes an op from its row."""
+    at = o.place[op]
+    for k in range(at, o.length[r] - 1):
+        o.row[r, k] = o.row[r, k + 1]
+        o.place[o.row[r, k]] = k
+    o.length[r] -= 1
+    o.place[op] = -1
+
+
+def put_in(o: Any, r: int, op: int, at: int) -> None:
+    """Inserts an op into a row, at place `at`."""
+    for k in range(o.length[r], at, -1):
+        o.row[r, k] = o.row[r, k - 1]
+        o.place[o.row[r, k]] = k
+    o.row[r, at] = op
+    o.place[op] = at
+    o.length[r] += 1
+
+
+def run_again(p: Any, o: Any, c: int, j: int) -> None:
+    """A forward that was kept runs again, right before its backward; or one that ran again is kept."""
+    r, cell = p.chain_rank[c], p.cell_first[c] + j
+    op = p.first[c] + R * p.size[c] + j
+    if o.again[cell]:
+        take_out(o, r, op)
+    else:
+        put_in(o, r, op, o.place[p.first[c] + I * p.size[c] + j])
+    o.again[cell] = not o.again[cell]
+    set_form(p, o, c, j)
+
+
+def run_whole(p: Any, o: Any, c: int, j: int) -> bool:
+    """A backward in halves becomes whole, or the other way round; False where the order of its queues forbids it."""
+    r, size, cell = p.chain_rank[c], p.size[c], p.cell_first[c] + j
+    back, weight = p.first[c] + I * size + j, p.first[c] + W * size + j
+    if o.whole[cell]:
+        put_in(o, r, weight, o.place[back] + 1)
+    else:
+        earlier = -1
+        for k in range(j):
+            other = p.first[c] + W * size + k
+            earlier = max(earlier, o.place[other])
+        if earlier < o.place[back]:
+            take_out(o, r, weight)
+        elif j + 1 == size or o.place[weight] < o.place[back + 1]:
+            at = o.place[weight]
+            take_out(o, r, weight)
+            take_out(o, r, back)
+            put_in(o, r, back, at - 1)
+        else:
+            return False
+    o.whole[cell] = not o.whole[cell]
+    set_form(p, o, c, j)
+    return True
+
+
+def in_flight(p: Any, o: Any, r: int, at: int) -> int:
+    """One cell, drawn by lot, that rank r holds all of at place `at` and that may run again; -1 where none is."""
+    chosen, count = -1, 0
+    for c in range(p.chain_first[r], p.chain_first[r + 1]):
+        if not p.may_again[c] or p.kept[c] >= p.held[c]:
+            continue
+        for j in range(p.size[c]):
+            forward, back = p.first[c] + j, p.first[c] + I * p.size[c] + j
+            if o.place[forward] <= at and o.place[back] > at and not o.again[p.cell_first[c] + j]:
+                count += 1
+                if np.random.randint(count) == 0:
+                    chosen = forward
+    return chosen
+
+
+def critical(p: Any, o: Any, start: Array, found: Array) -> int:
+    """Walks one critical path from its end; leaves its ops in `found` and returns how many there are.
+
+    Where several paths are critical one is drawn by lot.
+    """
+    op, longest = -1, -1.0
+    for r in range(len(o.length)):
+        if o.length[r] > 0:
+            last = o.row[r, o.length[r] - 1]
+            end = start[last] + o.duration[last]
+            if end > longest + CLOSE or (end > longest - CLOSE and np.random.random() < 0.5):
+                op, longest = last, end
+    count = 0
+    while op >= 0:
+        found[count] = op
+        count += 1
+        time = start[op] - CLOSE
+        if time <= 0.0:
+            break
+        before = o.row[p.rank[op], o.place[op] - 1] if o.place[op] > 0 else -1
+        message = p.message_from[op]
+        by_rank = before >= 0 and start[before] + o.duration[before] >= time
+        by_message = message >= 0 and start[message] + o.duration[message] + p.delay[op] >= time
+        if by_rank and by_message:
+            by_rank = np.random.random() < 0.5
+        op = before if by_rank else message if by_message else -1
+    return count
+
+
+def change(p: Any, o: Any, found: Array, count: int) -> int:
+    """Makes one move on orders that keep to all rules; returns its rank, or -1 - rank where it is not allowed."""
+    anywhere = np.random.random() < 0.15
+    if anywhere:
+        op = -1
+        while op < 0:
+            op = np.random.randint(len(p.chain))
+            if o.place[op] < 0:
+                op = -1
+    else:
+        op = found[np.random.randint(count)]
+    r, c, j, kind = p.rank[op], p.chain[op], p.number[op], p.kind[op]
+    cell = p.cell_first[c] + j
+    if np.random.random() < 0.35:
+        if p.may_again[c] and (kind == R or (kind != W and (anywhere or np.random.random() < 0.3))):
+            run_again(p, o, c, j)
+            return r if fits(p, o, r) else -1 - r
+        if kind in (I, W) and (p.may_split[c] if o.whole[cell] else p.may_whole[c]):
+            return r if run_whole(p, o, c, j) and fits(p, o, r) else -1 - r
+    at = o.place[op]
+    far = 1 if np.random.random() < 0.6 else 1 + np.random.randint(6)
+    late = anywhere and np.random.random() < 0.5
+    moved = 0
+    while moved < far:
+        to = at + 1 if late else at - 1
+        if to < 0 or to >= o.length[r]:
+            break
+        other = o.row[r, to]
+        if not (may_pass(p, o, op, other) if late else may_pass(p, o, other, op)):
+            break
+        o.row[r, at], o.row[r, to] = other, op
+        o.place[other], o.place[op] = at, to
+        at = to
+        moved += 1
+    if moved == 0:
+        return -1 - r
+    if fits(p, o, r):
+        return r
+    for _ in range(2):
+        held = in_flight(p, o, r, at)
+        if held < 0:
+            return -1 - r
+        run_again(p, o, p.chain[held], p.number[held])
+        if fits(p, o, r):
+            return r
+    return -1 - r
+
+
+def anneal(
+    p: Any,
+    o: Any,
+    undo: Any,
+    best_orders: Any,
+    start: Array,
+    trial: Array,
+    found: Array,
+    ints: Array,
+    free: Array,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    target: float,
+    now: float,
+    best: float,
+    stop: Array,
+) -> tuple[float, float, int]:
+    """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
+    the best one, whose orders are in `best_orders`, and the moves made: fewer at `target`, or when `stop` is set.
+
+    Args:
+        o: the orders to begin with, and to end with. undo: a copy of them.
+        start: of each op of `o`. trial, found, ints, free: working space.
+        now: the makespan of `o`. best: that of `best_orders`.
+    """
+    count = -1
+    for move in range(num_moves):
+        if stop[0] != 0:
+            return now, best, move
+        if count < 0:
+            count = critical(p, o, start, found)
+        r = change(p, o, found, count)
+        allowed = r >= 0
+        if not allowed:
+            r = -1 - r
+        made = timed(p, o, trial, ints, free) if allowed else -1.0
+        worse = made - now
+        if made >= 0 and (
+            worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves)))
+        ):
+            now = made
+            count = -1
+            start[:] = trial
+            settle(p, o, undo, r)
+            if now < best * (1 - 1e-12):
+                best = now
+                copy(o, best_orders)
+                if best <= target:
+                    return now, best, move + 1
+        else:
+            settle(p, undo, o, r)
+    return now, best, num_moves
+
+
+def settle(p: Any, source: Any, target: Any, r: int) -> None:
+    """Writes what a move on rank r may have changed over other orders."""
+    target.length[r] = source.length[r]
+    for at in range(source.length[r]):
+        target.row[r, at] = source.row[r, at]
+    for c in range(p.chain_first[r], p.chain_first[r + 1]):
+        first, cells = p.first[c], p.cell_first[c]
+        for k in range(p.size[c]):
+            target.again[cells + k] = source.again[cells + k]
+            target.whole[cells + k] = source.whole[cells + k]
+        for op in range(first, first + 4 * p.size[c]):
+            target.duration[op] = source.duration[op]
+            target.change[op] = source.change[op]
+            target.place[op] = source.place[op]
+
+
+def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array, early: bool, start: Array) -> float:
+    """List scheduling that decides forms as it comes to them; returns the makespan, or -1 where the ranks are stuck.
+
+    Backward before forward before weight gradients; R when its gradient is about to arrive.
+
+    Args:
+        o: out, all but the durations and places.
+        depth: of each rank, most forwards ahead of their backwards.
+        keep: of each chain, the chance that a forward which could be kept is.
+        whole: of each chain, the chance that a backward is whole.
+        wait: of each rank, ms that it waits for a better op.
+        early: whether R may run before its gradient is known to come.
+        start: out, of each op.
+    """
+    num_ranks, num_chains = len(p.cap), len(p.size)
+    forward, back, weight = (
+        np.zeros(num_chains, np.int64),
+        np.zeros(num_chains, np.int64),
+        np.zeros(num_chains, np.int64),
+    )
+    ran = np.zeros(num_chains, np.bool_)
+    """Of each chain, whether the R of its next backward has run."""
+    free, held = np.zeros(num_ranks), np.zeros(num_ranks)
+    ahead = np.zeros(num_ranks, np.int64)
+    o.again[:] = False
+    o.whole[:] = False
+    o.length[:] = 0
+    start[:] = -1.0
+    drawn_keep, drawn_whole = np.zeros(len(o.again), np.bool_), np.zeros(len(o.again), np.bool_)
+    left = 0
+    for c in range(num_chains):
+        for j in range(p.size[c]):
+            cell = p.cell_first[c] + j
+            drawn_keep[cell] = not p.may_again[c] or np.random.random() < keep[c]
+            drawn_whole[cell] = p.may_whole[c] and (not p.may_split[c] or np.random.random() < whole[c])
+            set_form(p, o, c, j)
+            left += 3
+    makespan = 0.0
+    classes = np.array([2, 1, 0, 3])
+    while left > 0:
+        best_rank, best_time = -1, INFINITE
+        best_op, best_again = -1, False
+        for r in range(num_ranks):
+            limit = p.cap[r] * (1 + EPSILON)
+            reserve = 0.0
+            for c in range(p.chain_first[r], p.chain_first[r + 1]):
+                for j in range(back[c], forward[c]):
+                    if o.again[p.cell_first[c] + j] and not (j == back[c] and ran[c]):
+                        reserve = max(reserve, p.held[c] - p.kept[c])
+            # Twice: when the rank can start something, then what is best among all it could start soon after.
+            soonest = INFINITE
+            for turn in range(2):
+                chosen, chosen_class, chosen_time, chosen_again = -1, 99, INFINITE, False
+                for c in range(p.chain_first[r], p.chain_first[r + 1]):
+                    size, first = p.size[c], p.first[c]
+                    for kind in range(4):
+                        if kind == F:
+                            j = forward[c]
+                        elif kind == W:
+                            j = weight[c]
+                        else:
+                            j = back[c]
+                        if j >= size:
+                            continue
+                        cell, op = p.cell_first[c] + j, first + kind * size + j
+                        ready, rank_class, again = free[r], classes[kind], False
+                        if kind == F:
+                            if ahead[r] >= depth[r]:
+                                continue
+                            again = not drawn_keep[cell]
+                            others = 0.0
+                            for k in range(p.chain_first[r], p.chain_first[r + 1]):
+                                if k != c and forward[k] <= j and j < p.size[k]:
+                                    others += min(p.kept[k], p.held[k])
+                            if not again and held[r] + p.held[c] + max(reserve, others) > limit:
+                                if not p.may_again[c]:
+                                    continue
+                                again = True
+                            if again and held[r] + p.kept[c] + max(reserve, p.held[c] - p.kept[c]) > limit:
+                                continue
+                        elif kind == W:
+                            if weight[c] >= back[c]:
+                                continue
+                        else:
+                            if j >= forward[c]:
+                                continue
+                            needs_again = o.again[cell] and not ran[c]
+                            if (kind == R) != needs_again:
+                                continue
+                            # B adds to the weights' gradients too, after all W before it.
+                            if kind == I and drawn_whole[cell] and weight[c] < j:
+                                if p.may_split[c]:
+                                    drawn_whole[cell] = False
+                                else:
+                                    continue
+                        before = p.message_from[op] if kind != R else p.message_from[first + I * size + j]
+                        if before >= 0:
+                            late = p.delay[op] if kind != R else p.delay[first + I * size + j]
+                            if start[before] < 0:
+                                if kind != R or not early:
+                                    continue
+                                rank_class = 4
+                            elif kind == R:
+                                ready = max(ready, start[before] + o.duration[before] + late - p.times[c, R])
+                            else:
+                                ready = max(ready, start[before] + o.duration[before] + late)
+                        if kind == R and held[r] + p.held[c] - p.kept[c] > limit:
+                            continue
+                        if turn == 0:
+                            soonest = min(soonest, ready)
+                        elif ready <= soonest + wait[r] and (
+                            rank_class < chosen_class or (rank_class == chosen_class and ready < chosen_time)
+                        ):
+                            chosen, chosen_class, chosen_time, chosen_again = op, rank_class, ready, again
+                if soonest >= INFINITE:
+                    break
+            if chosen >= 0 and soonest < best_time:
+                best_rank, best_time = r, soonest
+                best_op, best_again = chosen, chosen_again
+                best_start = chosen_time
+        if best_rank < 0:
+            return -1.0
+        r, op = best_rank, best_op
+        c, j, kind = p.chain[op], p.number[op], p.kind[op]
+        cell = p.cell_first[c] + j
+        if kind == F:
+            o.again[cell] = best_again
+            forward[c] += 1
+            ahead[r] += 1
+            if best_again:
+                left += 1
+            set_form(p, o, c, j)
+        elif kind == R:
+            ran[c] = True
+        elif kind == I:
+            back[c] += 1
+            ran[c] = False
+            ahead[r] -= 1
+            o.whole[cell] = drawn_whole[cell]
+            set_form(p, o, c, j)
+            if o.whole[cell]:
+                weight[c] += 1
+                left -= 1
+        else:
+            weight[c] += 1
+        # Whole backwards right behind have no W to wait for.
+        held[r] += o.change[op]
+        start[op] = best_start
+        free[r] = best_start + o.duration[op]
+        makespan = max(makespan, free[r])
+        o.row[r, o.length[r]] = op
+        o.length[r] += 1
+        left -= 1
+    return makespan

@@ -1,0 +1,238 @@
+"""A problem in which forms are decided with the order: which forwards run again, which backwards are whole.
+
+A *chain* is one stage of one pipeline. It has four ops for each of its microbatches, of which some are not there:
+
+    F R I W     op 4 * N of a chain's first op onwards: all F, all R, all I, all W, each in the order of microbatches
+    again       R is there, and F keeps only what R needs
+    whole       the I is a B, and there is no W
+
+Order and form are plain arrays, so that one move changes both. All queues of a chain run in the order of
+microbatches, as `check` demands; B counts among the I and among the W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.cost import Costs, Links
+from penstock.engine.network import NONE, Array
+from penstock.planning.family import Forms, dealt
+from penstock.planning.limits import Limits
+from penstock.schedule import Op, Placement, Schedule
+
+F, R, I, W = range(4)
+WHOLE = 4
+"""The column of `Ops.times` with the length of a B."""
+
+
+class Ops(NamedTuple):
+    """What is given. C chains over K ranks, n ops, M cells: a chain and one of its microbatches.
+
+    Attributes:
+        chain, kind, number, cell, rank: of each op; `number` counts the chain's microbatches.
+        message_from, delay: the op on another stage that an op needs, or -1, and ms until its message is there.
+        message_to: the same seen from the other side.
+        first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
+        chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
+        times: of each chain, ms of F, R, I, W and B.
+        held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
+        may_again, may_whole, may_split: of each chain, the forms its microbatches may take.
+        cap: most that each rank may hold.
+    """
+
+    chain: Array
+    kind: Array
+    number: Array
+    cell: Array
+    rank: Array
+    message_from: Array
+    delay: Array
+    message_to: Array
+    first: Array
+    size: Array
+    cell_first: Array
+    chain_rank: Array
+    chain_first: Array
+    times: Array
+    held: Array
+    kept: Array
+    freed: Array
+    may_again: Array
+    may_whole: Array
+    may_split: Array
+    cap: Array
+
+
+class Orders(NamedTuple):
+    """What is decided, and what follows from it.
+
+    Attributes:
+        row: of each rank, its ops in their order; `length` says how many there are.
+        again, whole: of each cell.
+        duration, change: of each op in its form: ms, and what it adds (at its start) to what its rank holds, or
+            takes (at its end).
+        place: of each op, where it stands in its row; -1 where it is not there.
+    """
+
+    row: Array
+    length: Array
+    again: Array
+    whole: Array
+    duration: Array
+    change: Array
+    place: Array
+
+
+@dataclass(frozen=True)
+class JointProblem:
+    """The arrays, and what they stand for: (pipeline, stage) of each chain, and the problem as it was given."""
+
+    ops: Ops
+    chains: tuple[tuple[int, int], ...]
+    costs: Costs
+    links: Links
+    limits: Limits
+    forms: Forms
+    placement: Placement
+    microbatch_pipeline: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ops.cap)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.ops.chain)
+
+    def described(self) -> str:
+        """The problem in words, all its numbers given, for a report."""
+        return (
+            f"{self.num_ranks} ranks, placement {self.placement.pipelines}, pipelines of the microbatches "
+            f"{self.microbatch_pipeline}, {self.costs!r}, {self.links!r}, {self.forms!r}, holds {self.limits.held}, "
+            f"caps {self.limits.cap}"
+        )
+
+    def orders(self) -> Orders:
+        """Room for orders, with nothing in it."""
+        ops, n = self.ops, self.num_ops
+        on_rank = np.bincount(ops.rank, minlength=self.num_ranks)
+        cells = int(ops.size.sum())
+        return Orders(
+            row=np.full((self.num_ranks, int(on_rank.max(initial=1))), NONE, np.int64),
+            length=np.zeros(self.num_ranks, np.int64),
+            again=np.zeros(cells, np.bool_),
+            whole=np.zeros(cells, np.bool_),
+            duration=np.zeros(n),
+            change=np.zeros(n),
+            place=np.full(n, NONE, np.int64),
+        )
+
+    def schedule(self, orders: Orders, name: str) -> Schedule:
+        """The schedule of orders."""
+        ops = self.ops
+        microbatches = [[m for m, k in enumerate(self.microbatch_pipeline) if k == p] for p, _ in self.chains]
+        rows = []
+        for r in range(self.num_ranks):
+            found = []
+            for op in orders.row[r, : orders.length[r]].tolist():
+                c = int(ops.chain[op])
+                kind = "B" if ops.kind[op] == I and orders.whole[ops.cell[op]] else "FRIW"[ops.kind[op]]
+                found.append(Op(kind, self.chains[c][1], microbatches[c][int(ops.number[op])]))
+            rows.append(tuple(found))
+        return Schedule(name, self.placement, tuple(rows), self.microbatch_pipeline, self.limits.in_flight)
+
+    def read(self, schedule: Schedule) -> Orders:
+        """The other way: a schedule of this placement and these forms as orders."""
+        ops, orders = self.ops, self.orders()
+        chain = {key: c for c, key in enumerate(self.chains)}
+        number: dict[int, int] = {}
+        counts = [0] * self.placement.num_pipelines
+        for m, p in enumerate(schedule.microbatch_pipeline):
+            number[m] = counts[p]
+            counts[p] += 1
+        kinds = {"F": F, "R": R, "I": I, "B": I, "W": W}
+        for r, row in enumerate(schedule.order):
+            for op in row:
+                c = chain[schedule.microbatch_pipeline[op.microbatch], op.stage]
+                j = number[op.microbatch]
+                at = int(ops.first[c]) + kinds[op.kind] * int(ops.size[c]) + j
+                orders.row[r, orders.length[r]] = at
+                orders.length[r] += 1
+                if op.kind == "R":
+                    orders.again[ops.cell_first[c] + j] = True
+                if op.kind == "B":
+                    orders.whole[ops.cell_first[c] + j] = True
+        return orders
+
+
+def pose_joint(
+    costs: Costs,
+    placement: Placement,
+    num_ranks: int,
+    counts: Sequence[int],
+    links: Links,
+    limits: Limits,
+    forms: Forms,
+) -> JointProblem:
+    """Lays out the arrays.
+
+    Args:
+        counts: how many microbatches each pipeline has.
+    """
+    chains = sorted(
+        ((p, s) for p, hosts in enumerate(placement.pipelines) for s in range(len(hosts))),
+        key=lambda key: (placement.pipelines[key[0]][key[1]], key),
+    )
+    index = {key: c for c, key in enumerate(chains)}
+    size = np.array([counts[p] for p, _ in chains], np.int64)
+    chain_rank = np.array([placement.pipelines[p][s] for p, s in chains], np.int64)
+    first = np.concatenate([[0], np.cumsum(4 * size)]).astype(np.int64)
+    n = int(first[-1])
+    ints = {name: np.full(n, NONE, np.int64) for name in ("message_from", "message_to")}
+    delay = np.zeros(n)
+    chain = np.repeat(np.arange(len(chains)), 4 * size)
+    within = np.arange(n) - first[chain]
+    kind, number = within // np.maximum(1, size[chain]), within % np.maximum(1, size[chain])
+    for c, (p, s) in enumerate(chains):
+        for which, other in ((F, s - 1), (I, s + 1)):
+            if (p, other) in index:
+                before = index[p, other]
+                mine = first[c] + which * size[c] + np.arange(size[c])
+                theirs = first[before] + which * size[before] + np.arange(size[before])
+                ints["message_from"][mine], ints["message_to"][theirs] = theirs, mine
+                if chain_rank[c] != chain_rank[before]:
+                    delay[mine] = links.delay(int(chain_rank[before]), int(chain_rank[c]))
+    cell_first = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)[:-1]
+    held = np.array([limits.held[s][0] for _, s in chains], np.float64)
+    ops = Ops(
+        chain=chain.astype(np.int64),
+        kind=kind.astype(np.int64),
+        number=number.astype(np.int64),
+        cell=(cell_first[chain] + number).astype(np.int64),
+        rank=chain_rank[chain],
+        delay=delay,
+        first=first[:-1].copy(),
+        size=size,
+        cell_first=cell_first,
+        chain_rank=chain_rank,
+        chain_first=np.searchsorted(chain_rank, np.arange(num_ranks + 1)).astype(np.int64),
+        times=np.array([[costs.duration(k, s) for k in "FRIWB"] for _, s in chains], np.float64),
+        held=held,
+        kept=held * costs.kept if forms.again else held,
+        freed=np.array([limits.held[s][1] for _, s in chains], np.float64),
+        may_again=np.full(len(chains), forms.again),
+        may_whole=np.array([forms.whole and (not forms.split or _gains(costs, s)) for _, s in chains]),
+        may_split=np.full(len(chains), forms.split),
+        cap=np.array(limits.cap, np.float64),
+        **ints,
+    )
+    return JointProblem(ops, tuple(chains), costs, links, limits, forms, placement, dealt(counts))
+
+
+def _gains(costs: Costs, stage: int) -> bool:
+    """Whether a B can be better than an I and its W right behind it."""
+    return costs.duration("B", stage) < costs.duration("I", stage) + costs.duration("W", stage)

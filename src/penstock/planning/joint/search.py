@@ -1,0 +1,398 @@
+"""The search for orders and forms: list scheduling from many starts, then annealing on threads, then CP-SAT.
+
+bound     `bounds.lower_bound`: true for every form
+starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
+          where they hold too much (`passes.recompute`); list scheduling under random depths
+anneal    moves of order and form (`moves`), from the best so far
+exact     CP-SAT with optional intervals, where the problem is small
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import Array
+from penstock.engine.tolerance import EPSILON
+from penstock.library import SCHEDULES, build
+from penstock.passes import recompute
+from penstock.planning import exact as plain_exact
+from penstock.planning import strategy
+from penstock.planning.family import Forms
+from penstock.planning.joint import exact, moves
+from penstock.planning.joint.bounds import lower_bound, relaxed
+from penstock.planning.joint.problem import F, I, JointProblem, Orders, R, W
+from penstock.planning.problem import pose
+from penstock.planning.progress import Progress, certain
+from penstock.planning.threads import Threads, random_numbers_kept
+from penstock.schedule import Schedule, ScheduleError
+
+HOT, COLD = 0.5, 0.1
+"""Temperatures at which a walk begins and ends, as shares of the mean duration of an op."""
+
+_SLICE = 0.1
+"""Seconds between looks at the clock."""
+
+_PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
+"""Shares of the time left that plans of one form take, list scheduling, and annealing where CP-SAT comes after it."""
+
+_FIRST = "1f1b"
+"""The library schedule that comes first, however short the time: its forwards run again, it bounds all plans."""
+
+_MOST_LIBRARY_OPS = 20_000
+"""Above this building the library's schedules takes longer than it is worth."""
+
+
+@dataclass
+class JointSearch:
+    """The state of a search: the best so far, and what is proved; see `planning.search.Search`."""
+
+    problem: JointProblem
+    lower_bound: float
+    began: float
+    seed: int = 0
+    stop_at_gap: float = 0.0
+    on_progress: Callable[[Progress], None] | None = None
+    until: float = math.inf
+    value: float = math.inf
+    orders: Orders | None = None
+    how: str = ""
+    _module: Any = field(default_factory=lambda: ready(moves))
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds till the search must have come to its end; below 0 where it should have."""
+        return self.until - self.seconds
+
+    @property
+    def shift(self) -> float:
+        """Values are those of the makespan itself."""
+        return 0.0
+
+    @property
+    def target(self) -> float:
+        """The makespan (ms) at which the search may stop."""
+        return self.lower_bound * (1 + max(self.stop_at_gap, 1e-9))
+
+    @property
+    def closed(self) -> bool:
+        return self.value <= self.target
+
+    def report(self, how: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(how, self.seconds, self.value, self.lower_bound))
+
+    def improve_bound(self, bound: float) -> None:
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described)
+
+    def take(self, orders: Orders, how: str) -> None:
+        """Keeps a copy of orders if they run, keep to the caps and are the best so far."""
+        ops = self.problem.ops
+        self._module.set_forms(ops, orders)
+        if not all(self._module.fits(ops, orders, r) for r in range(self.problem.num_ranks)):
+            return
+        value = timed(self.problem, orders, np.empty(self.problem.num_ops))
+        if 0 <= value < self.value * (1 - 1e-12):
+            self.lower_bound = certain(self.lower_bound, value, self.problem.described)
+            self.orders = Orders(*(array.copy() for array in orders))
+            self.value, self.how = value, how
+
+    def schedule(self, name: str, memory_limit: float | None) -> Schedule:
+        """The best so far."""
+        assert self.orders is not None
+        return replace(self.problem.schedule(self.orders, name), memory_limit=memory_limit)
+
+    def take_schedule(self, schedule: Schedule, how: str) -> None:
+        """The same for a schedule of this placement."""
+        if allows(self.problem.forms, schedule):
+            self.take(self.problem.read(schedule), how)
+
+
+def allows(forms: Forms, schedule: Schedule) -> bool:
+    """Whether a schedule has no other forms."""
+    kinds = {op.kind for row in schedule.order for op in row}
+    return (
+        kinds <= {"F", "R", "B", "I", "W"}
+        and (forms.again or "R" not in kinds)
+        and (forms.whole or "B" not in kinds)
+        and (forms.split or not kinds & {"I", "W"})
+    )
+
+
+def timed(problem: JointProblem, orders: Orders, start: Array) -> float:
+    """The makespan of orders, started as soon as possible; -1 where they deadlock."""
+    module: Any = ready(moves)
+    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks)
+    return float(module.timed(problem.ops, orders, start, ints, free))
+
+
+def begin(
+    problem: JointProblem,
+    seed: int,
+    stop_at_gap: float,
+    on_progress: Callable[[Progress], None] | None,
+    began: float,
+) -> JointSearch:
+    """A search with its bound, and with orders to begin with."""
+    search = JointSearch(problem, lower_bound(problem), began, seed, stop_at_gap, on_progress)
+    search.take(one_by_one(problem), "one microbatch at a time")
+    if search.orders is None:
+        raise ScheduleError(
+            f"one microbatch at a time does not keep to the caps {list(problem.limits.cap)} (rule: memory); this "
+            "is a bug in penstock",
+            rule="memory",
+        )
+    return search
+
+
+def run(search: JointSearch) -> None:
+    """Searches until the gap is closed or the time of the search is over; what was found stands."""
+    with suppress(KeyboardInterrupt):
+        if search.how == "one microbatch at a time":
+            library(search)
+            search.report("library")
+            of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
+        with random_numbers_kept(not is_compiled(moves)):
+            listed(search, search.seconds + _LISTED_SHARE * search.left)
+        small = search.problem.num_ops <= exact.MOST_OPS and plain_exact.available()
+        walked(search, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
+        if small and not search.closed and search.left > 0:
+            solved(search)
+
+
+def one_by_one(problem: JointProblem) -> Orders:
+    """Every microbatch alone, each forward run again that may be: it fits wherever anything does."""
+    ops, orders = problem.ops, problem.orders()
+    for c in range(len(ops.size)):
+        cells = slice(int(ops.cell_first[c]), int(ops.cell_first[c] + ops.size[c]))
+        orders.again[cells] = ops.may_again[c]
+        orders.whole[cells] = not ops.may_split[c]
+    for r in range(problem.num_ranks):
+        mine = range(ops.chain_first[r], ops.chain_first[r + 1])
+        for j in range(max((int(ops.size[c]) for c in mine), default=0)):
+            for p in range(problem.placement.num_pipelines):
+                chains = [c for c in mine if problem.chains[c][0] == p and j < ops.size[c]]  # by stage
+                steps = [(c, F) for c in chains]
+                for c in reversed(chains):
+                    steps += [(c, R)] * bool(ops.may_again[c]) + [(c, I)] + [(c, W)] * bool(ops.may_split[c])
+                for c, kind in steps:
+                    orders.row[r, orders.length[r]] = ops.first[c] + kind * ops.size[c] + j
+                    orders.length[r] += 1
+    return orders
+
+
+def of_one_form(search: JointSearch, until: float) -> None:
+    """Plans in which all ops have one form: every backward halves, or every one whole; none runs again.
+
+    Where no forward may run again, `relaxed` is such a problem too: its bounds hold, and its halves that stand side
+    by side are a B.
+    """
+    problem, forms = search.problem, search.problem.forms
+    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
+    plain = [relaxed(problem)] if forms.whole and not forms.again and forms.split else []
+    if not forms.again or _has_room(problem):
+        plain += [
+            pose(
+                problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
+                problem.limits.held, problem.limits.cap, split, counts,
+            )
+            for split in ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
+        ]  # fmt: skip
+    for number, each in enumerate(plain):
+        if search.closed or search.seconds >= until:
+            break
+        seconds = (until - search.seconds) / (len(plain) - number)
+        inner = strategy.begin(each, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
+        strategy.first_order(inner)
+        inner.until = seconds
+        strategy.run(inner)
+        made = problem.read(each.schedule(inner.row, "plan"))
+        search.take(made, inner.how)
+        if number == 0 and forms.whole and not forms.again and forms.split:
+            search.improve_bound(inner.lower_bound)
+        if forms.split and forms.whole and each.kind.count("W"):
+            search.take(joined(problem, made), inner.how)
+        search.report(inner.how)
+
+
+def _has_room(problem: JointProblem) -> bool:
+    """Whether every rank can hold all of one microbatch, so that no forward need run again."""
+    held = problem.ops.held
+    return all(
+        sum(
+            held[c]
+            for c in range(problem.ops.chain_first[r], problem.ops.chain_first[r + 1])
+            if problem.chains[c][0] == p
+        )
+        <= problem.ops.cap[r] * (1 + EPSILON)
+        for r in range(problem.num_ranks)
+        for p in range(problem.placement.num_pipelines)
+    )
+
+
+def joined(problem: JointProblem, orders: Orders) -> Orders:
+    """The same orders with B for every I that its W follows at once, where a B gains."""
+    ops, made = problem.ops, problem.orders()
+    for r in range(problem.num_ranks):
+        row = orders.row[r, : orders.length[r]].tolist()
+        found: list[int] = []
+        for op in row:
+            last = found[-1] if found else -1
+            if (
+                last >= 0
+                and ops.kind[op] == W
+                and ops.kind[last] == I
+                and ops.cell[op] == ops.cell[last]
+                and ops.may_whole[ops.chain[op]]
+            ):
+                made.whole[ops.cell[op]] = True
+            else:
+                found.append(op)
+        made.row[r, : len(found)] = found
+        made.length[r] = len(found)
+    return made
+
+
+def library(search: JointSearch) -> None:
+    """Takes every library schedule of the placement, with forwards run again where it holds too much."""
+    problem = search.problem
+    if problem.num_ops > _MOST_LIBRARY_OPS:
+        return
+    num_microbatches = len(problem.microbatch_pipeline)
+    names = sorted(SCHEDULES, key=lambda name: name != _FIRST)
+    for name in names:
+        if search.left <= 0 and name != _FIRST:
+            return
+        for options in ({}, {"num_stages": problem.placement.num_stages}):
+            with suppress(ScheduleError):
+                made = build(name, problem.num_ranks, num_microbatches, **options)
+                if (
+                    made.placement != problem.placement
+                    or made.stage_graph is not None
+                    or made.microbatch_pipeline != problem.microbatch_pipeline
+                ):
+                    continue
+                search.take_schedule(made, name)
+                if problem.forms.again:
+                    # The pass counts what is held itself: not the limit a schedule was built for.
+                    made = recompute(replace(made, memory_limit=None), problem.costs, list(problem.limits.cap))
+                    search.take_schedule(made, f"{name}, recomputed")
+                break
+
+
+def listed(search: JointSearch, until: float) -> None:
+    """List scheduling under random depths, chances to be kept and whole, and waits."""
+    problem, module = search.problem, search._module
+    ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
+    random = np.random.default_rng(search.seed)
+    module.seed(search.seed)
+    num_ranks, num_chains = problem.num_ranks, len(ops.size)
+    most = np.array([max(1, int(ops.size[ops.chain_rank == r].sum())) for r in range(num_ranks)])
+    scale = float(ops.times.mean())
+    trial = 0
+    while search.seconds < until and trial < 2000:
+        if trial == 0:
+            depth = most
+        elif trial == 1:
+            depth = np.minimum(most, np.arange(num_ranks, 0, -1))
+        elif trial < 6:
+            depth = np.minimum(most, trial - 1)
+        else:
+            slack = random.uniform(0.5, 2.5)
+            depth = np.clip(np.rint(1 + slack * np.arange(num_ranks - 1, -1, -1)), 1, most)
+            depth = np.clip(depth + random.integers(-1, 2, num_ranks), 1, most)
+        keep = np.full(num_chains, 1.0 if trial % 2 == 0 else random.uniform())
+        whole = np.full(num_chains, (1.0, 0.0, 0.5)[trial % 3])
+        wait = np.full(num_ranks, 0.0 if trial < 6 else scale * random.uniform(0, 1.0))
+        early = bool(trial % 2)
+        made = module.listed(ops, orders, depth.astype(np.int64), keep, whole, wait, early, start)
+        if made >= 0:
+            search.take(orders, "greedy")
+        trial += 1
+        if search.closed:
+            return
+        if trial % 100 == 0:
+            search.report("greedy")
+
+
+class _Walk:
+    """One thread's walk."""
+
+    def __init__(self, problem: JointProblem, seed: int) -> None:
+        n = problem.num_ops
+        self.problem = problem
+        self._module: Any = ready(moves)
+        self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
+        self._start, self._trial = np.empty(n), np.empty(n)
+        self._found = np.empty(n, np.int64)
+        self._ints, self._free = np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks)
+        self._random = np.random.default_rng(seed)
+        self._scale = float(problem.ops.times[:, :4].mean()) or 1.0
+        # At first few: it soon grows to what they are.
+        self._moves_a_second = min(20_000.0, 2e7 / max(1, n)) if is_compiled(moves) else min(50.0, 2e4 / max(1, n))
+        self.now = self.best = math.inf
+
+    def begin(self, orders: Orders) -> None:
+        for mine in (self._orders, self._undo, self.best_orders):
+            self._module.copy(orders, mine)
+        self.now = self.best = float(
+            self._module.timed(self.problem.ops, self._orders, self._start, self._ints, self._free)
+        )
+
+    def go(self, seconds: float, hot: float, cold: float, target: float, stop: Array) -> None:
+        """Walks for about so long while the temperature falls from `hot` to `cold` (shares of an op), or until `stop`
+        is no longer 0."""
+        num_moves = max(1, int(seconds * self._moves_a_second))
+        self._module.seed(int(self._random.integers(2**31)))
+        before = time.perf_counter()
+        self.now, self.best, moved = self._module.anneal(
+            self.problem.ops, self._orders, self._undo, self.best_orders, self._start, self._trial, self._found,
+            self._ints, self._free, num_moves, hot * self._scale, cold * self._scale, target, self.now, self.best,
+            stop,
+        )  # fmt: skip
+        spent = time.perf_counter() - before
+        if moved == num_moves or stop[0] != 0:
+            self._moves_a_second = min(4 * self._moves_a_second, (moved + 1) / max(spent, 1e-6))
+
+
+def walked(search: JointSearch, until: float, num_threads: int | None = None) -> None:
+    """Anneals on several threads until `until` (seconds since the search began), again and again from the best."""
+    if search.problem.num_ops == 0 or search.orders is None:
+        return
+    with Threads(num_threads, is_compiled(moves)) as threads:
+        walks = [_Walk(search.problem, search.seed + k) for k in range(threads.num)]
+        while not search.closed and search.seconds < until:
+            begins, left = search.seconds, until - search.seconds
+            length = left if left < 1.5 else max(1.0, 0.4 * left)
+            for walk in walks:
+                walk.begin(search.orders)
+            while not search.closed and search.seconds < until and (done := (search.seconds - begins) / length) < 1:
+                part = min(_SLICE / length, 1 - done)
+                hot, cold = (HOT * (COLD / HOT) ** share for share in (done, done + part))
+                calls = [partial(walk.go, part * length, hot, cold, search.target, threads.stop) for walk in walks]
+                threads.run(calls, until - search.seconds)
+                for walk in walks:
+                    search.take(walk.best_orders, "local search")
+                search.report("local search")
+
+
+def solved(search: JointSearch) -> None:
+    """Asks CP-SAT for shorter orders and a better bound, for the time that is left."""
+    assert search.orders is not None
+    answer = exact.solve(search.problem, search.orders, search.value, search.lower_bound, search.left, search.seed)
+    if answer.orders is not None:
+        search.take(answer.orders, "exact")
+    search.improve_bound(answer.bound)
+    search.report("exact")
