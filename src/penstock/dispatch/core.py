@@ -49,19 +49,17 @@ def decide(
     cap: Array,
     warmup_left: Array,
     gang: Array,
-    num_ranks: int,
-    ending: Array,
-    place: Array,
+    beside: Array,
 ) -> int:
-    """The op that `rank` starts now, NOTHING where it waits. `rank` is a rank, or `num_ranks` plus one: its stream.
+    """The op that `rank` starts now, NOTHING where it waits. `rank` is a row: a rank, or a stream.
 
     An op that several ranks run together is taken only when its turn in the frozen order has come, so that all
     of them take these in the same order.
 
-    `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations, and `ending[rank]` is what the ops
-    under way on a rank and its stream free when they end; `warmup_left[rank]` is how many forwards must still run
-    before anything else may. Ops of a row are numbered in its order; `place[op]` is where an op stands in the order
-    of its rank, those of the stream among the others.
+    `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations; `warmup_left[rank]` is how
+    many forwards must still run before anything else may. Ops of a row are numbered in its order. `beside` is empty
+    where ranks have no streams; else it says where each op stands in the order of its rank, those of the stream among
+    the others, and then of each rank what the ops under way on it and its stream free when they end.
     """
     if policy == FROZEN:
         op = next_frozen[rank]
@@ -77,10 +75,12 @@ def decide(
             continue
         if best != NOTHING and not is_preferred(policy, op, best, priority):
             continue
-        if memory_change[op] > 0 and not fits(
-            rank, op, first, done, next_frozen, memory_change, held, cap, num_ranks, ending, place
-        ):
-            continue
+        if memory_change[op] > 0:
+            if len(beside) == 0:
+                if not fits(rank, op, done, next_frozen, memory_change, held, cap):
+                    continue
+            elif not fits_beside(rank, op, first, done, next_frozen, memory_change, held, cap, beside):
+                continue
         best = op
     return best
 
@@ -112,7 +112,24 @@ def wait_until(
     return now
 
 
-def fits(
+def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:
+    """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
+
+    Running it early raises the memory of every op that the frozen order has before it.
+    """
+    level = held[rank] + memory_change[op]
+    limit = cap[rank] + EPSILON * cap[rank]
+    if level > limit:
+        return False
+    for earlier in range(next_frozen[rank], op):
+        if done[earlier] == 0:
+            level += memory_change[earlier]
+            if level > limit:
+                return False
+    return True
+
+
+def fits_beside(
     rank: int,
     op: int,
     first: Array,
@@ -121,33 +138,25 @@ def fits(
     memory_change: Array,
     held: Array,
     cap: Array,
-    num_ranks: int,
-    ending: Array,
-    place: Array,
+    beside: Array,
 ) -> bool:
-    """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
+    """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
 
-    Running it early raises the memory of every op that the frozen order has before it. Where the rank has a stream,
-    that is the order of both together, each op ending before the next: what is under way will end.
+    What is under way will end.
     """
-    holder = rank % num_ranks
-    level = held[holder] + memory_change[op]
+    num_ranks = (len(first) - 1) // 2
+    holder = rank if rank < num_ranks else rank - num_ranks
+    stream = holder + num_ranks
+    level = held[holder] + held[stream] + memory_change[op]
     limit = cap[holder] + EPSILON * cap[holder]
     if level > limit:
         return False
-    if len(first) - 1 == num_ranks:
-        for earlier in range(next_frozen[rank], op):
-            if done[earlier] == 0:
-                level += memory_change[earlier]
-                if level > limit:
-                    return False
-        return True
-    level += ending[holder]
-    own, apart = next_frozen[holder], next_frozen[holder + num_ranks]
+    level += beside[len(memory_change) + holder]
+    own, apart = next_frozen[holder], next_frozen[stream]
     while True:
-        has_own = own < first[holder + 1] and place[own] < place[op]
-        has_apart = apart < first[holder + num_ranks + 1] and place[apart] < place[op]
-        if has_own and (not has_apart or place[own] < place[apart]):
+        has_own = own < first[holder + 1] and beside[own] < beside[op]
+        has_apart = apart < first[stream + 1] and beside[apart] < beside[op]
+        if has_own and (not has_apart or beside[own] < beside[apart]):
             earlier = own
             own += 1
         elif has_apart:
@@ -159,6 +168,12 @@ def fits(
             level += memory_change[earlier]
             if level > limit:
                 return False
+
+
+def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside: Array) -> None:
+    """Where ranks have streams, takes note that an op starts that will free memory; that it ended, with `-change`."""
+    if len(beside) > 0:
+        beside[num_ops + row % (num_rows // 2)] += change
 
 
 def start(
@@ -173,8 +188,6 @@ def start(
     memory_change: Array,
     held: Array,
     warmup_left: Array,
-    num_ranks: int,
-    ending: Array,
 ) -> None:
     """Takes note that `rank` starts `op`: it leaves its queue, and a forward's activation is held."""
     done[op] = 1
@@ -182,15 +195,12 @@ def start(
     while next_frozen[rank] < first[rank + 1] and done[next_frozen[rank]] == 1:
         next_frozen[rank] += 1
     if memory_change[op] > 0:
-        held[rank % num_ranks] += memory_change[op]
-    else:
-        ending[rank % num_ranks] += memory_change[op]
+        held[rank] += memory_change[op]
     if priority[op] == 1 and warmup_left[rank] > 0:
         warmup_left[rank] -= 1
 
 
-def finish(rank: int, op: int, memory_change: Array, held: Array, num_ranks: int, ending: Array) -> None:
+def finish(rank: int, op: int, memory_change: Array, held: Array) -> None:
     """Takes note that `op` ended: what it frees is free."""
     if memory_change[op] < 0:
-        held[rank % num_ranks] += memory_change[op]
-        ending[rank % num_ranks] -= memory_change[op]
+        held[rank] += memory_change[op]

@@ -30,9 +30,9 @@ class Dispatcher:
         self._next_frozen = list(graph.first[:-1])
         self._head = list(graph.queue_first[:-1])
         self._memory_change = memory_change
-        self._held = [0.0] * graph.num_ranks
-        self._ending = [0.0] * graph.num_ranks
-        self._cap = [cap] * graph.num_ranks
+        self._held = [0.0] * graph.num_rows
+        self._beside = graph.beside
+        self._cap = [cap] * graph.num_rows
         self._warmup_left = [0] * graph.num_rows
         self._left = graph.first[rank + 1] - graph.first[rank]
         self._rows: tuple[int, ...] = (rank,)
@@ -49,7 +49,7 @@ class Dispatcher:
     @property
     def held(self) -> float:
         """Activations the rank holds now."""
-        return self._held[self.rank]
+        return sum(self._held[row] for row in self._rows)
 
     def next(self) -> int | None:
         """The op to run now, or None to wait. The op counts as started."""
@@ -64,7 +64,7 @@ class Dispatcher:
         op = core.decide(
             self._policy, rank, graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head,
             graph.priority, self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
-            self._warmup_left, graph.gang, graph.num_ranks, self._ending, graph.place,
+            self._warmup_left, graph.gang, self._beside,
         )  # fmt: skip
         return None if op == core.NOTHING else self._take(rank, op)
 
@@ -73,15 +73,24 @@ class Dispatcher:
         graph = self.graph
         core.start(
             rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
-            self._memory_change, self._held, self._warmup_left, graph.num_ranks, self._ending,
+            self._memory_change, self._held, self._warmup_left,
         )  # fmt: skip
+        self._note(op, 1)
         self._left -= 1
         self.log.append(("run", op))
         return op
 
+    def _note(self, op: int, sign: int) -> None:
+        change = self._memory_change[op]
+        if change < 0 and self._beside:
+            core.note_under_way(
+                self.graph.rank[op], sign * change, self.graph.num_rows, self.graph.num_ops, self._beside
+            )
+
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        core.finish(self.graph.rank[op], op, self._memory_change, self._held, self.graph.num_ranks, self._ending)
+        core.finish(self.graph.rank[op], op, self._memory_change, self._held)
+        self._note(op, -1)
         self.log.append(("finish", op))
         for successor in self.successors(op):
             if self.graph.rank[successor] in self._rows:

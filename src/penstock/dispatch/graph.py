@@ -111,6 +111,11 @@ class Graph:
         """Whether there are streams besides the ranks."""
         return self.num_rows > self.num_ranks
 
+    @property
+    def beside(self) -> list[float]:
+        """What `core.decide` knows of streams, before a run."""
+        return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else []
+
     def host(self, op: int) -> int:
         """The rank of an op, be it on its stream."""
         return self.rank[op] % self.num_ranks

@@ -10,7 +10,7 @@ import heapq
 from typing import Any
 
 from penstock.dispatch import core
-from penstock.dispatch.core import Array, decide, finish, start, wait_until
+from penstock.dispatch.core import Array, decide, finish, note_under_way, start, wait_until
 
 COMPILED_WITH = (core,)
 
@@ -64,14 +64,12 @@ def run(
     late_ms: Array,
     line_free: Array,
     line_last: Array,
-    num_ranks: int,
-    ending: Array,
-    place: Array,
+    beside: Array,
     arrival: Any = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
 
-    Rows are the `num_ranks` ranks and, where ops are asynchronous, as many streams; memory is the ranks'.
+    Rows are the ranks and, where ops are asynchronous, as many streams, which use the ranks' memory.
 
     In: `policy`, one of the core's; `wait`, `due` per op (0: no waiting, see `core.wait_until`); `duration` and
     `memory_change` per op (ms, activations); `delay[a * num_rows + b]` (ms), and alike `depth`, how many messages a
@@ -98,7 +96,7 @@ def run(
                 continue
             op = decide(
                 policy, rank, first, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
-                next_frozen, memory_change, held, cap, warmup_left, gang, num_ranks, ending, place,
+                next_frozen, memory_change, held, cap, warmup_left, gang, beside,
             )  # fmt: skip
             if op == core.NOTHING:
                 continue
@@ -109,11 +107,13 @@ def run(
                         wake[rank] = until
                         heapq.heappush(events, (until, num_ops + num_edges + rank))
                     continue
-            start(
-                rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left,
-                num_ranks, ending,
-            )  # fmt: skip
-            peak[rank % num_ranks] = max(peak[rank % num_ranks], held[rank % num_ranks])
+            start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
+            if len(beside) == 0:
+                peak[rank] = max(peak[rank], held[rank])
+            else:
+                holder = rank % (num_rows // 2)
+                peak[holder] = max(peak[holder], held[holder] + held[holder + num_rows // 2])
+                note_under_way(rank, min(memory_change[op], 0.0), num_rows, num_ops, beside)
             turn[op] = started
             started += 1
             last_on[rank] = op
@@ -140,7 +140,8 @@ def run(
             code = heapq.heappop(events)[1]
             if code < num_ops:
                 rank = rank_of[code]
-                finish(rank, code, memory_change, held, num_ranks, ending)
+                finish(rank, code, memory_change, held)
+                note_under_way(rank, -min(memory_change[code], 0.0), num_rows, num_ops, beside)
                 ended += 1
                 unsent[rank] = edge_first[code]
                 state[rank] = BLOCKED

@@ -173,8 +173,9 @@ class Runner:
             **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
             **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
-            **{name: np.zeros(num_rows) for name in ("held", "ending", "peak", "wake")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
             "due": np.asarray(due),
+            "beside": np.array(order.graph.beside),
         }
         loop: ModuleType = engine
         if use:
@@ -188,7 +189,6 @@ class Runner:
             lines=through.lines,
             base=through.base,
             arrival=through.arrival,
-            num_ranks=order.num_ranks,
             **arrays,
         )
         if ended < num_ops:
@@ -345,5 +345,5 @@ def _refuse_warmup(order: Order, arrays: dict[str, Any], warmup: Sequence[int]) 
 
 _AS_THEY_ARE = (
     "first", "edge_first", "edge_to", "queue_rank_first", "queue_first", "queue_ops", "queue_of", "priority", "gang",
-    "gang_first", "gang_ops", "place",
+    "gang_first", "gang_ops",
 )  # fmt: skip
