@@ -25,12 +25,12 @@ import ortools
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from penstock.bench.machine import machine
-from proof_cases import Verdict, draw, judge
+from proof_cases import Verdict, draw, draw_free, judge
 
 
-def _judged(given: tuple[int, float, float]) -> Verdict:
-    seed, time_limit, seconds = given
-    return judge(draw(seed), time_limit, seconds)
+def _judged(given: tuple[int, float, float, bool]) -> Verdict:
+    seed, time_limit, seconds, free = given
+    return judge(draw_free(seed) if free else draw(seed), time_limit, seconds)
 
 
 def counts(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def summary(verdicts: list[Verdict], arguments: argparse.Namespace) -> dict[str,
     groups = {
         name: {key: counts([v for v in verdicts if of(v) == key]) for key in sorted(Counter(of(v) for v in verdicts))}
         for name, of in (
-            ("placement", lambda v: v.case.family),
+            ("family", lambda v: v.case.family),
             ("objective", lambda v: v.case.instance.objective),
             ("limit", lambda v: v.case.limit),
             ("backward", lambda v: "split" if v.case.split else "whole"),
@@ -80,15 +80,16 @@ def main() -> int:
     parser.add_argument("--time", type=float, default=0.3, help="seconds for the planner")
     parser.add_argument("--solver-seconds", type=float, default=60.0)
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--free", action="store_true", help="cases in which more than the order is free")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.case is not None:
-        verdict = judge(draw(arguments.case), arguments.time, arguments.solver_seconds)
+        verdict = _judged((arguments.case, arguments.time, arguments.solver_seconds, arguments.free))
         pprint(verdict)
         return 1 if verdict.wrong else 0
     verdicts: list[Verdict] = []
     given = [
-        (seed, arguments.time, arguments.solver_seconds)
+        (seed, arguments.time, arguments.solver_seconds, arguments.free)
         for seed in range(arguments.first, arguments.first + arguments.cases)
     ]
     with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
