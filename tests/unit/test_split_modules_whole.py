@@ -290,6 +290,18 @@ class SetsGlobal(Chain):
         return x * CALLS
 
 
+class Differentiates(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return x + slope
+
+
+class Enables(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * 2
+
+
 class Recomputes(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -316,6 +328,8 @@ class Casts(Chain):
         (AsksKind, "isinstance.x, Tensor."),
         (Swallows, "if x.sum.. > 1"),
         (SetsGlobal, "sets a variable outside of it.*CALLS .= 1"),
+        (Differentiates, "computes gradients itself.*torch.autograd.grad"),
+        (Enables, "with torch.enable_grad"),
         (Recomputes, "checkpoint.layer, x"),
         (Casts, "with torch.autocast"),
     ],

@@ -53,6 +53,9 @@ _DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sam
 _NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "choice", "permutation", "binomial")
 
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
 class Same:
     """Holds a value to what it was for the example; a branch of the forward depends on it."""
 
@@ -207,6 +210,8 @@ class Recorder(fx.Tracer):
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        if target in _GRADIENTS and not self._concrete:
+            self.refuse("computes gradients itself, which may need more than the stage that it lies in")
         with self.suspended():
             return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
@@ -337,6 +342,8 @@ class Recorder(fx.Tracer):
         found.append((checkpoint, "checkpoint", self._refused(checkpoint.checkpoint, recompute)))
         autocast = "enters torch.autocast, which is the pipeline's part: ps.Pipeline(autocast=)"
         found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
+        enable = "enters torch.enable_grad(), which an evaluation would not see"
+        found.append((torch.enable_grad, "__enter__", self._refused(torch.enable_grad.__enter__, enable)))
         apply = torch.autograd.Function.__dict__["apply"].__func__
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
