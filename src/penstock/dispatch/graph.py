@@ -12,7 +12,7 @@ rank follows, which the core takes for one more rank (see `schedule.streams`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -78,7 +78,7 @@ class Graph:
 
     def __init__(
         self,
-        rows: Sequence[Sequence[Op]],
+        rows: Callable[[], Sequence[Sequence[Op]]],
         num_ranks: int,
         arrays: Mapping[str, Array],
         number: dict[Op, int] | None = None,
@@ -92,7 +92,7 @@ class Graph:
 
     @cached_property
     def ops(self) -> list[Op]:
-        return list(itertools.chain.from_iterable(self._rows))
+        return list(itertools.chain.from_iterable(self._rows()))
 
     @cached_property
     def number(self) -> dict[Op, int]:
@@ -183,7 +183,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         "place": _places(schedule, rows),
     }
     arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind) | _gangs(len(ops), list(numbers.values()))
-    return Graph(rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds)
+    return Graph(lambda: rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds)
 
 
 def _lower_columns(schedule: Schedule) -> Graph | None:
@@ -209,7 +209,7 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
     }
     own_kind = (columns.kind == R).astype(np.int64)
     arrays |= _queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind) | _gangs(num_ops, [])
-    return Graph(schedule.order, schedule.num_ranks, arrays, columns=columns)
+    return Graph(lambda: schedule.order, schedule.num_ranks, arrays, columns=columns)
 
 
 def _places(schedule: Schedule, rows: Sequence[Sequence[Op]]) -> Array:

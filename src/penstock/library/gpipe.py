@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.schedule import Op, Schedule, one_to_one
+import numpy as np
+
+from penstock.schedule import Schedule, one_to_one
+from penstock.schedule.columns import B, F, in_slots
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -14,5 +17,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble (p - 1)(f + b); peak N activations on every rank.
     """
-    rows = [[Op(kind, rank, m) for kind in "FB" for m in range(num_microbatches)] for rank in range(num_ranks)]
-    return Schedule.of("gpipe", one_to_one(num_ranks), rows, num_microbatches)
+    m = np.tile(np.arange(num_microbatches), (num_ranks, 1))
+    columns = in_slots(((F, m), (B, m + num_microbatches)))
+    return Schedule.of_columns("gpipe", one_to_one(num_ranks), columns, (0,) * num_microbatches)

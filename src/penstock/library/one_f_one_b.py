@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.schedule import Op, Schedule, one_to_one
+import numpy as np
+
+from penstock.schedule import Schedule, one_to_one
+from penstock.schedule.columns import B, F, in_slots
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -19,13 +22,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def in_turn(name: str, num_ranks: int, num_microbatches: int, in_flight: int) -> Schedule:
     """1F1B whose first stage reads at most `in_flight` microbatches before its first backward, others no more."""
-    rows = []
-    for rank in range(num_ranks):
-        warmup = min(num_ranks - rank, in_flight, num_microbatches + 1) - 1
-        row = [Op("F", rank, m) for m in range(warmup)]
-        for m in range(num_microbatches):
-            if warmup + m < num_microbatches:
-                row.append(Op("F", rank, warmup + m))
-            row.append(Op("B", rank, m))
-        rows.append(row)
-    return Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches)
+    rank, m = np.arange(num_ranks)[:, None], np.arange(num_microbatches)
+    warmup = np.minimum(num_ranks - rank, in_flight) - 1
+    columns = in_slots(((F, m - warmup), (B, m + 0 * rank)))
+    return Schedule.of_columns(name, one_to_one(num_ranks), columns, (0,) * num_microbatches)

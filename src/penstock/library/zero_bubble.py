@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from penstock.cost import Costs
 from penstock.library.options import at_least, warmup_counts
 from penstock.schedule import Op, Schedule, one_to_one
+from penstock.schedule.columns import F, I, W, in_slots
 from penstock.simulate import simulate
 
 
@@ -23,19 +26,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p - 1)(f + i - w) where w is at most f and i, a third of 1F1B's at f = i = w; peak at most p
     activations.
     """
-    rows = []
-    for rank in range(num_ranks):
-        warmup = min(num_ranks - 1 - rank, num_microbatches)
-        row = [Op("F", rank, m) for m in range(warmup)]
-        for m in range(num_microbatches):
-            if warmup + m < num_microbatches:
-                row.append(Op("F", rank, warmup + m))
-            row.append(Op("I", rank, m))
-            if m >= rank:
-                row.append(Op("W", rank, m - rank))
-        row += [Op("W", rank, m) for m in range(max(0, num_microbatches - rank), num_microbatches)]
-        rows.append(row)
-    return Schedule.of("zb-h1", one_to_one(num_ranks), rows, num_microbatches)
+    rank, m = np.arange(num_ranks)[:, None], np.arange(num_microbatches)
+    columns = in_slots(((F, m - (num_ranks - 1 - rank)), (I, m + 0 * rank), (W, m + rank)))
+    return Schedule.of_columns("zb-h1", one_to_one(num_ranks), columns, (0,) * num_microbatches)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -13,7 +13,8 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.network import NONE, Array, Network
 from penstock.planning.family import dealt, in_turn
-from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule import Placement, Schedule
+from penstock.schedule.columns import KINDS, Columns
 
 FORWARD_CLASS, BACKWARD_CLASS, WEIGHT_CLASS = 1, 0, 2
 
@@ -62,19 +63,20 @@ class Problem:
     def schedule(self, row: Array, name: str, memory_limit: float | None = None) -> Schedule:
         """The schedule whose orders are `row` (queue ids, rank after rank)."""
         queues = self.queues
-        microbatches: dict[int, list[int]] = {}
-        for microbatch, pipeline in enumerate(self.microbatch_pipeline):
-            microbatches.setdefault(pipeline, []).append(microbatch)
-        ops = [
-            iter([Op(kind, stage, m) for m in microbatches.get(int(pipeline), [])])
-            for kind, stage, pipeline in zip(self.kind, self.stage, queues.pipeline, strict=True)
-        ]
-        places = row.tolist()
-        rows = tuple(
-            tuple([next(ops[q]) for q in places[queues.row_first[r] : queues.row_first[r + 1]]])
-            for r in range(queues.num_ranks)
+        by_queue = np.argsort(row, kind="stable")
+        number = np.empty(len(row), np.int64)
+        number[by_queue] = np.arange(len(row)) - queues.op_first[row[by_queue]]
+        pipeline = np.array(self.microbatch_pipeline, np.int64)
+        dealt_to = np.argsort(pipeline, kind="stable")  # the microbatches of one pipeline after those of another
+        begins = np.searchsorted(pipeline[dealt_to], np.arange(self.placement.num_pipelines))
+        columns = Columns(
+            np.array([KINDS.index(kind) for kind in self.kind], np.int64)[row],
+            np.array(self.stage, np.int64)[row],
+            dealt_to[begins[queues.pipeline[row]] + number],
+            np.repeat(np.arange(queues.num_ranks), np.diff(queues.row_first)),
+            queues.row_first,
         )
-        return Schedule(name, self.placement, rows, self.microbatch_pipeline, memory_limit)
+        return Schedule.of_columns(name, self.placement, columns, self.microbatch_pipeline, memory_limit)
 
     def row(self, schedule: Schedule) -> Array:
         """The other way: a schedule of this placement as queue ids."""

@@ -13,12 +13,15 @@ through one by one.
 
 from __future__ import annotations
 
-from itertools import chain
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Op
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -72,7 +75,7 @@ def columns_of(schedule: Schedule) -> Columns | None:
     if num_ops == 0:
         nothing = np.zeros(0, np.int64)
         return Columns(nothing, nothing, nothing, nothing, first)
-    kinds, stages, microbatches = zip(*chain.from_iterable(schedule.order), strict=True)
+    kinds, stages, microbatches = zip(*itertools.chain.from_iterable(schedule.order), strict=True)
     try:
         kind = np.array([_CODES[each] for each in kinds], np.int64)
         stage, microbatch = np.array(stages), np.array(microbatches)
@@ -81,6 +84,51 @@ def columns_of(schedule: Schedule) -> Columns | None:
     if stage.dtype != np.int64 or microbatch.dtype != np.int64:
         return None
     return Columns(kind, stage, microbatch, np.repeat(np.arange(schedule.num_ranks), np.diff(first)), first)
+
+
+def rows_of_ops(columns: Columns) -> tuple[tuple[Op, ...], ...]:
+    """The other way: the ops of each rank."""
+    rows = []
+    with gc_paused():  # new objects by the million, none of them garbage
+        for begin, end in itertools.pairwise(columns.first.tolist()):
+            kinds = [KINDS[code] for code in columns.kind[begin:end].tolist()]
+            stages, microbatches = columns.stage[begin:end].tolist(), columns.microbatch[begin:end].tolist()
+            rows.append(tuple(map(Op, kinds, stages, microbatches)))
+    return tuple(rows)
+
+
+def op_of(columns: Columns, rank: int, step: int) -> Op:
+    """The op at a step of a rank."""
+    place = int(columns.first[rank]) + step
+    return Op(KINDS[columns.kind[place]], int(columns.stage[place]), int(columns.microbatch[place]))
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collects no garbage meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def in_slots(slots: Sequence[tuple[int, Array]]) -> Columns:
+    """Columns of one stage per rank from when each op would run, were all ops of a rank alike in length.
+
+    Args:
+        slots: (kind, a row for each rank with the slot of each microbatch): ops run in the order of their slots,
+            those of one slot in the order in which the kinds are given.
+    """
+    num_ranks, num_microbatches = slots[0][1].shape
+    key = np.concatenate([slot * len(slots) + turn for turn, (_, slot) in enumerate(slots)], axis=1)
+    place = np.argsort(key, axis=1, kind="stable").ravel()
+    kind = np.array([each for each, _ in slots], np.int64)[place // num_microbatches]
+    rank = np.repeat(np.arange(num_ranks), len(slots) * num_microbatches)
+    first = np.arange(num_ranks + 1) * (len(slots) * num_microbatches)
+    return Columns(kind, rank, place % num_microbatches, rank, first)
 
 
 def numbered(schedule: Schedule) -> Numbered | None:

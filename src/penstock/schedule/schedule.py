@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from penstock.schedule.columns import Columns, columns_of
+from penstock.schedule.columns import Columns, columns_of, op_of, rows_of_ops
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
 from penstock.schedule.op import FORWARD, UPDATE, Op
@@ -75,7 +75,16 @@ class Schedule:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "columns"}  # which are soon made again
+        # Columns are soon made again, unless they are what the ops are made of.
+        left_out = {"columns"} if "order" in vars(self) else set()
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __getattr__(self, name: str) -> Any:
+        """The order of a schedule made of columns: its ops are there from the moment somebody asks for them."""
+        columns = vars(self).get("columns") if name == "order" else None
+        if columns is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return vars(self).setdefault("order", rows_of_ops(columns))
 
     @classmethod
     def of(
@@ -90,9 +99,25 @@ class Schedule:
         rows = tuple(tuple(row) for row in order)
         return cls(name, placement, rows, (0,) * num_microbatches, memory_limit)
 
+    @classmethod
+    def of_columns(
+        cls,
+        name: str,
+        placement: Placement,
+        columns: Columns,
+        microbatch_pipeline: tuple[int, ...],
+        memory_limit: float | None = None,
+    ) -> Schedule:
+        """A schedule of plain ops that are given as columns. `check`, `lower` and `simulate` go through these, and no
+        op is made before somebody asks for one."""
+        made = cls(name, placement, (), microbatch_pipeline, memory_limit)
+        del vars(made)["order"]
+        vars(made)["columns"] = columns
+        return made
+
     @property
     def num_ranks(self) -> int:
-        return len(self.order)
+        return len(self.order) if "order" in vars(self) else len(vars(self)["columns"].first) - 1
 
     @property
     def num_stages(self) -> int:
@@ -104,7 +129,13 @@ class Schedule:
 
     @property
     def num_ops(self) -> int:
-        return sum(len(row) for row in self.order)
+        return sum(len(row) for row in self.order) if "order" in vars(self) else int(vars(self)["columns"].num_ops)
+
+    def op_at(self, rank: int, step: int) -> Op:
+        """One op of the order."""
+        if "order" in vars(self):
+            return self.order[rank][step]
+        return op_of(vars(self)["columns"], rank, step)
 
     @property
     def graph(self) -> StageGraph:

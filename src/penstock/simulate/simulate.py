@@ -72,7 +72,7 @@ def simulate(
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
     (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
-    runner = Runner(costs, compile=sum(map(len, schedule.order)) > COMPILE_ABOVE)
+    runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
     order = runner.lowered(schedule)
     caps = None
     if warmup is not None:

@@ -140,7 +140,7 @@ def _check_ranges(schedule: Schedule) -> None:
 
 def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None:
     """What is wrong with the kind, the numbers or the place of an op; None where all is well."""
-    graph, op = schedule.graph, schedule.order[rank][step]
+    graph, op = schedule.graph, schedule.op_at(rank, step)
     registered = graph.registered_of.get((op.kind, op.stage))
     if op.kind not in BUILT_IN and registered is None:
         known = ", ".join(KINDS)
