@@ -29,6 +29,7 @@ from penstock.planning.threads import Threads
 
 pytestmark = pytest.mark.unit
 
+COMPILED = compiling.compiled
 BEGIN = compile_ahead.begin
 """As it is outside tests, which compile what is missing before they go on."""
 
@@ -208,7 +209,7 @@ def without_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iter
     compiling.cache_folder.cache_clear()
     yield started
     compiling.cache_folder.cache_clear()
-    compiling.compiled.cache_clear()
+    COMPILED.cache_clear()
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span", ps.Expected([ps.Links({(0, 1): 5.0}), ps.Links()])])
@@ -275,7 +276,7 @@ def test_machine_code_for_a_type_that_is_gone_is_made_again(
     from penstock.engine import network
 
     problem = tight()
-    compiling.compiled.cache_clear()
+    COMPILED.cache_clear()
     with compiling.compiling(longest_paths):
         bound = jackson_bound(problem)
     folder = compiling.cache_folder(longest_paths)
@@ -286,7 +287,7 @@ def test_machine_code_for_a_type_that_is_gone_is_made_again(
         patch.delattr(network, "Network")
         assert compiling.cache_folder(longest_paths) == folder
     assert not list(folder.rglob("*.nb*"))
-    compiling.compiled.cache_clear()
+    COMPILED.cache_clear()
     assert not list(folder.glob("compiled-*"))
     monkeypatch.setattr(compiling, "_READY", set())
     assert jackson_bound(problem) == bound
