@@ -179,7 +179,7 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
         ({"dispatch": "warm"}, "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'"),
         ({"transport": "slow"}, "transport 'slow': give 'decoupled', 'blocking' or ps.Blocking"),
         ({"dispatch": "dynamic", "max_held": 1}, "rank 0: the cap is 1 activations, but the schedule's own order"),
-        ({"dispatch": "dynamic", "max_held": math.nan}, "rank 0: the cap is nan"),
+        ({"dispatch": "dynamic", "max_held": math.nan}, "max_held of rank 0 is nan: give a number of at least 0"),
         ({"dispatch": "dynamic", "max_held": [9, 9]}, "max_held has 2 entries, one a rank is needed: 4"),
         ({"dispatch": "dynamic", "warmup": [1]}, "warmup has 1 counts, one a rank is needed: 4"),
         ({"dispatch": "dynamic", "max_held": "many"}, "max_held is 'many': give a number of activations"),

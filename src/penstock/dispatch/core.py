@@ -172,8 +172,7 @@ def fits_beside(
 
 def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside: Array) -> None:
     """Where ranks have streams, takes note that an op starts that will free memory; that it ended, with `-change`."""
-    if len(beside) > 0:
-        beside[num_ops + row % (num_rows // 2)] += change
+    beside[num_ops + row % (num_rows // 2)] += change
 
 
 def start(

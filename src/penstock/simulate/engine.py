@@ -84,6 +84,7 @@ def run(
     state.
     """
     num_ops, num_rows, num_edges = len(duration), len(first) - 1, len(edge_to)
+    has_streams = len(beside) > 0
     started = ended = 0
     time = 0.0
     last_on = [-1] * num_rows
@@ -108,7 +109,7 @@ def run(
                         heapq.heappush(events, (until, num_ops + num_edges + rank))
                     continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
-            if len(beside) == 0:
+            if not has_streams:
                 peak[rank] = max(peak[rank], held[rank])
             else:
                 holder = rank % (num_rows // 2)
@@ -141,7 +142,8 @@ def run(
             if code < num_ops:
                 rank = rank_of[code]
                 finish(rank, code, memory_change, held)
-                note_under_way(rank, -min(memory_change[code], 0.0), num_rows, num_ops, beside)
+                if has_streams:
+                    note_under_way(rank, -min(memory_change[code], 0.0), num_rows, num_ops, beside)
                 ended += 1
                 unsent[rank] = edge_first[code]
                 state[rank] = BLOCKED
