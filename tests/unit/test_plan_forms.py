@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.planning.family import Forms
+from penstock.planning.joint import moves
+from penstock.planning.joint.problem import pose_joint
+from penstock.planning.limits import Limits
+from penstock.schedule import Op
 
 
 def kinds_of(schedule: ps.Schedule) -> set[str]:
@@ -94,6 +99,20 @@ def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, Any],
     with pytest.raises(ps.ScheduleError, match=words) as told:
         ps.plan(ps.Costs.uniform(2), 2, 4, placement=placement, memory_limit=2, **options)
     assert told.value.rule == "options"
+
+
+def test_a_forward_that_runs_again_comes_before_those_of_later_microbatches() -> None:
+    """It was put right before its own backward, behind the R of a later microbatch: `check` refused the plan."""
+    forms = Forms(again=True, whole=False, split=True)
+    costs, limits = replace(ps.Costs.uniform(1), kept_by_recompute=0.0), Limits((3.0,), ((1.0, 0.5),))
+    problem = pose_joint(costs, ps.placements.one_to_one(1), 1, [2], ps.Links(), limits, forms)
+    ops = tuple(Op(kind[0], 0, int(kind[1])) for kind in ["F0", "F1", "R1", "I0", "W0", "I1", "W1"])
+    orders = problem.read(ps.Schedule("by-hand", ps.placements.one_to_one(1), (ops,), (0, 0)))
+    moves.set_forms(problem.ops, orders)
+    moves.run_again(problem.ops, orders, 0, 0)
+    again = problem.schedule(orders, "again")
+    ps.check(again)
+    assert [op.short() for op in again.order[0]] == ["F0", "F1", "R0", "R1", "I0", "W0", "I1", "W1"]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 5, 6, 7, 9, 12, 29])

@@ -163,13 +163,17 @@ def put_in(o: Any, r: int, op: int, at: int) -> None:
 
 
 def run_again(p: Any, o: Any, c: int, j: int) -> None:
-    """A forward that was kept runs again, right before its backward; or one that ran again is kept."""
+    """A forward that was kept runs again, before its backward and later R; or one that ran again is kept."""
     r, cell = p.chain_rank[c], p.cell_first[c] + j
     op = p.first[c] + R * p.size[c] + j
     if o.again[cell]:
         take_out(o, r, op)
     else:
-        put_in(o, r, op, o.place[p.first[c] + I * p.size[c] + j])
+        at = o.place[p.first[c] + I * p.size[c] + j]
+        for later in range(1, p.size[c] - j):  # those of later microbatches may stand before this backward
+            if o.place[op + later] >= 0:
+                at = min(at, o.place[op + later])
+        put_in(o, r, op, at)
     o.again[cell] = not o.again[cell]
     set_form(p, o, c, j)
 
