@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from own_loop import plain_evaluate, plain_step, state
@@ -305,7 +306,7 @@ class Enables(Chain):
 class Recomputes(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=False)
         return x.sum(-1, keepdim=True)
 
 

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.stage.partitioning.place import Line, is_users
+from penstock.runtime.stage.partitioning.place import Line, is_users, line_of
 
 _QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}
 _MISSING = object()
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 class KindTest(NamedTuple):
@@ -43,7 +45,7 @@ class Answers(NamedTuple):
         suspended: a context in which nothing is recorded. recording: whether anything is.
     """
 
-    refuse: Callable[[str, Line], None]
+    refuse: Callable[[str, Line | None], None]
     example: Callable[[fx.Proxy], tuple[Any, ...]]
     suspended: Callable[[], Any]
     recording: Callable[[], bool]
@@ -63,6 +65,11 @@ def watching(answers: Answers) -> Iterator[None]:
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
+        if code is _CHECKPOINT and answers.recording():  # by whatever name the user has imported it
+            answers.refuse(
+                "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes",
+                line_of(frame),
+            )
         if not is_users(code.co_filename):
             return None
         if code not in known:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from penstock.runtime.stage.partitioning.kinds import A_TENSOR, Answers, watching
 from penstock.runtime.stage.partitioning.place import Line, Untraceable, here, line_of_error
@@ -338,8 +337,6 @@ class Recorder(fx.Tracer):
             found.append((random, name, self._refused(getattr(random, name), "draws Python's random numbers")))
         for name in ("manual_seed", "seed", "set_rng_state"):
             found.append((torch, name, self._refused(getattr(torch, name), "seeds torch's random numbers")))
-        recompute = "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes"
-        found.append((checkpoint, "checkpoint", self._refused(checkpoint.checkpoint, recompute)))
         autocast = "enters torch.autocast, which is the pipeline's part: ps.Pipeline(autocast=)"
         found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
         enable = "enters torch.enable_grad(), which an evaluation would not see"
