@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.cost import LinkCondition
-from penstock.lab.kernel import HEADER_BYTES, Timer, whole_segments
+from penstock.lab.kernel import HEADER_BYTES, KernelTimer, whole_segments
 from penstock.lab.layout import Layout, NetworkWay
 from penstock.lab.links import WayChange
 from penstock.lab.packets import PacketQueue
@@ -57,7 +57,7 @@ class Forwarder:
         }
         self._out = {way: devices[way.target, way.nic] for way in self.queues}
         self._due: list[tuple[float, NetworkWay]] = []
-        self._epoll, self._timer, self._armed = select.epoll(), Timer(), 0.0
+        self._epoll, self._timer, self._armed = select.epoll(), KernelTimer(), 0.0
         self._others: dict[int, Callable[[], None]] = {}
         self._ended = False
         for device in devices.values():

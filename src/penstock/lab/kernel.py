@@ -77,7 +77,7 @@ def whole_segments(tun: int, wanted: bool) -> None:
     fcntl.ioctl(tun, _TUNSETOFFLOAD, _CHECKSUM if wanted else _CHECKSUM | _SEGMENTS)
 
 
-class Timer:
+class KernelTimer:
     """A descriptor that becomes readable at a moment of the monotonic clock, to some microseconds."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import slack
-from penstock.passes.network import Network, network
+from penstock.passes.network import PassNetwork, network
 from penstock.schedule import Op, Schedule, check
 
 _TRIALS, _TRIED_OPS = 8, 100_000
@@ -66,7 +66,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links, num_trials: int) -> S
 class _Merging:
     """Which halves can be merged while every op still starts by its latest start."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, net: Network) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, net: PassNetwork) -> None:
         self._net, self._costs = net, costs
         graph = net.graph
         named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}

@@ -18,7 +18,7 @@ from penstock.simulate.runner import durations as durations_of
 
 
 @dataclass(frozen=True)
-class Network:
+class PassNetwork:
     """Nodes are op numbers of `graph`; an op of several ranks is the node of its first number.
 
     Attributes:
@@ -84,7 +84,7 @@ def check_costs(schedule: Schedule, costs: Costs) -> None:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
 
 
-def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
+def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
     """The network of a schedule that `check` accepts.
 
     Raises:
@@ -114,7 +114,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> Network:
             row_after[node_of[o - 1]].append(node_of[o])
     durations = durations_of(schedule, graph, costs).tolist()
     order = _order(schedule, node_of, before, after, row_before, row_after)
-    return Network(graph, durations, node_of, order, before, after, row_before, row_after)
+    return PassNetwork(graph, durations, node_of, order, before, after, row_before, row_after)
 
 
 def _order(

@@ -12,7 +12,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.merge import merged
-from penstock.passes.network import Network, network
+from penstock.passes.network import PassNetwork, network
 from penstock.schedule import Op, Schedule, check, require_no_updates
 from penstock.schedule.columns import Array
 
@@ -90,7 +90,7 @@ class Separation:
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, net: Network, memory: Memory, only: Set[int] | None = None
+        self, schedule: Schedule, costs: Costs, net: PassNetwork, memory: Memory, only: Set[int] | None = None
     ) -> None:
         self.net, self.memory = net, memory
         graph = net.graph

@@ -59,7 +59,7 @@ _NEAR = 1e-3
 
 
 @dataclass(frozen=True)
-class Answer:
+class SolverAnswer:
     """Whether a schedule within the horizon is there: its order, or None with what was proved, if anything.
 
     Attributes:
@@ -152,7 +152,7 @@ def within(
     seed: int = 0,
     num_workers: int = 2,
     span: Span | None = None,
-) -> Answer:
+) -> SolverAnswer:
     """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`.
 
     With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
@@ -173,7 +173,7 @@ def within(
             earliest = clock.least(head[first + j])
             latest = clock.steps - duration[q] - clock.least(tail[first + size - 1 - j])
             if latest < earliest:
-                return Answer(None, clock.refuted)
+                return SolverAnswer(None, clock.refuted)
             mine.append(model.new_int_var(earliest, latest, ""))
         starts.append(mine)
     for q in range(len(queues.rank)):
@@ -205,15 +205,15 @@ def within(
     parameters.catch_sigint_signal = False
     seconds -= time.perf_counter() - began
     if seconds <= 0:
-        return Answer(None)
+        return SolverAnswer(None)
     status = answered(solver, model, seconds)
     if status == cp_model.INFEASIBLE:
-        return Answer(None, clock.refuted)
+        return SolverAnswer(None, clock.refuted)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None)
+        return SolverAnswer(None)
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
     runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
-    return Answer(row if runs else None)
+    return SolverAnswer(row if runs else None)
 
 
 def _first_starts(

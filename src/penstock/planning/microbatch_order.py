@@ -152,7 +152,7 @@ def order_microbatches(
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class OrderCandidate:
     """An order of microbatches, and what came of it.
 
     Attributes:
@@ -226,7 +226,7 @@ class OrderSearch:
         """Whether each rank stays within its cap."""
         return all(map(is_within, lowered.peaks, self.caps))
 
-    def best_by_rules(self) -> Candidate:
+    def best_by_rules(self) -> OrderCandidate:
         """The fastest of all rules and dispatches within the caps. Raises ScheduleError where none keeps them."""
         orders = {order.tobytes(): (rule, order) for rule, order in reversed(self._rules())}
         within, least = [], self.arrival.lowered
@@ -249,7 +249,7 @@ class OrderSearch:
         same = [each for each in found if each.makespan <= shortest + slack(shortest)]
         return min(same, key=lambda each: self._dispatches.index(each.dispatch))
 
-    def moved(self, best: Candidate, until: float, seed: int) -> Candidate:
+    def moved(self, best: OrderCandidate, until: float, seed: int) -> OrderCandidate:
         """The best after some moves: two microbatches change places, or one goes to another.
 
         One walk goes through orders as they run under the dispatch of the best, each no slower than the one before;
@@ -297,17 +297,17 @@ class OrderSearch:
     def _inserted(self, a: int, b: int, order: Array) -> Array:
         return self._by_pipeline(np.insert(np.delete(order, a), b, order[a]))
 
-    def _price(self, candidate: Candidate) -> float:
+    def _price(self, candidate: OrderCandidate) -> float:
         """The makespan, longer by the share by which the caps are exceeded."""
         peaks, caps = np.array(candidate.lowered.peaks), np.array(self.caps)
         over = np.max(peaks / np.maximum(caps, EPSILON * max(1.0, peaks.max())), initial=0.0) - 1
         return candidate.makespan * (1 + 2 * max(0.0, over))
 
-    def schedule(self, candidate: Candidate) -> Schedule:
+    def schedule(self, candidate: OrderCandidate) -> Schedule:
         """The schedule in this order."""
         return in_order(self._lowered.schedule, candidate.order)
 
-    def executed(self, candidate: Candidate) -> Schedule:
+    def executed(self, candidate: OrderCandidate) -> Schedule:
         """The schedule in this order, its rows as they ran: run frozen it is no slower."""
         return in_order(self._ran(candidate.order, candidate.lowered, candidate.dispatch).executed(), candidate.order)
 
@@ -338,12 +338,12 @@ class OrderSearch:
         found.__dict__.update(self._known)
         return found
 
-    def _run(self, order: Array, rule: str, lowered: Order, dispatch: Dispatch) -> Candidate:
+    def _run(self, order: Array, rule: str, lowered: Order, dispatch: Dispatch) -> OrderCandidate:
         if dispatch is Dispatch.FROZEN and self._network is not None:
             makespan = self._swept(lowered)
         else:
             makespan = self._ran(order, lowered, dispatch).makespan
-        return Candidate(order, rule, dispatch, lowered, makespan)
+        return OrderCandidate(order, rule, dispatch, lowered, makespan)
 
     def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
         runner = self._runner

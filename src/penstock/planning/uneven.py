@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
-from penstock.planning.microbatch_order import DISPATCHES, Candidate, OrderSearch
+from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
 from penstock.schedule import Schedule, ScheduleError
 
 HEAVIER = 3
@@ -59,7 +59,7 @@ def best_uneven(
     time_limit: float,
     seed: int,
     make: Callable[[Costs, float], tuple[Schedule, str]],
-) -> tuple[Candidate, OrderSearch, str]:
+) -> tuple[OrderCandidate, OrderSearch, str]:
     """The best order found of the schedules made for the mean microbatch, or for heavier ones.
 
     Args:
@@ -77,7 +77,7 @@ def best_uneven(
         cap = max_in_flight
     dispatches = DISPATCHES if dispatch is Dispatch.FROZEN else (dispatch,)
     weights = [0.0] if memory_limit is None else np.linspace(0, 1, HEAVIER + 1).tolist()
-    best: tuple[Candidate, OrderSearch, str] | None = None
+    best: tuple[OrderCandidate, OrderSearch, str] | None = None
     left = time_limit * (1 - MOVES_SHARE)
     for place, weight in enumerate(weights):
         try:
@@ -108,7 +108,7 @@ def best_uneven(
     return candidate, search, f"{how}, {candidate.rule} order"
 
 
-def uneven_bound(candidate: Candidate, links: Links) -> float:
+def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
     """No order of these ops ends sooner, however microbatches are ordered (ms).
 
     For each rank Jackson's preemptive schedule of its ops, each between the earliest moment its own microbatch can be

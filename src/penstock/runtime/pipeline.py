@@ -475,7 +475,7 @@ class Pipeline:
         return workers
 
     def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
-        """The losses, from whichever process ran them; then switches to what a helm says."""
+        """The losses, from whichever process ran them; then switches to what an agent says."""
         outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last)
         self._notices.note(self._helm.notices if self._helm is not None else ())
         result, following = outcome.share(batch, helm, self._notices)

@@ -30,7 +30,7 @@ from penstock.runtime.adapt.store_client import StoreClient
 WAIT = 0.05
 """Seconds that one look at the reports may last."""
 ENDS, GONE = 1.0, 10.0
-"""Seconds that the thread has to end: it may wait for a decider that is far behind; and once nothing holds it."""
+"""Seconds that the thread has to end: it may wait for a controller that is far behind; and once nothing holds it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Coordinator:
 
     @property
     def controller(self) -> int | None:
-        """The decider's process, where it runs."""
+        """The controller's process, where it runs."""
         return self._decider.pid if self._decider is not None else None
 
     # From rank 0's training.
@@ -137,16 +137,16 @@ class Coordinator:
         self._again.put(processes)
 
     def stop(self) -> None:
-        """Asks the thread to end; what the decider still says is not heard."""
+        """Asks the thread to end; what the controller still says is not heard."""
         self._closed.set()
 
     def close(self) -> None:
-        """Ends the thread and the decider."""
+        """Ends the thread and the controller."""
         self._closed.set()
         self._thread.join(ENDS)
         if self._decider is not None:
             self._decider.close()
-        self._thread.join(GONE)  # it may have stood still while the decider read nothing
+        self._thread.join(GONE)  # it may have stood still while the controller read nothing
         if self._decider is not None:  # it may have been started at the last moment
             self._decider.close()
         self._records.close()
@@ -221,7 +221,7 @@ class Coordinator:
         self._decider = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
-        """A line of the decider's output."""
+        """A line of the controller's output."""
         value = json.loads(line)
         if "record" in value:
             self._records.iteration(value["record"])

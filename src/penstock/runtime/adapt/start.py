@@ -1,4 +1,4 @@
-"""Puts a helm into a process of a run."""
+"""Puts an agent into a process of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steer(
     ready: Callable[[Configuration], Any],
     stretch: float = 1.0,
 ) -> Agent:
-    """The helm of this process. Every process must call it.
+    """The agent of this process. Every process must call it.
 
     Args:
         start: what runs first.
@@ -45,16 +45,16 @@ def steer(
     )
     meeting = meet(steering.store, peers)
     setting = RunSetting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
-    helm, error = None, ""
+    agent, error = None, ""
     try:
-        helm = Agent(steering, setting, meeting, ready)
+        agent = Agent(steering, setting, meeting, ready)
     except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
         error = str(failure)
     failed = next((text for text in peers.gather(error) if text), "")
-    if failed or helm is None:
-        if helm is not None:
-            helm.close()
+    if failed or agent is None:
+        if agent is not None:
+            agent.close()
         else:
             meeting.close()
         raise RuntimeFailure(failed)
-    return helm
+    return agent

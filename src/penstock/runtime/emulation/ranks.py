@@ -61,7 +61,7 @@ class RankStep(NamedTuple):
 
 
 class RanksStep(NamedTuple):
-    """A step of all ranks, by rank; when it started (ns); and what the helm says to run from the next one on."""
+    """A step of all ranks, by rank; when it started (ns); and what the agent says to run from the next one on."""
 
     ranks: list[RankStep]
     start: int

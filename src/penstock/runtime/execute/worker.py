@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Messages that came in since the last call, and when."""
 
 
-class Recorder:
+class OpRecorder:
     """Start and end of every op of a rank, in nanoseconds of the monotonic clock."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.dispatcher = dispatcher
-        self.recorder = Recorder()
+        self.recorder = OpRecorder()
         self.peak_held = 0.0
         self._wiring = wiring
         self._device = device

@@ -54,7 +54,7 @@ def launch(
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
             calls = Calls()
             stack.enter_context(handled(calls, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-            family = Family(reports, grace, patience, calls)
+            family = RankProcesses(reports, grace, patience, calls)
             stack.callback(family.end)
             family.start(command, num_ranks, port, {**os.environ, **(env or {})})
             family.watch()
@@ -78,7 +78,7 @@ class Calls:
             self.terminated = signal.Signals(number)
 
 
-class Family:
+class RankProcesses:
     """The ranks of one launch."""
 
     def __init__(self, reports: str, grace: float, patience: float, calls: Calls) -> None:

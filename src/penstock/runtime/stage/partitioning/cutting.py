@@ -14,7 +14,7 @@ from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.stage.cut import require_stage
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Call, Program
+from penstock.runtime.stage.partitioning.program import Call, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import attribute_line
 from penstock.runtime.stage.partitioning.references import reached
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
@@ -34,7 +34,9 @@ class Split(Sequence[Stage]):
         kept_whole: modules that hold layers and could not be opened, and why.
     """
 
-    def __init__(self, tracing: Tracing, program: Program, sizes: Sequence[int], costs: Sequence[float]) -> None:
+    def __init__(
+        self, tracing: Tracing, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
+    ) -> None:
         calls = program.calls
         self.costs = list(costs)
         self.kept_whole = closed_paths(tracing)
@@ -215,7 +217,7 @@ def _operations(tracing: Tracing, calls: Sequence[Call]) -> list[float]:
     return [max(1.0, counts.get(f"{name}.{call.path}", 0) / times[call.path]) for call in calls]
 
 
-def _stages(tracing: Tracing, program: Program) -> list[Stage]:
+def _stages(tracing: Tracing, program: TracedProgram) -> list[Stage]:
     """A stage for each part, with the layers and tensors that it uses in training or evaluation.
 
     The last one also holds what no stage uses, so that nothing of the model is lost.
@@ -284,7 +286,7 @@ def _require_apart(model: nn.Module, stages: Sequence[Stage]) -> None:
                     )
 
 
-def _require_unshared_statistics(model: nn.Module, stages: Sequence[Stage], program: Program) -> None:
+def _require_unshared_statistics(model: nn.Module, stages: Sequence[Stage], program: TracedProgram) -> None:
     """Raises Untraceable where the forward reads statistics that a layer of another stage gathers: a stage is not
     yet where the plain loop would be, or is past it."""
     gathered = {

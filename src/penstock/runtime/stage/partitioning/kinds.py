@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.stage.partitioning.place import Line, is_users, line_of
+from penstock.runtime.stage.partitioning.place import SourceLine, is_users, line_of
 
 _QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}
 _MISSING = object()
@@ -45,7 +45,7 @@ class Answers(NamedTuple):
         suspended: a context in which nothing is recorded. recording: whether anything is.
     """
 
-    refuse: Callable[[str, Line | None], None]
+    refuse: Callable[[str, SourceLine | None], None]
     example: Callable[[fx.Proxy], tuple[Any, ...]]
     suspended: Callable[[], Any]
     recording: Callable[[], bool]
@@ -84,7 +84,7 @@ def watching(answers: Answers) -> Iterator[None]:
 
 
 def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
-    line = Line(frame.f_code.co_filename, frame.f_lineno)
+    line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
     if test.kind == "global":
         answers.refuse("sets a variable outside of it, which tracing would do once", line)
     if test.of is None:

@@ -17,7 +17,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), 
 _SITE = ("site-packages", "dist-packages")
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of source."""
 
     path: str
@@ -35,7 +35,7 @@ class Untraceable(PartitionError):
         what: in words. line: of the user's code; None where it is no one line.
     """
 
-    def __init__(self, what: str, line: Line | None) -> None:
+    def __init__(self, what: str, line: SourceLine | None) -> None:
         super().__init__(what if line is None else f"{what}, at {line}")
         self.what, self.line = what, line
 
@@ -46,25 +46,25 @@ def is_users(path: str) -> bool:
     return not (inside_python or path.startswith(_NOT_THE_USERS[:2]) or path.startswith("<frozen"))
 
 
-def line_of(frame: FrameType | None) -> Line | None:
+def line_of(frame: FrameType | None) -> SourceLine | None:
     """The user's innermost line from a frame on outwards."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return Line(frame.f_code.co_filename, frame.f_lineno)
+            return SourceLine(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def here() -> Line | None:
+def here() -> SourceLine | None:
     """The user's innermost line that is being run."""
     return line_of(sys._getframe(1))
 
 
-def line_of_error(error: BaseException) -> Line | None:
+def line_of_error(error: BaseException) -> SourceLine | None:
     """The user's innermost line that an error came through."""
     found, trace = None, error.__traceback__
     while trace is not None:
         if is_users(trace.tb_frame.f_code.co_filename):
-            found = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            found = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from penstock.cost.cut import PartitionError
-from penstock.runtime.stage.partitioning.place import Line
+from penstock.runtime.stage.partitioning.place import SourceLine
 from penstock.runtime.stage.partitioning.recorder import MODEL, attribute_of
 
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """Attributes:
     slot: where the value goes. target: a layer's path, a method's name, or a function.
     layer: the call, where it is one. number: of the call among all, from 1; 0 for what is none.
@@ -51,7 +51,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uses: frozenset[int]
-    line: Line | None
+    line: SourceLine | None
     layer: Call | None = None
     number: int = 0
     no_grad: bool = False
@@ -63,14 +63,14 @@ class Step:
 class Part:
     """What a stage runs. `frees`: by step, the values that are not needed after it."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TracedStep, ...]
     frees: tuple[tuple[int, ...], ...]
     comes: tuple[int, ...]
     goes: tuple[int, ...]
     tensors: Mapping[int, str]
 
 
-class Program:
+class TracedProgram:
     """Attributes:
     steps: in order. tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
     used_at: by path of a tensor, a line of the forward that uses it.
@@ -82,8 +82,8 @@ class Program:
         slots = {node: slot for slot, node in enumerate(graph.nodes)}
         self.tensors: dict[int, str] = {}
         self.constants: dict[int, Any] = {}
-        self.used_at: dict[str, Line | None] = {}
-        self.steps: list[Step] = []
+        self.used_at: dict[str, SourceLine | None] = {}
+        self.steps: list[TracedStep] = []
         self.output: Any = None
         self.calls: list[Call] = []
         counts: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class Program:
                 self.calls.append(layer)
                 number = len(self.calls)
             self.steps.append(
-                Step(
+                TracedStep(
                     slot, node.op, target, args, kwargs, uses, node.meta.get("line"), layer, number,
                     node.meta.get("no_grad", False),
                     kind_of(node.meta["value"]) if kinds and layer is not None and "value" in node.meta else None,

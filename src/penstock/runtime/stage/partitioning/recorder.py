@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.runtime.stage.partitioning.kinds import A_TENSOR, Answers, watching
-from penstock.runtime.stage.partitioning.place import Line, Untraceable, here, line_of_error
+from penstock.runtime.stage.partitioning.place import SourceLine, Untraceable, here, line_of_error
 from penstock.runtime.stage.partitioning.proxies import Traced
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 
@@ -55,12 +55,12 @@ _NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "choi
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
-class Same:
+class HeldToExample:
     """Holds a value to what it was for the example; a branch of the forward depends on it."""
 
     __name__ = "same"
 
-    def __init__(self, expected: Any, line: Line | None) -> None:
+    def __init__(self, expected: Any, line: SourceLine | None) -> None:
         self.expected, self.line = expected, line
 
     def __call__(self, value: Any) -> None:
@@ -241,7 +241,9 @@ class Recorder(fx.Tracer):
             with self.suspended():
                 checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
                 checked.meta.setdefault("line", here())
-                guard = super().create_node("call_function", Same(_number(kind(found)), here()), (checked,), {})
+                guard = super().create_node(
+                    "call_function", HeldToExample(_number(kind(found)), here()), (checked,), {}
+                )
                 guard.meta["line"] = here()
         return kind(found)
 
@@ -249,7 +251,7 @@ class Recorder(fx.Tracer):
         """Raises Untraceable at the line that is being run."""
         self._refuse_at(doing, here())
 
-    def _refuse_at(self, what: str, line: Line | None) -> None:
+    def _refuse_at(self, what: str, line: SourceLine | None) -> None:
         error = Untraceable(f"the forward {what}", line)
         self._refused_first = self._refused_first or error
         raise error
@@ -520,7 +522,7 @@ def _same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
 
 
-def attribute_line(module: nn.Module, name: str) -> Line | None:
+def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
     """Where a module's code, besides what makes it, mentions an attribute or a name."""
     for kind in type(module).__mro__:
         if kind is nn.Module:
@@ -535,5 +537,5 @@ def attribute_line(module: nn.Module, name: str) -> Line | None:
             if text.strip().startswith(("def ", "class ")):
                 method = text.strip().split("(")[0]
             elif method not in ("", "def __init__") and re.search(rf"\b{re.escape(name)}\b", text):
-                return Line(path, number)
+                return SourceLine(path, number)
     return None

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Program, Step, fill, kind_of
+from penstock.runtime.stage.partitioning.program import TracedProgram, TracedStep, fill, kind_of
 from penstock.runtime.stage.partitioning.recorder import contents_of, own_lists
 from penstock.runtime.stage.partitioning.tracing import Tracing
 from penstock.runtime.stage.stage import Stage
@@ -101,13 +101,13 @@ class TracedStage(Stage):
             return fill(program.output, values)
         return self._passed_on(program, part.goes, values, skeleton)
 
-    def _run(self, step: Step, values: Mapping[int, Any]) -> Any:
+    def _run(self, step: TracedStep, values: Mapping[int, Any]) -> Any:
         if step.no_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._called(step, values)
         return self._called(step, values)
 
-    def _called(self, step: Step, values: Mapping[int, Any]) -> Any:
+    def _called(self, step: TracedStep, values: Mapping[int, Any]) -> Any:
         args, kwargs = fill(step.args, values), fill(step.kwargs, values)
         if step.layer is not None:
             layer = self._calls.get(step.layer.path)
@@ -135,7 +135,9 @@ class TracedStage(Stage):
         assert callable(step.target)
         return step.target(*args, **kwargs)
 
-    def _passed_on(self, program: Program, goes: tuple[int, ...], values: Mapping[int, Any], skeleton: Any) -> Any:
+    def _passed_on(
+        self, program: TracedProgram, goes: tuple[int, ...], values: Mapping[int, Any], skeleton: Any
+    ) -> Any:
         out: dict[str, Any] = {}
         for slot in goes:
             try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.stage.partitioning.layers import why_closed
 from penstock.runtime.stage.partitioning.place import Untraceable
-from penstock.runtime.stage.partitioning.program import Call, Part, Program
+from penstock.runtime.stage.partitioning.program import Call, Part, TracedProgram
 from penstock.runtime.stage.partitioning.recorder import Recorder, called
 from penstock.runtime.tensors.pytree import Skeleton, flatten, unflatten
 from penstock.runtime.tensors.rng import restored
@@ -43,14 +43,14 @@ class Tracing:
             self._leaves, self.skeleton = flatten(example)
         else:
             self.skeleton = _form_of(model)
-        self._programs: dict[tuple[str, tuple[bool, ...]], Program] = {}
+        self._programs: dict[tuple[str, tuple[bool, ...]], TracedProgram] = {}
         self._parts: dict[tuple[str, tuple[bool, ...]], list[Part]] = {}
         self._state: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracing:
         return self
 
-    def first(self) -> Program:
+    def first(self) -> TracedProgram:
         """The program in training; modules whose forward cannot be traced are layers from then on.
 
         Raises:
@@ -67,7 +67,7 @@ class Tracing:
                 inside = set(failed.modules())
                 self.opened = [module for module in self.opened if module not in inside]
 
-    def part(self, stage: int, skeleton: Skeleton, training: bool) -> tuple[Program, Part]:
+    def part(self, stage: int, skeleton: Skeleton, training: bool) -> tuple[TracedProgram, Part]:
         """What a stage runs.
 
         Args:
@@ -81,13 +81,13 @@ class Tracing:
             self._parts[key] = program.parts(self.begins)
         return self._programs[key], self._parts[key][stage]
 
-    def program(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> Program:
+    def program(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> TracedProgram:
         key = str(skeleton), modes
         if key not in self._programs:
             self._programs[key] = Context().run(self._traced, skeleton, modes)
         return self._programs[key]
 
-    def _traced(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> Program:
+    def _traced(self, skeleton: Skeleton, modes: tuple[bool, ...]) -> TracedProgram:
         like_example = self._leaves is not None and skeleton == self.skeleton
         recorder = Recorder(self.opened, self._leaves if like_example else None)
         before = [module.training for module in self.opened]
@@ -104,7 +104,7 @@ class Tracing:
             for module, mode in zip(self.opened, before, strict=True):
                 module.training = mode
         self._state = [(vars(module), _constants(module)) for module in self.opened]
-        return Program(graph, entry, recorder.kinds)
+        return TracedProgram(graph, entry, recorder.kinds)
 
     def _require_same(self) -> None:
         """Lets go of the programs where an attribute of an opened module is not what it was.

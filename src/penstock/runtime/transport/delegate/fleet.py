@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transport.delegate.carrier.delegate_io import Orders
+from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
 from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.listeners import KINDS, PRESENCE, Listeners
@@ -38,7 +38,7 @@ class Post(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What a delegate must know of the one before it; see `Orders`."""
+    """What a delegate must know of the one before it; see `DelegateOrders`."""
 
     lanes: list[tuple[int, int, int]]
     taken: list[tuple[int, int]]
@@ -144,7 +144,7 @@ class Fleet:
         """Of the delegates that were started."""
         return list(self._delegates)
 
-    def _orders(self, post: Post) -> Orders:
+    def _orders(self, post: Post) -> DelegateOrders:
         kind, place = post.kind, post.place
         if post.outgoing:
             memory, listeners = self.out_memory, []
@@ -156,7 +156,7 @@ class Fleet:
             for number in listeners:
                 del self._waiting[number]
                 self._watched.unregister(number)
-        return Orders(
+        return DelegateOrders(
             post.outgoing,
             self.rank,
             kind,

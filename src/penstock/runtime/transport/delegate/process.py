@@ -14,7 +14,7 @@ from mmap import MAP_SHARED, mmap
 from pathlib import Path
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transport.delegate.carrier.delegate_io import Orders
+from penstock.runtime.transport.delegate.carrier.delegate_io import DelegateOrders
 from penstock.runtime.transport.delegate.carrier.ring import DEPTH, RING_BYTES, Descriptor, DescriptorRing
 
 _CODE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from carrier.main import main; main()"
@@ -34,7 +34,7 @@ class DelegateProcess:
         RuntimeFailure: there are no descriptors or processes left.
     """
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: DelegateOrders) -> None:
         self.orders = orders
         self.deaths = 0
         self._start()
@@ -65,7 +65,7 @@ class DelegateProcess:
         stack.callback(self._let_go)
         with contextlib.ExitStack() as brief:
             brief.callback(os.close, lifeline)
-            orders = Orders(
+            orders = DelegateOrders(
                 **{
                     **vars(self.orders),
                     "parent": os.getpid(),
@@ -124,7 +124,7 @@ class DelegateProcess:
         """Whether the process is dead."""
         return self._process.poll() is not None
 
-    def restart(self, orders: Orders) -> None:
+    def restart(self, orders: DelegateOrders) -> None:
         """Starts it again after its death, with other orders. What it still told must have been read.
 
         Raises:

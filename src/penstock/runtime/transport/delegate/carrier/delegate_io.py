@@ -15,7 +15,7 @@ from .ring import RING_BYTES, Descriptor, DescriptorRing
 
 
 @dataclass(frozen=True)
-class Orders:
+class DelegateOrders:
     """What a delegate is started with.
 
     Attributes:
@@ -68,7 +68,7 @@ class Orders:
         return descriptor
 
     @classmethod
-    def read(cls, descriptor: int) -> Orders:
+    def read(cls, descriptor: int) -> DelegateOrders:
         """What `write` left; closes the descriptor."""
         with open(descriptor, "rb") as memory:
             memory.seek(0)
@@ -88,7 +88,7 @@ class Orders:
 class DelegateIO:
     """The rings and the memory, from the delegate's side."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: DelegateOrders) -> None:
         rings = mmap(orders.rings, 2 * RING_BYTES, flags=MAP_SHARED)
         self._commands, self._notes = DescriptorRing(rings, 0), DescriptorRing(rings, RING_BYTES)
         self.wake = orders.commands

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from . import sockets, timing
-from .delegate_io import DelegateIO, Orders
+from .delegate_io import DelegateIO, DelegateOrders
 from .event_loop import MS, READ, Loop, watch_parent
 from .frame import Lane
 from .in_connection import InConnection
@@ -27,7 +27,7 @@ from .slots import Slots
 class Receiver:
     """The lanes and connections of one receiving delegate."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: DelegateOrders) -> None:
         self.orders = orders
         self.loop = Loop()
         watch_parent(self.loop, orders.parent, orders.lifeline)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from .delegate_io import DelegateIO, Orders
+from .delegate_io import DelegateIO, DelegateOrders
 from .event_loop import READ, Loop, watch_parent
 from .frame import Lane
 from .monitor import Monitor
@@ -20,7 +20,7 @@ from .timing import LONGEST
 class Sender:
     """The lanes of one sending delegate."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: DelegateOrders) -> None:
         self.orders = orders
         self.loop = Loop()
         watch_parent(self.loop, orders.parent, orders.lifeline)

@@ -1,0 +1,105 @@
+"""The layout of the package: no circular imports, no class name twice, and a page that says where things lie."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "penstock"
+WHERE = ROOT / "docs" / "where.md"
+ROW = re.compile(
+    r"\| (?P<question>[^|]+\?) \| `(?P<folder>[^`|]+/)` \| `(?P<file>[^`|]+\.py)` \| `(?P<name>[^`|]+)` \|"
+)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The package's modules by name."""
+    found = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+    return found
+
+
+def imported_at_once(name: str) -> set[str]:
+    """The package's modules that importing this one imports, itself: not in a function, nor for types alone."""
+    found: set[str] = set()
+    todo: list[ast.stmt] = list(trees()[name].body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If):
+            todo += [] if "TYPE_CHECKING" in ast.unparse(node.test) else [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            todo += [*node.body, *(each for handler in node.handlers for each in handler.body)]
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in trees()}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                is_package = (SRC.parent / Path(*name.split("."))).is_dir()
+                parts = name.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                found.add(whole if whole in trees() else base)
+    return {each for each in found if each in trees() and each != name}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    try:
+        order = list(TopologicalSorter({name: imported_at_once(name) for name in trees()}).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+    assert order.index("penstock.runtime.errors") < order.index("penstock.runtime.pipeline")
+
+
+def test_no_two_classes_of_the_package_bear_one_name() -> None:
+    where: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(module)
+    assert {name: sorted(modules) for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_every_folder_of_the_runtime_draws_what_it_does() -> None:
+    for folder in sorted(path for path in (SRC / "runtime").iterdir() if (path / "__init__.py").exists()):
+        said = ast.get_docstring(trees()[f"penstock.runtime.{folder.name}"]) or ""
+        assert re.search(r"(--|->|\| )", said), f"{folder.name}/__init__.py has no drawing"
+
+
+def defined(path: Path, name: str) -> bool:
+    """Whether a file defines a function, a class, or a class with a method."""
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def test_where_answers_thirty_questions_with_what_is_there() -> None:
+    lines = WHERE.read_text(encoding="utf-8").splitlines()
+    rows = [ROW.fullmatch(line) for line in lines if line.startswith("| ") and "?" in line]
+    assert None not in rows
+    questions = [row["question"] for row in rows if row]
+    assert len(set(questions)) == len(questions) >= 30
+    missing = [
+        (row["file"], row["name"])
+        for row in rows
+        if row and not ((at := SRC / row["file"]).is_file() and defined(at, row["name"]))
+    ]
+    assert missing == []
+    assert [row["file"] for row in rows if row and row["file"].rpartition("/")[0] + "/" != row["folder"]] == []
+    assert not defined(SRC / "runtime" / "pipeline.py", "Pipeline.stepp")
