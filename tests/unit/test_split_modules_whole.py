@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 
@@ -502,3 +503,32 @@ def test_too_many_stages_say_what_there_is() -> None:
     with pytest.raises(PartitionError, match="3 costs given for 4 layers"):
         ps.split(Chain(), 2, costs=[1, 2, 3])
     assert [len(paths) for paths in ps.split(Chain(), 2, costs=[9, 1, 1, 1]).layers] == [1, 3]
+
+
+def test_what_the_collection_of_garbage_runs_is_no_part_of_the_forward() -> None:
+    """A hook on it that sets a variable, as Hypothesis has one, was taken for the forward's own doing."""
+
+    class Busy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                held = [[] for _ in range(5000)]
+                x = layer(x) + 0 * len(held)
+            return x
+
+    gc.callbacks.append(_count_collection)
+    try:
+        ps.split(Busy(), 2)
+    finally:
+        gc.callbacks.remove(_count_collection)
+
+
+_collections = 0
+
+
+def _count_collection(phase: str, info: dict[str, int]) -> None:
+    global _collections
+    _collections += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import gc
 import inspect
 import sys
 import textwrap
@@ -53,8 +54,8 @@ class Answers(NamedTuple):
 
 @contextmanager
 def watching(answers: Answers) -> Iterator[None]:
-    """Looks at every line of the user's code that runs inside."""
-    before = sys.gettrace()
+    """Looks at every line of the user's code that runs inside; no garbage is collected, as that runs other code."""
+    before, collected = sys.gettrace(), gc.isenabled()
     known: dict[CodeType, dict[int, list[KindTest]]] = {}
 
     def on_line(frame: FrameType, event: str, _: Any) -> Any:
@@ -76,11 +77,14 @@ def watching(answers: Answers) -> Iterator[None]:
             known[code] = _tests_in(code)
         return on_line if known[code] else None
 
+    gc.disable()
     sys.settrace(on_call)
     try:
         yield
     finally:
         sys.settrace(before)
+        if collected:
+            gc.enable()
 
 
 def _look(test: KindTest, frame: FrameType, answers: Answers) -> None:
