@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,9 +113,12 @@ def test_which_schedules_have_columns() -> None:
     assert ps.build("pipedream-2bw", 4, 8, window=4).columns is None
 
 
-def test_columns_do_not_travel_with_a_schedule() -> None:
-    schedule = ps.build("zb-h1", 4, 8)
+@pytest.mark.parametrize("name", ["zb", "zb-h1"])
+def test_a_schedule_travels(name: str) -> None:
+    """As its ops, or as the columns that it was built as."""
+    schedule = ps.build(name, 4, 8)
     assert schedule.columns is not None
     again = pickle.loads(pickle.dumps(schedule))
-    assert "columns" not in vars(again)
     assert again == schedule
+    assert again.order == schedule.order
+    ps.check(again)

@@ -233,7 +233,7 @@ def test_misuse_is_two_lines_at_most_and_exit_2(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "penstock-schedule", "version": 7}', "the schedule is in format version 7, this Penstock reads"),
+        ('{"format": "penstock-schedule", "version": 8}', "the schedule is in format version 8, this Penstock reads"),
         ("[]", "not a schedule: a JSON object"),
         ("{", "not JSON"),
     ],

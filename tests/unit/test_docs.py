@@ -18,13 +18,14 @@ from penstock.cli.app import app
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
+EXAMPLES = [page for page in PAGES if page.stem != "where"]
 NOT_LISTED = {"--help", "--update-golden", "--extra-index-url"}
 
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*EXAMPLES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_examples_and_commands_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,7 +135,7 @@ def test_measured_costs_keep_updates_of_owners_and_of_copies_apart() -> None:
     true = costs_of(schedule)
 
     def took(op: ps.Op, factor: float) -> float:
-        return factor * true.duration(op.kind, op.stage, op.kind != "U" or schedule.pipeline_of(op) == 0)
+        return factor * true.duration(op.kind, op.stage, owns=op.kind != "U" or schedule.pipeline_of(op) == 0)
 
     ops = [op for row in schedule.order for op in row]
     timelines = [timeline_of(schedule, {op: took(op, factor) for op in ops}) for factor in (0.5, 1.5)]

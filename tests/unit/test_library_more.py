@@ -183,7 +183,7 @@ def test_amdp_reads_two_microbatches_and_a_floor_of_the_ratio_ahead(ratio: float
             "stage on one rank"),
         ("amdp", 4, 8, {"b": 0.0}, "amdp: b is 0.0; give a time above 0"),
         ("amdp", 4, 8, {"f": float("nan")}, "amdp: f is nan; give a time above 0"),
-        ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes no options"),
+        ("v-half", 4, 8, {"num_stages": 8}, "v-half has no option 'num_stages'; it takes costs"),
     ],
 )  # fmt: skip
 def test_wrong_options_say_what_was_given_and_the_rule(

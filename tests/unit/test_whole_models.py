@@ -107,17 +107,17 @@ def parametrized() -> nn.Sequential:
     return model
 
 
-FOUND: dict[Callable[[], nn.Sequential], str] = {
-    own_forward: "forward of its own",
-    other_order: "an order of its own",
-    patched_forward: "forward of its own",
-    forward_hook: "a forward hook",
-    forward_pre_hook: "a forward pre-hook",
-    backward_hook: "a backward hook",
-    backward_pre_hook: "a backward pre-hook",
-    own_parameter: "parameter 'scale'",
+TRACED = (own_forward, other_order, patched_forward)
+"""Whose forward is cut as it is."""
+WHOLE: dict[Callable[[], nn.Sequential], str] = {
+    forward_hook: "forward hooks",
+    forward_pre_hook: "forward pre hooks",
+    backward_hook: "backward hooks",
+    backward_pre_hook: "backward pre hooks",
+    own_parameter: "forward hooks",
     parametrized: "parametrizations",
 }
+"""What stands in the way of a cut."""
 
 
 def plain_gradients(model: nn.Sequential, x: Tensor, y: Tensor, num: int) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -130,24 +130,29 @@ def plain_gradients(model: nn.Sequential, x: Tensor, y: Tensor, num: int) -> tup
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("make", FOUND, ids=lambda make: make.__name__)
-def test_a_sequential_that_does_more_than_run_its_layers_is_one_stage(
-    make: Callable[[], nn.Sequential], name: str
+@pytest.mark.parametrize(
+    ("make", "num_ranks"),
+    [*((make, 1) for make in (*TRACED, *WHOLE)), *((make, 2) for make in TRACED)],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_a_sequential_that_does_more_than_run_its_layers(
+    make: Callable[[], nn.Sequential], num_ranks: int, name: str
 ) -> None:
+    """It is one stage, or cut as it is."""
     torch.manual_seed(3)
     x, y = batches(4, 8)[0]
     loss, want = plain_gradients(make(), x, y, 4)
     model = make()
-    pipe = ps.Pipeline(model, ps.build(name, 1, 4), loss_fn=MSE)
+    pipe = ps.Pipeline(model, ps.build(name, num_ranks, 4), loss_fn=MSE)
     result = pipe.step(x, y, update=False)
     assert torch.equal(result.loss, loss)
     assert not differences(want, gradients(model))
     assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("make", FOUND, ids=lambda make: make.__name__)
-def test_a_sequential_that_does_more_than_run_its_layers_is_not_cut(make: Callable[[], nn.Sequential]) -> None:
-    with pytest.raises(PartitionError, match=FOUND[make]) as caught:
+@pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
+def test_a_sequential_that_is_called_as_a_whole_is_not_cut(make: Callable[[], nn.Sequential]) -> None:
+    with pytest.raises(PartitionError, match=WHOLE[make]) as caught:
         ps.Pipeline(make(), ps.build("1f1b", 2, 4), loss_fn=MSE)
     assert "list with one module for each stage" in str(caught.value)
 

@@ -59,7 +59,7 @@ def levels_at_most(
             open_ones.append(change)
             come_to += 1
             continue
-        while ended < awaited[place]:
+        while open_ones and ended < awaited[place]:
             before += open_ones.popleft()
             ended += 1
         found = own + change + before + _most(open_ones)

@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.family import in_turn
 from penstock.schedule import Placement
 
@@ -125,10 +126,10 @@ class Deals(Generic[S]):
             likely.sort(key=lambda deal: self.searches[deal].lower_bound)
             for number, deal in enumerate(likely):
                 found = self.searches[deal]
-                if found.lower_bound < best.value * (1 - 1e-9):
+                if found.lower_bound < best.value * (1 - EPSILON):
                     share = max(0.0, until - found.seconds) / (len(likely) - number)
                     run(found, found.seconds + share)
-                    if found.value < best.value * (1 - 1e-9):
+                    if found.value < best.value * (1 - EPSILON):
                         best = found
             run(best, time_limit)
         best.lower_bound = min(self.rest, *(found.lower_bound for found in self.searches.values()))

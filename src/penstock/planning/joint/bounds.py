@@ -193,7 +193,7 @@ def _least(sides: list[_Side], work: float, around: float, cap: float) -> float:
 def _feasible(amounts: set[float]) -> Iterator[Callable[[float], float]]:
     """Functions of shares of a cap whose values add up to 1 at most wherever the shares do."""
     yield lambda x: x
-    for least in sorted({a + 1e-9 for a in amounts} | {1 - a - 1e-9 for a in amounts} | {1 / 3, 1 / 2}):
+    for least in sorted({a + EPSILON for a in amounts} | {1 - a - EPSILON for a in amounts} | {1 / 3, 1 / 2}):
         if 0 < least <= 0.5:
             yield lambda x, least=least: 1.0 if x > 1 - least else 0.0 if x < least else x  # type: ignore[misc]
     for k in range(1, _PARTS):

@@ -84,7 +84,7 @@ class JointSearch:
     @property
     def target(self) -> float:
         """The makespan (ms) at which the search may stop."""
-        return self.lower_bound * (1 + max(self.stop_at_gap, 1e-9))
+        return self.lower_bound * (1 + max(self.stop_at_gap, EPSILON))
 
     @property
     def closed(self) -> bool:
