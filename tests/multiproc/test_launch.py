@@ -294,6 +294,19 @@ def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_inside_native_code_that_may_not_throw(start_parent) -> None:
+    """Native code that meets a KeyboardInterrupt where it may not throw calls std::terminate, which is SIGABRT."""
+    run, parent = start_parent(
+        "signal.signal(signal.SIGINT, lambda *_: os.abort())\n(folder / f'native-{rank}').touch()\ntime.sleep(100)"
+    )
+    run.ready()
+    run.appear("native-*")
+    os.kill(parent, signal.SIGINT)
+    code, _, err, _ = run.finish()
+    assert (code, err) == (130, "penstock: interrupted\n")
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     run, parent = start_parent(
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n(folder / f'deaf-{rank}').touch()\ntime.sleep(100)"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.launch.cause import exit_code, explain, root_cause
+from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
 from penstock.runtime.launch.held_stderr import held_path
 from penstock.runtime.launch.launch_env import Handover
 from penstock.runtime.launch.port import HOST, listen
@@ -85,6 +85,7 @@ class RankProcesses:
         self._reports, self._grace, self._patience, self._calls = reports, grace, patience, calls
         self._ranks: list[RankProcess] = []
         self._lifeline: int | None = None
+        self._interrupted_at: float | None = None  # when Ctrl-C was passed on
 
     def start(self, command: Sequence[str], num_ranks: int, port: int | None, environment: Mapping[str, str]) -> None:
         """Starts all ranks. Raises `RuntimeFailure` or `OSError`; some may have started then."""
@@ -114,10 +115,9 @@ class RankProcesses:
 
     def watch(self) -> None:
         """Returns when all ranks have ended, which they do soon after one fails."""
-        interrupted = False
         while not self._all_ended():
-            if self._calls.interrupts and not interrupted:
-                interrupted = True
+            if self._calls.interrupts and self._interrupted_at is None:
+                self._interrupted_at = time.time()
                 for each in self._ranks:
                     each.interrupt()
             if self._calls.interrupts > 1:
@@ -141,7 +141,7 @@ class RankProcesses:
         if self._calls.terminated:
             print(f"penstock: stopped by {self._calls.terminated.name}", file=sys.stderr, flush=True)
             return 128 + self._calls.terminated
-        if self._calls.interrupts and (root.asked or root.secondary or _was_interrupt(root.said, root.code)):
+        if self._calls.interrupts and (root.asked or root.secondary or self._was_interrupt(root)):
             print("penstock: interrupted", file=sys.stderr, flush=True)
             return 128 + signal.SIGINT
         print(explain(root, ends), file=sys.stderr, flush=True)
@@ -161,6 +161,17 @@ class RankProcesses:
             return each.failed()
         report = FailureReport.load(self._reports, each.rank)
         return report is not None and report.final
+
+    def _was_interrupt(self, end: End) -> bool:
+        """Whether a rank ended by the Ctrl-C that was passed on.
+
+        It ends by the exception, by the signal, by leaving in its own way with an exit code, or by SIGABRT: a
+        KeyboardInterrupt that is raised inside native code which may not throw ends the process so.
+        """
+        if end.said:
+            return end.said.kind is FailureKind.INTERRUPT
+        aborted = end.code == -signal.SIGABRT and self._interrupted_at is not None and end.time > self._interrupted_at
+        return end.code > 0 or end.code == -signal.SIGINT or aborted
 
     def _stop(self, grace: float, patience: float = TERM_GRACE) -> None:
         self._wait(grace, lambda: self._calls.interrupts > 1)
@@ -186,8 +197,3 @@ def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, s
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
-
-
-def _was_interrupt(said: FailureReport | None, code: int) -> bool:
-    """A rank's end by Ctrl-C: by the exception, by the signal, or by leaving in its own way with an exit code."""
-    return said.kind is FailureKind.INTERRUPT if said else code > 0 or code == -signal.SIGINT
