@@ -49,8 +49,13 @@ class Timer:
         self._sweep: ModuleType = compiled(sweep) if self._compile else sweep
         self._num_queues, self._num_ops = len(network.rank), network.num_ops
 
-    def time(self, row: Array) -> Timed:
-        """Times orders: of each place of the rows, the queue whose next op runs there."""
+    def time(self, row: Array, duration: Array | None = None) -> Timed:
+        """Times orders.
+
+        Args:
+            row: of each place of the rows, the queue whose next op runs there.
+            duration: ms of each queue's ops, an array; those of the network where not given.
+        """
         num_rows = self._network.num_ranks
         sizes = (self._num_queues, num_rows, num_rows, 2 * num_rows, num_rows)
         start: Array = np.zeros(self._num_ops)
@@ -59,7 +64,10 @@ class Timer:
         row = np.asarray(row, np.int64)
         if not self._compile:
             start, row, space = start.tolist(), row.tolist(), [each.tolist() for each in space]
-        makespan = self._sweep.earliest(self._network, self._irregular, row, start, *space)
+        network = self._network
+        if duration is not None:
+            network = network._replace(duration=duration if self._compile else duration.tolist())
+        makespan = self._sweep.earliest(network, self._irregular, row, start, *space)
         reached = np.asarray(space[1]) - np.asarray(self._network.row_first)[:-1]
         return Timed(start, reached.tolist(), float(makespan))
 

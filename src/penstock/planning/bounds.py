@@ -46,10 +46,7 @@ def waits(problem: Problem) -> Waits:
     queues = problem.queues
     num_queues = len(queues.rank)
     release, lag = np.full((2, num_queues), NONE, np.int64), np.zeros((2, num_queues), np.int64)
-    number = {
-        (kind, stage, int(pipeline)): q
-        for q, (kind, stage, pipeline) in enumerate(zip(problem.kind, problem.stage, queues.pipeline, strict=True))
-    }
+    number = problem.number
     for (kind, stage, pipeline), q in number.items():
         r = int(queues.rank[q])
         cap = float(queues.cap[r]) * (1 + EPSILON)

@@ -26,7 +26,6 @@ import numpy as np
 from penstock.cost import CostError, Costs, LinkConditions, Links, Uneven
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
-from penstock.engine.network import Irregular, Network, of_ops
 from penstock.engine.timing import Timer
 from penstock.engine.tolerance import EPSILON, is_within, slack
 from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order, require_no_updates
@@ -35,7 +34,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulate.lowered import Order
 from penstock.simulate.memory import given_caps, memory_changes
-from penstock.simulate.runner import Ran, Runner, durations
+from penstock.simulate.runner import Ran, Runner, durations, frozen_timer
 from penstock.simulate.transport import Decoupled, Transport, as_transport
 
 SHARES = {
@@ -210,7 +209,7 @@ class OrderSearch:
             change=np.array(memory_changes(graph, self._even), np.float64),
         )
         self._known = {"crossing": plain.crossing}
-        self._network = self._frozen_network(plain)
+        self._timer = self._frozen_timer(plain)
         num, stages = schedule.num_microbatches, costs.num_stages
         self._row, self._microbatch = _rows_of(plain, stages)
         self._times = np.concatenate([costs.time_factors(kind, num) for kind in KINDS])
@@ -339,8 +338,8 @@ class OrderSearch:
         return found
 
     def _run(self, order: Array, rule: str, lowered: Order, dispatch: Dispatch) -> OrderCandidate:
-        if dispatch is Dispatch.FROZEN and self._network is not None:
-            makespan = self._swept(lowered)
+        if dispatch is Dispatch.FROZEN and self._timer is not None:
+            makespan = max(self._timer.time(np.arange(lowered.num_ops), lowered.duration).makespan, 0.0)
         else:
             makespan = self._ran(order, lowered, dispatch).makespan
         return OrderCandidate(order, rule, dispatch, lowered, makespan)
@@ -356,28 +355,14 @@ class OrderSearch:
         caps = None if dispatch is Dispatch.FROZEN else self.caps
         return runner.run(lowered, self._links, dispatch=dispatch, transport=self._transport, caps=caps)
 
-    def _frozen_network(self, plain: Order) -> tuple[Network, Irregular | None] | None:
+    def _frozen_timer(self, plain: Order) -> Timer | None:
         """What times the frozen order by one sweep; None where links and ops are more than delays and rows."""
-        ints = plain.ints
-        alone = len(ints["gang_first"]) == 1 and not plain.graph.has_streams
+        alone = len(plain.ints["gang_first"]) == 1 and not plain.graph.has_streams
         if not isinstance(self._links, Links) or self._transport != Decoupled() or not alone:
             return None
-        rank, num = ints["rank_of"], plain.num_ranks
-        producer = np.repeat(np.arange(plain.num_ops), np.diff(ints["edge_first"]))
-        network, irregular = of_ops(ints["first"], rank, producer, ints["edge_to"])
-        delays = np.array([[self._links.delay(a, b) if a != b else 0.0 for b in range(num)] for a in range(num)])
-        network = network._replace(delay=delays[rank[network.message_from], rank])
-        if irregular is not None:
-            needing = np.repeat(np.arange(plain.num_ops), np.diff(irregular.need_first))
-            irregular = irregular._replace(need_delay=delays[rank[irregular.need_queue], rank[needing]])
-        return network, irregular
-
-    def _swept(self, lowered: Order) -> float:
-        """The makespan of the frozen order, by one sweep."""
-        assert self._network is not None
-        network, irregular = self._network
-        timer = Timer(network._replace(duration=lowered.duration), irregular, self._compile)
-        return max(timer.time(np.arange(lowered.num_ops)).makespan, 0.0)
+        num = plain.num_ranks
+        delays = np.array([self._links.delay(a, b) if a != b else 0.0 for a in range(num) for b in range(num)])
+        return frozen_timer(plain, delays, self._compile)
 
     def _excess(self, lowered: Order) -> float:
         return max(peak - cap for peak, cap in zip(lowered.peaks, self.caps, strict=True))

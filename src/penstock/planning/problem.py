@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -40,6 +41,12 @@ class Problem:
         """Backward before forward before weight gradients, as a class of each queue, low first."""
         classes = {"F": FORWARD_CLASS, "I": BACKWARD_CLASS, "B": BACKWARD_CLASS, "W": WEIGHT_CLASS}
         return np.array([classes[kind] for kind in self.kind], np.int64)
+
+    @cached_property
+    def number(self) -> dict[tuple[str, int, int], int]:
+        """Which queue a (kind, stage, pipeline) has."""
+        keys = zip(self.kind, self.stage, self.queues.pipeline.tolist(), strict=True)
+        return {key: q for q, key in enumerate(keys)}
 
     def described(self) -> str:
         """The problem in words, all its numbers given, for a report."""

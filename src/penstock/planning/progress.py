@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from penstock.engine.tolerance import slack
 from penstock.schedule import ScheduleError
 
-"""Relative difference up to which two ways to add up the same times agree."""
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from penstock.planning.problem import Array
+from penstock.engine.network import Array
 
 MOST_THREADS = 16
 """Above this what threads find is what others found."""

@@ -26,8 +26,6 @@ from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
 
-"""Relative slack in comparisons of sums of milliseconds, so that 0.1 + 0.2 counts as 0.3."""
-
 MIN_SLACK = 2
 """The slack that Algorithm 2 gives every link where it can: one more than a link without delay needs."""
 

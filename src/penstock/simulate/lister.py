@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,8 @@ class Listed:
 
     Attributes:
         reached: how many places of each row have run: fewer than there are where the ranks got stuck.
-        makespan: first op's start to last op's end (ms), as far as they ran.
+        makespan: first op's start to last op's end (ms). Where the ranks got stuck: as far as they ran, or -1 for
+            given rows.
 
     `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
     """
@@ -77,6 +79,10 @@ class Lister:
         leaves = 1 << (graph.num_rows - 1).bit_length()
         self._tree = self._numbers(2 * leaves, floats=True)
 
+    @cached_property
+    def _timer(self) -> Timer:
+        return Timer(*self.graph.network, self._compiled)
+
     def list_by_rules(self, tables: Tables) -> Listed:
         """Makes rows by the rules in `tables`, which are left as they are."""
         run = self._ready(tables)
@@ -92,7 +98,7 @@ class Lister:
         """Times rows laid out rank by rank, or one list a rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = [q for row in rows for q in row]
-        timed = Timer(*self.graph.network, self._compiled).time(rows)
+        timed = self._timer.time(rows)
         return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, timed.makespan)
 
     def _ready(self, tables: Tables) -> Tables:

@@ -273,6 +273,33 @@ class Runner:
         return None
 
 
+def frozen_timer(order: Order, delay: Array, compile: bool) -> Timer:
+    """What times ranks that follow their orders over links that are only late.
+
+    Args:
+        delay: ms of each link (see `Order.ends`).
+    """
+    rank = order.ints["rank_of"]
+    ops, source = np.arange(order.num_ops), _sources(order)
+    network, irregular = of_ops(order.ints["first"], rank, source, order.ints["edge_to"])
+    messages = np.where(network.message_from >= 0, _late(order, delay, network.message_from, ops), 0.0)
+    if irregular is not None:
+        needing = np.repeat(ops, np.diff(irregular.need_first))
+        irregular = irregular._replace(need_delay=_late(order, delay, irregular.need_queue, needing))
+    return Timer(network._replace(duration=order.duration, delay=messages), irregular, compile)
+
+
+def _sources(order: Order) -> Array:
+    """The op that each edge begins at."""
+    return np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"]))
+
+
+def _late(order: Order, delay: Array, before: Array, after: Array) -> Array:
+    """ms until what an op made is there for another."""
+    rank = order.ints["rank_of"]
+    return np.where(rank[before] == rank[after], 0.0, delay[rank[before] * order.num_rows + rank[after]])
+
+
 def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None:
     """What the event loop finds of ranks that follow their orders over links that are only late, by one sweep through
     these; None where they deadlock.
@@ -280,20 +307,8 @@ def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None
     Args:
         delay: ms of each link (see `Order.ends`).
     """
-    ints, num_rows = order.ints, order.num_rows
-    rank, to = ints["rank_of"], ints["edge_to"]
-    source = np.repeat(np.arange(order.num_ops), np.diff(ints["edge_first"]))
-    network, irregular = of_ops(ints["first"], rank, source, to)
-
-    def late(before: Array, after: Array) -> Array:
-        return np.where(rank[before] == rank[after], 0.0, delay[rank[before] * num_rows + rank[after]])
-
-    ops = np.arange(order.num_ops)
-    messages = np.where(network.message_from >= 0, late(network.message_from, ops), 0.0)
-    if irregular is not None:
-        needing = np.repeat(ops, np.diff(irregular.need_first))
-        irregular = irregular._replace(need_delay=late(irregular.need_queue, needing))
-    timed = Timer(network._replace(duration=order.duration, delay=messages), irregular, compile).time(ops)
+    ops, source, to = np.arange(order.num_ops), _sources(order), order.ints["edge_to"]
+    timed = frozen_timer(order, delay, compile).time(ops)
     if not timed.complete:
         return None
     start = np.asarray(timed.start)
@@ -304,7 +319,7 @@ def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None
         "start_time": start,
         "end_time": end,
         "free_time": end,
-        "arrival_time": end[source] + late(source, to),
+        "arrival_time": end[source] + _late(order, delay, source, to),
         "turn": turn,
         "peak": np.array(order.peaks),
     }

@@ -74,11 +74,8 @@ def _waits(problem: JointProblem, least: Problem) -> Waits:
     on the rank, and one of them has to be held whole before anything is freed."""
     given = waits(least)
     release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
-    ops, queues = problem.ops, least.queues
-    number = {
-        (kind, stage, int(pipeline)): q
-        for q, (kind, stage, pipeline) in enumerate(zip(least.kind, least.stage, queues.pipeline, strict=True))
-    }
+    ops = problem.ops
+    number = least.number
     for c, (pipeline, stage) in enumerate(problem.chains):
         rank = int(ops.chain_rank[c])
         mine = range(ops.chain_first[rank], ops.chain_first[rank + 1])
@@ -114,10 +111,7 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
     """The largest over ranks of: the least over how many forwards run again, of its work and of what memory takes."""
     ops, queues = problem.ops, least.queues
     to, onwards = ways(queues), ways(queues.turned())
-    number = {
-        (kind, stage, int(pipeline)): q
-        for q, (kind, stage, pipeline) in enumerate(zip(least.kind, least.stage, queues.pipeline, strict=True))
-    }
+    number = least.number
     back_kind = "I" if problem.forms.split else "B"
     bound = 0.0
     for r in range(problem.num_ranks):

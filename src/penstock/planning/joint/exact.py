@@ -21,7 +21,8 @@ from penstock.planning.bounds import ways
 from penstock.planning.exact import answered
 from penstock.planning.joint import moves
 from penstock.planning.joint.bounds import relaxed
-from penstock.planning.joint.problem import WHOLE, F, I, JointProblem, Orders, R, W
+from penstock.planning.joint.moves import WHOLE, F, I, R, W
+from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.periodic.modulo import common_unit
 
 MOST_OPS = 500
@@ -58,10 +59,7 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
 
     least = relaxed(problem)
     head, tail = ways(least.queues), ways(least.queues.turned())
-    queue = {
-        (kind, stage, int(pipeline)): q
-        for q, (kind, stage, pipeline) in enumerate(zip(least.kind, least.stage, least.queues.pipeline, strict=True))
-    }
+    queue = least.number
     model: Any = cp_model.CpModel()
     start: dict[int, Any] = {}
     again: dict[int, Any] = {}

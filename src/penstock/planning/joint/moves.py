@@ -23,6 +23,7 @@ OPTIONS = {"nogil": True}
 Array = Any
 F, R, I, W = 0, 1, 2, 3
 WHOLE = 4
+"""The column of `Ops.times` with the length of a B."""
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
 INFINITE = 1e300
@@ -511,7 +512,6 @@ def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array,
                 left -= 1
         else:
             weight[c] += 1
-        # Whole backwards right behind have no W to wait for.
         held[r] += o.change[op]
         start[op] = best_start
         free[r] = best_start + o.duration[op]

@@ -21,12 +21,9 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.network import NONE, Array
 from penstock.planning.family import Forms, dealt
+from penstock.planning.joint.moves import F, I, R, W
 from penstock.planning.limits import Limits
 from penstock.schedule import Op, Placement, Schedule
-
-F, R, I, W = range(4)
-WHOLE = 4
-"""The column of `Ops.times` with the length of a B."""
 
 
 class Ops(NamedTuple):

@@ -29,7 +29,8 @@ from penstock.planning import strategy
 from penstock.planning.family import Forms
 from penstock.planning.joint import exact, moves
 from penstock.planning.joint.bounds import lower_bound, relaxed
-from penstock.planning.joint.problem import F, I, JointProblem, Orders, R, W
+from penstock.planning.joint.moves import F, I, R, W
+from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.problem import pose
 from penstock.planning.progress import Progress, certain
 from penstock.planning.threads import Threads, random_numbers_kept

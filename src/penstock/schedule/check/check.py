@@ -12,7 +12,7 @@
     versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
     memory        no rank holds more activations than the limit, or gives back more than it holds
 
-Each rule is asked of all ops at once where the schedule has columns (`check_arrays`). Where it has none, or a rule is
+Each rule is asked of all ops at once where the schedule has columns (`arrays`). Where it has none, or a rule is
 broken, the ops are gone through one by one, which says where.
 
 The deadlock rule is decided by running the order without time or tensors. By default a channel holds what its
