@@ -25,7 +25,8 @@ def posed(placement: Placement, num_ranks: int, num_microbatches: int, cap: floa
 
 def drawn(problem: Problem, num_draws: int = 300) -> BlockSearch:
     blocks = BlockSearch(problem, *steps_before(problem), seed=0)
-    blocks.draw(num_draws, 0.0, np.zeros(1, np.int64))
+    blocks.moves_a_second = float(num_draws)
+    blocks.go(1.0, 0.0, 0.0, 0.0, np.zeros(1, np.int64))
     return blocks
 
 
@@ -58,7 +59,8 @@ def test_blocks_are_orders_within_the_caps(placement: Placement, num_ranks: int,
     assert time_of(problem, blocks.row) == blocks.best
     ps.check(problem.schedule(blocks.row, "block"))
     before = blocks.best
-    blocks.improve(200, 0.005, 0.0002, 0.0, np.zeros(1, np.int64))
+    blocks.moves_a_second = 200.0
+    blocks.go(1.0, 0.5, 0.5, 0.0, np.zeros(1, np.int64))
     assert blocks.best <= before
     assert fits(problem, blocks.row)
 

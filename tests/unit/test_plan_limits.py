@@ -21,8 +21,8 @@ import penstock as ps
 from penstock.engine import compiled as compiling
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, strategy
 from penstock.planning import listing as listing_module
-from penstock.planning.annealing_threads import Walk
 from penstock.planning.bounds import jackson_bound
+from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy
 from penstock.planning.threads import Threads
@@ -97,13 +97,13 @@ def test_a_walk_ends_where_it_is_stopped() -> None:
     problem = tight()
     walk = Walk(problem, 0)
     walk._module = anneal
-    walk.begin(begun(problem, 1.0, Clock()).row)
+    walk.begin(begun(problem, 1.0, Clock()), 1.0)
     walk.moves_a_second = 1e6
     stop = StopAfter(5)
-    walk.go(1.0, 0.5, 0.1, 0.0, stop)
+    walk.go(1.0, 0.0, 1.0, 0.0, stop)
     assert stop.looked <= 5 + 3  # the walk's own looks beside those of the loop
     walk.moves_a_second = 1e6
-    walk.go(1.0, 0.5, 0.1, 0.0, StopAfter(0))
+    walk.go(1.0, 0.0, 1.0, 0.0, StopAfter(0))
     assert not walk.stuck  # it could not have moved
 
 

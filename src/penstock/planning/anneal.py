@@ -14,24 +14,22 @@ A worse order is kept with probability exp(-worse / temperature), else all is pu
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from penstock.engine.tolerance import EPSILON
+from penstock.planning import metropolis
+from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import seed as seed
 
+COMPILED_WITH = (metropolis,)
 OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
 Array = Any
 _NEAR = 1e-7
 """Milliseconds within which a path counts as longest."""
-
-
-def seed(number: int) -> None:
-    """Seeds the random numbers of this thread's compiled functions."""
-    np.random.seed(number)
 
 
 def lay_out(p: Any, queue: Array, needs: Array, after: Array) -> None:
@@ -299,7 +297,7 @@ def anneal(
             if last[other_rank] >= 0:
                 made = max(made, start[last[other_rank]] + duration[queue[last[other_rank]]] + p.tail[other_rank])
         worse = made - now
-        if worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves))):
+        if is_kept(worse, hot, cold, move / num_moves):
             now = made
             num_pairs = -1
             held[trail] = held[lead]

@@ -1,105 +1,100 @@
-"""Walks of local search: several threads anneal from the best order so far and bring back what they find."""
+"""Simulated annealing on several threads: each goes on for a slice of time, then all bring back what they found."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
-from penstock.planning import anneal
-from penstock.planning.problem import Problem
-from penstock.planning.search import Search, time_of
+from penstock.planning.progress import Incumbent
 from penstock.planning.threads import Threads
 
-HOT, COLD = 0.6, 0.12
-"""Temperatures at which a walk begins and ends, as shares of the mean duration of an op."""
-
 _SLICE = 0.1
-"""Seconds after which walks meet, and say where they stand."""
+"""Seconds after which threads meet, and say where they stand."""
 
-_BEGINNING = 5e-6
-"""Seconds that taking up an order takes for each op, at most: where that leaves no time to walk there is no walk."""
+S = TypeVar("S", bound=Incumbent[Any])
 
 
-class Walk:
-    """One thread's walk: its order, and the compiled functions' arrays."""
+class Annealer(ABC, Generic[S]):
+    """One thread's search.
 
-    def __init__(self, problem: Problem, seed: int) -> None:
-        queues = problem.queues
-        n = queues.num_ops
-        self.problem = problem
-        self._module: Any = ready(anneal)
-        self._queue = np.empty(n, np.int64)
-        self._needs, self._after = np.empty((n, 2), np.int64), np.empty((n, 2), np.int64)
-        self._module.lay_out(queues, self._queue, self._needs, self._after)
-        self._ints, self._floats = np.empty((7, n), np.int64), np.empty((3, n))
-        self._flags, self._last = np.zeros((2, n), np.bool_), np.empty(queues.num_ranks, np.int64)
+    Args:
+        module: its compiled functions, with `seed` among them.
+        moves_a_second: how many it makes at first, at a guess: better too few.
+
+    Attributes:
+        stuck: whether it can move no more.
+    """
+
+    HOT: float
+    COLD: float
+    """Temperatures at which a search begins and ends, in units of the annealer's own."""
+
+    def __init__(self, module: Any, seed: int, moves_a_second: float) -> None:
+        self._module = module
         self._random = np.random.default_rng(seed)
-        self.best_row = np.empty(n, np.int64)
-        self.now = self.best = float("inf")
-        self.scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
-        # At first few: it soon grows to what they are.
-        self.moves_a_second = min(50_000.0, 2e7 / max(1, n)) if is_compiled(anneal) else min(500.0, 2e5 / max(1, n))
+        self.moves_a_second = moves_a_second
         self.stuck = False
 
-    def begin(self, row: Array) -> None:
-        """Takes up an order."""
-        queues = self.problem.queues
-        self.now = self.best = time_of(self.problem, row, self._floats[0])
-        self.best_row[:] = row
-        head = np.empty(len(queues.rank), np.int64)
-        self._module.load(queues, row, head, self._ints[0], self._ints[1], self._floats[1], self._last)
-        rank_order = np.empty(queues.num_ops, np.int64)
-        self._module.line_up(queues, row, head, self._needs, rank_order)
-        self._ints[2] = np.lexsort((rank_order, self._floats[0]))
-        self._ints[3, self._ints[2]] = np.arange(queues.num_ops)
+    def go(self, seconds: float, done: float, part: float, target: float, stop: Array) -> None:
+        """Goes on for about so long, or until `stop` is no longer 0.
 
-    def go(self, seconds: float, hot: float, cold: float, target: float, stop: Array) -> None:
-        """Walks for about so long while the temperature falls from `hot` to `cold` (shares of an op), or until `stop`
-        is no longer 0."""
+        Args:
+            done, part: shares of the search: what is done of it, and what this is.
+            target: the makespan (ms) at which it may stop.
+        """
         num_moves = max(1, int(seconds * self.moves_a_second))
         self._module.seed(int(self._random.integers(2**31)))
+        hot, cold = (self.HOT * (self.COLD / self.HOT) ** min(1.0, share) for share in (done, done + part))
         before = time.perf_counter()
-        self.now, self.best, moved = self._module.anneal(
-            self.problem.queues, self._queue, self._needs, self._after, self._ints, self._floats, self._flags,
-            self._last, num_moves, hot * self.scale, cold * self.scale, target, self.now, self.best, self.best_row,
-            stop,
-        )  # fmt: skip
+        moved = self.move(num_moves, done, hot, cold, target, stop)
         spent = time.perf_counter() - before
         self.stuck = moved == 0 and stop[0] == 0
-        if moved == num_moves or stop[0] != 0:
+        if moved is not None and (moved == num_moves or stop[0] != 0):
             self.moves_a_second = min(4 * self.moves_a_second, (moved + 1) / max(spent, 1e-6))
 
+    @abstractmethod
+    def begin(self, search: S, until: float) -> None:
+        """Takes up the best so far, in no more than a moment after `until` (seconds since the search began)."""
 
-def walked(search: Search, until: float, num_threads: int | None = None) -> None:
-    """Step 3: local search until `until` (seconds since the search began), from the best order so far.
+    @abstractmethod
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
+        """Makes so many moves while the temperature falls from `hot` to `cold`; returns how many it made, None where
+        it did not count them."""
 
-    Ends before where no pair on the critical path can change places.
-    """
-    num_ops = search.problem.queues.num_ops
-    if num_ops == 0:
-        return
-    with Threads(num_threads, is_compiled(anneal)) as threads:
-        if search.closed or search.seconds + _BEGINNING * num_ops * threads.num >= until:
+    @abstractmethod
+    def bring(self, search: S) -> None:
+        """Lets the search take the best that was found."""
+
+
+def annealed(
+    search: S, annealers: Sequence[Annealer[S]], threads: Threads, length: float, until: float, how: str
+) -> None:
+    """Anneals once, for `length` seconds but no longer than `until` (seconds since the search began)."""
+    begins = search.seconds
+    while not search.closed and search.seconds < until and (done := (search.seconds - begins) / length) < 1:
+        part = min(_SLICE / length, 1 - done)
+        calls = [partial(each.go, part * length, done, part, search.target, threads.stop) for each in annealers]
+        threads.run(calls, until - search.seconds)
+        for each in annealers:
+            each.bring(search)
+        search.report(how)
+        if all(each.stuck for each in annealers):
             return
-        walks = [Walk(search.problem, search.seed + k) for k in range(threads.num)]
-        while not search.closed and search.seconds < until:
-            begins, left = search.seconds, until - search.seconds
-            length = left if left < 1.5 else max(1.0, 0.4 * left)
-            for walk in walks:
-                walk.begin(search.row)
-            while not search.closed and search.seconds < until and (done := (search.seconds - begins) / length) < 1:
-                part = min(_SLICE / length, 1 - done)
-                hot = HOT * (COLD / HOT) ** done
-                cold = HOT * (COLD / HOT) ** (done + part)
-                calls = [partial(walk.go, part * length, hot, cold, search.target, threads.stop) for walk in walks]
-                threads.run(calls, until - search.seconds)
-                for walk in walks:
-                    search.take(walk.best, walk.best_row, "local search")
-                search.report("local search")
-                if all(walk.stuck for walk in walks):
-                    return
+
+
+def annealed_again(search: S, annealers: Sequence[Annealer[S]], threads: Threads, until: float) -> None:
+    """Anneals again and again from the best so far, until `until` (seconds since the search began).
+
+    Ends before where no annealer can move.
+    """
+    while not search.closed and search.seconds < until and not all(each.stuck for each in annealers):
+        left = until - search.seconds
+        for each in annealers:
+            each.begin(search, until)
+        annealed(search, annealers, threads, left if left < 1.5 else max(1.0, 0.4 * left), until, "local search")

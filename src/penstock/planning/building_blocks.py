@@ -7,28 +7,18 @@ of the steps down and up a V; here the costs at hand choose.
 
 from __future__ import annotations
 
-import itertools
-import time
-from functools import partial
-from typing import Any
-
 import numpy as np
 
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import NONE, Array
 from penstock.planning import repeat
+from penstock.planning.annealing_threads import Annealer, annealed
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
 from penstock.planning.search import Search, Space, time_of
 from penstock.planning.threads import Threads
 
-_HOT, _COLD = 0.005, 0.0002
-"""Temperatures at which a block's search begins and ends, as shares of the makespan."""
-
 _DRAWN_SHARE = 0.15
 """Of the time, for drawing blocks to begin with."""
-
-_SLICE = 0.1
-"""Seconds after which threads meet, and say where they stand."""
 
 _UP, _DOWN, _BACK_DOWN, _BACK_UP, _SAME, _LATE, _NUM_STEPS = range(7)
 """Columns of `steps_before`: ways to higher and lower ranks, forward and backward; on one rank; and of W."""
@@ -69,23 +59,25 @@ def hosts_several(problem: Problem) -> bool:
     return len(takers) > len(np.unique(takers))
 
 
-class BlockSearch:
-    """One thread's block, and the compiled functions' arrays."""
+class BlockSearch(Annealer[Search]):
+    """One thread's block, and the compiled functions' arrays. Temperatures are shares of the makespan."""
+
+    HOT, COLD = 0.005, 0.0002
 
     def __init__(self, problem: Problem, hops: Array, chain: Array, seed: int) -> None:
         queues = problem.queues
-        self._module: Any = ready(repeat)
+        super().__init__(
+            ready(repeat), seed, min(1000.0, (1e6 if is_compiled(repeat) else 1e3) / max(1, queues.num_ops))
+        )
         self._problem, self._queues, self._hops, self._chain = problem, queues, hops, chain
         self._space = Space(problem)
         self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
         self._trial = np.empty_like(self.block)
         self._step = np.empty(_NUM_STEPS)
-        self._random = np.random.default_rng(seed)
         self._scale = float(np.mean(queues.duration))
         work = np.bincount(queues.rank, queues.duration * queues.size, queues.num_ranks)
         self._period = float(work.max()) / int(queues.size.max())
         self.best, self.row = np.inf, np.empty(queues.num_ops, np.int64)
-        self.trials_per_second = min(1000.0, (1e6 if is_compiled(repeat) else 1e3) / max(1, queues.num_ops))
 
     def _room(self) -> tuple[Array, ...]:
         space = self._space
@@ -116,34 +108,30 @@ class BlockSearch:
                 if made < self.best:
                     self.best, self.row[:] = float(made), space.row
 
-    def draw(self, num_draws: int, target: float, stop: Array) -> None:
-        """Draws so many blocks and keeps the best; stops at `target` (ms)."""
-        self._module.seed(int(self._random.integers(2**31)))
-        self.best = self._module.drawn(
-            self._queues, self._hops, self._step, self._period, self._scale, num_draws, target, self.best, self.row,
-            *self._room(), stop,
-        )  # fmt: skip
+    def begin(self, search: Search, until: float) -> None:
+        """Takes up the best of the blocks that good orders come nearest to repeating."""
+        for row in search.good_rows():
+            if search.seconds < until:
+                self.adopt(row)
 
-    def improve(self, num_moves: int, hot: float, cold: float, target: float, stop: Array) -> None:
-        """Anneals the block in so many moves; temperatures are shares of the makespan."""
-        self._module.seed(int(self._random.integers(2**31)))
-        value = float(self.block[0])
-        self.best = self._module.improved(
-            self._queues, self._hops, self._chain, self._scale, num_moves, hot * value, cold * value, target,
-            self.best, self.row, *self._room(), stop,
-        )  # fmt: skip
-
-    def go(self, seconds: float, done: float, part: float, target: float, stop: Array) -> None:
-        """Goes on for about so long, where `done` of the whole search is done and `part` is this one's share."""
-        before, num = time.perf_counter(), max(1, int(seconds * self.trials_per_second))
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
+        """Draws blocks to begin with; then changes the best of them."""
         if done < _DRAWN_SHARE or not np.isfinite(self.block[0]):
-            self.draw(num, target, stop)
+            self.best = self._module.drawn(
+                self._queues, self._hops, self._step, self._period, self._scale, num_moves, target, self.best,
+                self.row, *self._room(), stop,
+            )  # fmt: skip
         else:
-            hot, cold = (_HOT * (_COLD / _HOT) ** min(1.0, share) for share in (done, done + part))
-            self.improve(num, hot, cold, target, stop)
-        spent = max(time.perf_counter() - before, 1e-6)
-        if stop[0] == 0:
-            self.trials_per_second = min(4 * self.trials_per_second, num / spent)
+            value = float(self.block[0])
+            self.best = self._module.improved(
+                self._queues, self._hops, self._chain, self._scale, num_moves, hot * value, cold * value, target,
+                self.best, self.row, *self._room(), stop,
+            )  # fmt: skip
+        return num_moves if stop[0] == 0 else None
+
+    def bring(self, search: Search) -> None:
+        if np.isfinite(self.best):
+            search.take(self.best, self.row, "building block")
 
 
 def repeated(search: Search, until: float, num_threads: int | None = None) -> None:
@@ -151,17 +139,8 @@ def repeated(search: Search, until: float, num_threads: int | None = None) -> No
     if search.problem.queues.num_ops == 0 or search.closed:
         return
     hops, chain = steps_before(search.problem)
-    began, length = search.seconds, max(until - search.seconds, 1e-6)
     with Threads(num_threads, is_compiled(repeat)) as threads:
         blocks = [BlockSearch(search.problem, hops, chain, search.seed + k) for k in range(threads.num)]
-        for each, row in itertools.product(blocks, search.good_rows()):
-            if search.seconds < until:
-                each.adopt(row)
-        while not search.closed and (done := (search.seconds - began) / length) < 1:
-            part = min(_SLICE / length, 1 - done)
-            calls = [partial(each.go, part * length, done, part, search.target, threads.stop) for each in blocks]
-            threads.run(calls, until - search.seconds)
-            for each in blocks:
-                if np.isfinite(each.best):
-                    search.take(each.best, each.row, "building block")
-            search.report("building block")
+        for each in blocks:
+            each.begin(search, until)
+        annealed(search, blocks, threads, until - search.seconds, until, "building block")

@@ -27,7 +27,6 @@ from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.library import build
 from penstock.planning import anneal, forward_backward, listing, longest_paths, repeat
-from penstock.planning.annealing_threads import COLD, HOT, Walk
 from penstock.planning.bounds import jackson_bound, path_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.family import Forms
@@ -36,6 +35,7 @@ from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.library_starts import named
 from penstock.planning.limits import Limits
+from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy, time_of
 from penstock.program.placements import bidirectional
@@ -151,15 +151,15 @@ def _justify(problem: Problem) -> None:
 
 def _walk(problem: Problem) -> None:
     walk = Walk(problem, 0)
-    walk.begin(_begun(problem).row)
-    walk.go(1e-3, HOT, COLD, 0.0, np.zeros(1, np.int64))
+    walk.begin(_begun(problem), 0.0)
+    walk.go(1e-3, 0.0, 1.0, 0.0, np.zeros(1, np.int64))
 
 
 def _repeat(problem: Problem) -> None:
     blocks, stop = BlockSearch(problem, *steps_before(problem), 0), np.zeros(1, np.int64)
     blocks.adopt(_begun(problem).row)
-    blocks.draw(1, 0.0, stop)
-    blocks.improve(1, 0.1, 0.1, 0.0, stop)
+    for done in (0.0, 1.0):  # it draws, then it anneals
+        blocks.move(1, done, 0.1, 0.1, 0.0, stop)
 
 
 def _decide_forms(problem: Problem) -> None:

@@ -16,21 +16,17 @@ import numpy as np
 
 from penstock.engine import min_tree
 from penstock.engine.min_tree import copied
-from penstock.planning import listing
+from penstock.planning import listing, metropolis
 from penstock.planning.listing import list_ops
+from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (min_tree, listing)
+COMPILED_WITH = (min_tree, listing, metropolis)
 OPTIONS = {"nogil": True}
 """For numba: trials on several threads do not wait for one another, nor for the one that looks at the clock."""
 
 Array = Any
 PATIENCE = 3
 """Rounds without a better schedule after which a start is given up."""
-
-
-def seed(number: int) -> None:
-    """Seeds the random numbers of this thread's compiled functions."""
-    np.random.seed(number)
 
 
 def ends_reversed(p: Any, start: Array, noise: float, values: Array) -> None:

@@ -1,11 +1,14 @@
-"""What a planner says while it works."""
+"""Where a search stands: what it says while it works, the best that it has found, and what it has proved."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from penstock.engine.tolerance import slack
+from penstock.engine.tolerance import EPSILON, slack
 from penstock.schedule import ScheduleError
 
 
@@ -54,3 +57,77 @@ def certain(lower_bound: float, value: float, described: Callable[[], str], shif
             rule="bound",
         )
     return min(lower_bound, value)
+
+
+class Described(Protocol):
+    """A problem that can be said in words."""
+
+    def described(self) -> str:
+        """All its numbers, for a report."""
+
+
+P = TypeVar("P", bound=Described)
+
+
+@dataclass
+class Incumbent(Generic[P]):
+    """The best that a search has found, what it has proved, and its time.
+
+    Attributes:
+        problem: what to plan.
+        lower_bound: ms; `improve_bound` raises it.
+        seed: of the random numbers.
+        stop_at_gap: the gap that is good enough.
+        on_progress: is called with every report.
+        began: when the search began, by `clock`.
+        until: seconds, since the search began, at which it must have come to its end.
+        clock: what says the time, in seconds.
+        value: of the best so far (ms); how: the step that found it.
+    """
+
+    problem: P
+    lower_bound: float
+    seed: int = 0
+    stop_at_gap: float = 0.0
+    on_progress: Callable[[Progress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
+    until: float = math.inf
+    clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
+    value: float = math.inf
+    how: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds till the search must have come to its end; below 0 where it should have."""
+        return self.until - self.seconds
+
+    @property
+    def shift(self) -> float:
+        """ms that value and bound are above those of the objective."""
+        return 0.0
+
+    @property
+    def target(self) -> float:
+        """The value (ms) at which the search may stop."""
+        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, EPSILON))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best is proved good enough."""
+        return self.value <= self.target
+
+    def report(self, how: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
+
+    def improve_bound(self, bound: float) -> None:
+        """Takes a bound if it is the best so far.
+
+        Raises:
+            ScheduleError: it is above the value of the best so far.
+        """
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)

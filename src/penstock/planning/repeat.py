@@ -21,20 +21,17 @@ import numpy as np
 
 from penstock.engine import min_tree
 from penstock.engine.min_tree import copied
-from penstock.planning import listing
+from penstock.planning import listing, metropolis
 from penstock.planning.listing import list_ops
+from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import seed as seed
 
 OPTIONS = {"nogil": True}
 """For numba: searches on several threads do not wait for one another."""
 
-COMPILED_WITH = (min_tree, listing)
+COMPILED_WITH = (min_tree, listing, metropolis)
 
 Array = Any
-
-
-def seed(number: int) -> None:
-    """Seeds the random numbers of this thread's compiled functions."""
-    np.random.seed(number)
 
 
 def squeezed(
@@ -180,7 +177,7 @@ def improved(
             continue
         trial[0] = made
         worse = made - block[0]
-        if worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves))):
+        if is_kept(worse, hot, cold, move / num_moves):
             copied(trial, block)
         if made < best * (1 - 1e-12):
             best = made

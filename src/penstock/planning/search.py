@@ -6,7 +6,6 @@ Each step keeps the best orders so far and stops as soon as they are proved good
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,9 @@ import numpy as np
 from penstock.engine import sweep
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
-from penstock.engine.tolerance import EPSILON
 from penstock.planning import forward_backward, listing
 from penstock.planning.problem import BACKWARD_CLASS, Problem
-from penstock.planning.progress import Progress, certain
+from penstock.planning.progress import Incumbent, certain
 from penstock.planning.threads import Threads
 from penstock.schedule import Schedule
 
@@ -49,47 +47,22 @@ class Space:
 
 
 @dataclass
-class Search:
+class Search(Incumbent[Problem]):
     """The state of a search for the shortest makespan.
 
     Attributes:
-        problem: what to plan.
-        lower_bound: ms; `improve_bound` raises it.
-        seed: of the random numbers.
-        stop_at_gap: the gap that is good enough.
         span: where the span is to be short; then value and bound here are its shift above those of the span.
-        value, row, how: the best so far.
+        row: the best so far.
         seen: orders that were the best for a while, the newest last.
-        until: seconds, since the search began, at which it must have come to its end.
-        clock: what says the time, in seconds.
     """
 
-    problem: Problem
-    lower_bound: float
-    seed: int = 0
-    stop_at_gap: float = 0.0
     span: Span | None = None
-    on_progress: Callable[[Progress], None] | None = None
-    began: float = field(default_factory=time.perf_counter)
-    until: float = float("inf")
-    clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
-    value: float = float("inf")
     row: Array = None
-    how: str = ""
     seen: list[Array] = field(default_factory=list)
 
     @property
-    def seconds(self) -> float:
-        return self.clock() - self.began
-
-    @property
-    def left(self) -> float:
-        """Seconds till the search must have come to its end; below 0 where it should have."""
-        return self.until - self.seconds
-
-    @property
     def shift(self) -> float:
-        """ms that value and bound are above those of the objective (see `spans`)."""
+        """ms that value and bound are above those of the objective (see `span_objective`)."""
         return 0.0 if self.span is None else self.span.shift
 
     @property
@@ -97,23 +70,9 @@ class Search:
         """The problem whose makespan no order's value is below."""
         return self.problem if self.span is None else self.span.bounded
 
-    @property
-    def closed(self) -> bool:
-        """Whether the best is proved good enough."""
-        return self.value <= self.target
-
-    @property
-    def target(self) -> float:
-        """The makespan (ms) at which the search may stop."""
-        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, EPSILON))
-
     def schedule(self, name: str, memory_limit: float | None) -> Schedule:
         """The best so far."""
         return self.problem.schedule(self.row, name, memory_limit)
-
-    def report(self, how: str) -> None:
-        if self.on_progress is not None:
-            self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
 
     def take(self, value: float, row: Array, how: str) -> None:
         """Keeps an order if it is the best so far; `value` is its makespan.
@@ -129,14 +88,6 @@ class Search:
             self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
             self.value, self.row, self.how = float(value), row.copy(), how
             self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
-
-    def improve_bound(self, bound: float) -> None:
-        """Takes a bound if it is the best so far.
-
-        Raises:
-            ScheduleError: it is above the value of an order.
-        """
-        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)
 
     def good_rows(self) -> list[Array]:
         """Orders worth a second look, the best first."""

@@ -8,11 +8,11 @@ from contextlib import suppress
 from penstock.engine.compiled import is_compiled
 from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths
-from penstock.planning.annealing_threads import walked
 from penstock.planning.bounds import jackson_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
+from penstock.planning.local_search import walked
 from penstock.planning.objective import Expected
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
@@ -52,7 +52,7 @@ def begin(
         bound = _samples(problem, goal).lower_bound()
     else:
         bound = jackson_bound(problem)
-    return Search(problem, bound, seed, stop_at_gap, span, on_progress, began)
+    return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
 
 
 def first_order(search: Search, goal: str | Expected = "makespan") -> None:

@@ -10,13 +10,16 @@ rank's row; what it makes of the makespan is found by timing all ops once more. 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from penstock.engine.tolerance import EPSILON
+from penstock.planning import metropolis
+from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import seed as seed
 
+COMPILED_WITH = (metropolis,)
 OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
@@ -27,11 +30,6 @@ WHOLE = 4
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
 INFINITE = 1e300
-
-
-def seed(number: int) -> None:
-    """Seeds the random numbers of this thread's compiled functions."""
-    np.random.seed(number)
 
 
 def set_form(p: Any, o: Any, c: int, j: int) -> None:
@@ -334,9 +332,7 @@ def anneal(
             r = -1 - r
         made = timed(p, o, trial, ints, free) if allowed else -1.0
         worse = made - now
-        if made >= 0 and (
-            worse <= 0 or np.random.random() < math.exp(-worse / (hot * (cold / hot) ** (move / num_moves)))
-        ):
+        if made >= 0 and is_kept(worse, hot, cold, move / num_moves):
             now = made
             count = -1
             start[:] = trial

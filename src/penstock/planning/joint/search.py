@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,16 @@ from penstock.library import SCHEDULES, build
 from penstock.passes import recompute
 from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
+from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.family import Forms
 from penstock.planning.joint import exact, moves
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.moves import F, I, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.problem import pose
-from penstock.planning.progress import Progress, certain
+from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.threads import Threads, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
-
-HOT, COLD = 0.5, 0.1
-"""Temperatures at which a walk begins and ends, as shares of the mean duration of an op."""
-
-_SLICE = 0.1
-"""Seconds between looks at the clock."""
 
 _PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
 """Shares of the time left that plans of one form take, list scheduling, and annealing where CP-SAT comes after it."""
@@ -53,50 +47,11 @@ _MOST_LIBRARY_OPS = 20_000
 
 
 @dataclass
-class JointSearch:
-    """The state of a search: the best so far, and what is proved; see `planning.search.Search`."""
+class JointSearch(Incumbent[JointProblem]):
+    """The state of a search: the best so far, and what is proved."""
 
-    problem: JointProblem
-    lower_bound: float
-    began: float
-    seed: int = 0
-    stop_at_gap: float = 0.0
-    on_progress: Callable[[Progress], None] | None = None
-    until: float = math.inf
-    value: float = math.inf
     orders: Orders | None = None
-    how: str = ""
     _module: Any = field(default_factory=lambda: ready(moves))
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    @property
-    def left(self) -> float:
-        """Seconds till the search must have come to its end; below 0 where it should have."""
-        return self.until - self.seconds
-
-    @property
-    def shift(self) -> float:
-        """Values are those of the makespan itself."""
-        return 0.0
-
-    @property
-    def target(self) -> float:
-        """The makespan (ms) at which the search may stop."""
-        return self.lower_bound * (1 + max(self.stop_at_gap, EPSILON))
-
-    @property
-    def closed(self) -> bool:
-        return self.value <= self.target
-
-    def report(self, how: str) -> None:
-        if self.on_progress is not None:
-            self.on_progress(Progress(how, self.seconds, self.value, self.lower_bound))
-
-    def improve_bound(self, bound: float) -> None:
-        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described)
 
     def take(self, orders: Orders, how: str) -> None:
         """Keeps a copy of orders if they run, keep to the caps and are the best so far."""
@@ -147,7 +102,7 @@ def begin(
     began: float,
 ) -> JointSearch:
     """A search with its bound, and with orders to begin with."""
-    search = JointSearch(problem, lower_bound(problem), began, seed, stop_at_gap, on_progress)
+    search = JointSearch(problem, lower_bound(problem), seed, stop_at_gap, on_progress, began)
     search.take(one_by_one(problem), "one microbatch at a time")
     if search.orders is None:
         raise ScheduleError(
@@ -328,44 +283,40 @@ def listed(search: JointSearch, until: float) -> None:
             search.report("greedy")
 
 
-class _Walk:
-    """One thread's walk."""
+class JointWalk(Annealer[JointSearch]):
+    """One thread's walk. Temperatures are shares of the mean duration of an op."""
+
+    HOT, COLD = 0.5, 0.1
 
     def __init__(self, problem: JointProblem, seed: int) -> None:
         n = problem.num_ops
+        many = min(20_000.0, 2e7 / max(1, n)) if is_compiled(moves) else min(50.0, 2e4 / max(1, n))
+        super().__init__(ready(moves), seed, many)
         self.problem = problem
-        self._module: Any = ready(moves)
         self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
         self._start, self._trial = np.empty(n), np.empty(n)
         self._found = np.empty(n, np.int64)
         self._ints, self._free = np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks)
-        self._random = np.random.default_rng(seed)
         self._scale = float(problem.ops.times[:, :4].mean()) or 1.0
-        # At first few: it soon grows to what they are.
-        self._moves_a_second = min(20_000.0, 2e7 / max(1, n)) if is_compiled(moves) else min(50.0, 2e4 / max(1, n))
         self.now = self.best = math.inf
 
-    def begin(self, orders: Orders) -> None:
+    def begin(self, search: JointSearch, until: float) -> None:
         for mine in (self._orders, self._undo, self.best_orders):
-            self._module.copy(orders, mine)
+            self._module.copy(search.orders, mine)
         self.now = self.best = float(
             self._module.timed(self.problem.ops, self._orders, self._start, self._ints, self._free)
         )
 
-    def go(self, seconds: float, hot: float, cold: float, target: float, stop: Array) -> None:
-        """Walks for about so long while the temperature falls from `hot` to `cold` (shares of an op), or until `stop`
-        is no longer 0."""
-        num_moves = max(1, int(seconds * self._moves_a_second))
-        self._module.seed(int(self._random.integers(2**31)))
-        before = time.perf_counter()
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
         self.now, self.best, moved = self._module.anneal(
             self.problem.ops, self._orders, self._undo, self.best_orders, self._start, self._trial, self._found,
             self._ints, self._free, num_moves, hot * self._scale, cold * self._scale, target, self.now, self.best,
             stop,
         )  # fmt: skip
-        spent = time.perf_counter() - before
-        if moved == num_moves or stop[0] != 0:
-            self._moves_a_second = min(4 * self._moves_a_second, (moved + 1) / max(spent, 1e-6))
+        return int(moved)
+
+    def bring(self, search: JointSearch) -> None:
+        search.take(self.best_orders, "local search")
 
 
 def walked(search: JointSearch, until: float, num_threads: int | None = None) -> None:
@@ -373,20 +324,8 @@ def walked(search: JointSearch, until: float, num_threads: int | None = None) ->
     if search.problem.num_ops == 0 or search.orders is None:
         return
     with Threads(num_threads, is_compiled(moves)) as threads:
-        walks = [_Walk(search.problem, search.seed + k) for k in range(threads.num)]
-        while not search.closed and search.seconds < until:
-            begins, left = search.seconds, until - search.seconds
-            length = left if left < 1.5 else max(1.0, 0.4 * left)
-            for walk in walks:
-                walk.begin(search.orders)
-            while not search.closed and search.seconds < until and (done := (search.seconds - begins) / length) < 1:
-                part = min(_SLICE / length, 1 - done)
-                hot, cold = (HOT * (COLD / HOT) ** share for share in (done, done + part))
-                calls = [partial(walk.go, part * length, hot, cold, search.target, threads.stop) for walk in walks]
-                threads.run(calls, until - search.seconds)
-                for walk in walks:
-                    search.take(walk.best_orders, "local search")
-                search.report("local search")
+        walks = [JointWalk(search.problem, search.seed + k) for k in range(threads.num)]
+        annealed_again(search, walks, threads, until)
 
 
 def solved(search: JointSearch) -> None:
