@@ -18,8 +18,8 @@ from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTranspor
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Op, Schedule
-from penstock.simulate import Timeline
-from penstock.simulate.simulate import frozen_caps, memory_changes
+from penstock.simulation import Timeline
+from penstock.simulation.simulator import frozen_caps, memory_changes
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.stage.split.slot as slot_module
+import penstock.runtime.stage.split_backward.slot as slot_module
 from fuzz_blocks import BLOCKS, FORKS, Fork, InPlace, Join, OnFirst, Tied, real
 from own_loop import seeded
-from penstock.library.build import SCHEDULES
+from penstock.library.registry import SCHEDULES
 from penstock.runtime.tensors.dtensor import whole
 from penstock.runtime.tensors.rng import mix
 from plain_loop import call, cut, seed_devices, weights

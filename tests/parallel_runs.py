@@ -23,7 +23,7 @@ from parallel_cases import CASES, GPT, Case, decoder, decoders, decoders_config,
 from penstock.models import CrossEntropy, gpt_stage, parallelize
 from penstock.models.block import Attention
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split import Tape, prepare, slot
+from penstock.runtime.stage.split_backward import Tape, prepare, slot
 from penstock.runtime.tensor_parallel import summed
 from penstock.train.tasks.layers import recomputed
 

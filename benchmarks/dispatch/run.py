@@ -28,10 +28,10 @@ from penstock.control.configuration import digest_of
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json
 from penstock.schedule.send_recv import remove_communication
-from penstock.simulate.auto import POLICIES, choose, jittered
-from penstock.simulate.lowered import Order
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Decoupled
+from penstock.simulation.auto import POLICIES, choose, jittered
+from penstock.simulation.lowered import Order
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -22,8 +22,8 @@ import numpy as np
 import penstock as ps
 from penstock.bench.machine import machine
 from penstock.dispatch import Dispatch
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Decoupled
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -41,10 +41,10 @@ from results import RESULTS, Row, load, save, table
 import penstock as ps
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
-from penstock.simulate.footprint import count_buffers
-from penstock.simulate.memory import frozen_caps
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import as_transport
+from penstock.simulation.memory import frozen_caps
+from penstock.simulation.memory_footprint import count_buffers
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import as_transport
 
 DEPTHS = (4, 8, 16)
 PER_RANK = (1, 2, 4, 8)

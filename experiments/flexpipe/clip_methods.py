@@ -17,7 +17,7 @@ from clip import BATCH, CLIPS, LAUNCH_MS, TEXT, Layout, Share, costs, gather_ms,
 from methods import MEMORY
 
 import penstock as ps
-from penstock.simulate.lister import Lister
+from penstock.simulation.lister import Lister
 
 DISTMM = "DistMM-Pipe"
 STAGES_A_RANK = (1, 2, 3, 5)

@@ -20,7 +20,7 @@ from setups import Setup
 
 import penstock as ps
 from penstock.program.rules import Traversal
-from penstock.simulate.lister import Lister
+from penstock.simulation.lister import Lister
 
 BOTH = "+bidirectional"
 KEPT = 3

@@ -21,7 +21,7 @@ from setups import Setup
 import penstock as ps
 from penstock.cost.cut import partition
 from penstock.passes import separate_gradients
-from penstock.simulate import TimedOp
+from penstock.simulation import TimedOp
 
 MEMORY = 80e9
 TESSEL_RANKS = 8

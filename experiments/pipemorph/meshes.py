@@ -24,7 +24,7 @@ from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Mesh, Ring
 from penstock.cost.mesh import Group
 from penstock.cost.over_time import Constant
-from penstock.simulate.mesh import simulate_mesh
+from penstock.simulation.mesh import simulate_mesh
 
 NETWORK = 50e9
 """Bytes a second between nodes: the 400 Gbps InfiniBand of the paper's cluster."""

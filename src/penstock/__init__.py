@@ -50,7 +50,7 @@ from penstock.schedule import (
     parse,
     with_updates,
 )
-from penstock.simulate import (
+from penstock.simulation import (
     Blocking,
     Decoupled,
     Footprint,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.dispatch import lower
-from penstock.library.build import SCHEDULES
+from penstock.library.registry import SCHEDULES
 from penstock.schedule import Op, Schedule
 from recomputed import with_recompute
 

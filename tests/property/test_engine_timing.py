@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.engine.network import NONE, Irregular, Network, of_queues
 from penstock.engine.timing import Timed, Timer
-from penstock.schedule.check.arrays import are_in_local_order, run_to_their_ends
-from penstock.schedule.check.check import run_untimed
 from penstock.schedule.columns import edges_of, numbered
+from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends
+from penstock.schedule.proof.rules import run_untimed
 
 Needs = list[list[tuple[int, float, int, int]]]
 

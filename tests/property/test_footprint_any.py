@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.simulate.footprint import count_buffers
+from penstock.simulation.memory_footprint import count_buffers
 
 pytestmark = pytest.mark.property
 

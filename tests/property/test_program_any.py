@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.formats import native
 from penstock.program import Traversal
 from penstock.schedule import peak_in_flight
-from penstock.simulate.lister import Lister
+from penstock.simulation.lister import Lister
 from strategies import times
 
 

@@ -18,7 +18,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.liveness import needed_channel_depth
-from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
+from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from strategies import RUN_TOGETHER
 
 pytestmark = pytest.mark.property

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
-from penstock.simulate.simulate import frozen_caps, memory_changes
+from penstock.simulation.simulator import frozen_caps, memory_changes
 from strategies import library_schedules, problems
 
 pytestmark = pytest.mark.property
 
-simulator = import_module("penstock.simulate.simulate")  # ps.simulate is the function
+simulator = import_module("penstock.simulation.simulator")  # ps.simulate is the function
 
 QUICK = settings(deadline=None, max_examples=120)
 DISPATCH = st.sampled_from([*map(str, Dispatch), "hinted:0.5", "hinted:1", "auto"])

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import penstock.runtime.stage.split.slot as slot_module
-from penstock.runtime.stage.split import Tape, prepare
+import penstock.runtime.stage.split_backward.slot as slot_module
+from penstock.runtime.stage.split_backward import Tape, prepare
 
 pytestmark = pytest.mark.property
 

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.passes import reorder_microbatches
 from penstock.planning.microbatch_order import OrderSearch
 from penstock.planning.uneven import uneven_bound
-from penstock.simulate.runner import Runner
+from penstock.simulation.runner import Runner
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb", "zb-v", "v-half", "chimera", "hanayo", "dualpipe")
 POLICIES = ("frozen", "hinted", "hinted:0.5", "hinted:1", "dynamic")

@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, core, lower
 from penstock.engine.compiled import compiled
-from penstock.simulate.simulate import frozen_caps, memory_changes
+from penstock.simulation.simulator import frozen_caps, memory_changes
 
 pytestmark = pytest.mark.unit
 

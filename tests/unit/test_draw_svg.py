@@ -13,7 +13,7 @@ from penstock.draw import to_svg
 from penstock.draw.palette import ink, kind_order, rgb, shade
 from penstock.draw.panel import Panel
 from penstock.draw.scale import percent, short, ticks
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit
 SVG = "{http://www.w3.org/2000/svg}"

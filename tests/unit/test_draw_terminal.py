@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.draw import to_terminal
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")

@@ -22,7 +22,7 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport import conditioned
 from penstock.runtime.transport.conditioned import Conditions, Holder
 from penstock.runtime.transport.wiring import wire
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit
 

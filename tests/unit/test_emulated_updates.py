@@ -15,7 +15,7 @@ from penstock.runtime.emulation.device import EmulatedDevice
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import wire
-from penstock.simulate import TimedOp, Timeline
+from penstock.simulation import TimedOp, Timeline
 from penstock.train.emulated.settings import EmulatedSettings
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.simulate.footprint import RankFootprint, count_buffers
+from penstock.simulation.memory_footprint import RankFootprint, count_buffers
 
 pytestmark = pytest.mark.unit
 

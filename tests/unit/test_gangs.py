@@ -28,10 +28,10 @@ from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
-from penstock.simulate.lister import Lister
-from penstock.simulate.runner import Runner
-from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
-from penstock.simulate.transport import Decoupled
+from penstock.simulation.lister import Lister
+from penstock.simulation.runner import Runner
+from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
+from penstock.simulation.transport import Decoupled
 
 
 def any_program(rng: random.Random, times: tuple[int, int] = (0, 9)) -> ps.Program:

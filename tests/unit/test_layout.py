@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from collections import defaultdict
 from functools import cache
@@ -103,3 +105,13 @@ def test_where_answers_thirty_questions_with_what_is_there() -> None:
     assert missing == []
     assert [row["file"] for row in rows if row and row["file"].rpartition("/")[0] + "/" != row["folder"]] == []
     assert not defined(SRC / "runtime" / "pipeline.py", "Pipeline.stepp")
+
+
+def test_no_function_that_a_package_offers_bears_the_name_of_a_module_in_it() -> None:
+    """Or `import penstock.x.y` gives a function, or the module, by what was imported before."""
+    twice = []
+    for module in trees():
+        package, _, name = module.rpartition(".")
+        if package and inspect.isfunction(getattr(importlib.import_module(package), name, None)):
+            twice.append(module)
+    assert twice == []

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.schedule import one_to_one, v_shape
-from penstock.simulate.lister import Lister, rows_of
+from penstock.simulation.lister import Lister, rows_of
 
 
 def graph_of(placement: ps.Placement, num_ranks: int, num: int, costs: ps.Costs, links: ps.Links) -> QueueGraph:
@@ -78,7 +78,7 @@ def test_the_compiler_takes_the_option_that_makes_it_fast() -> None:
     """`_nrt` is numba's own and not documented: should a version drop it, this says so before times do."""
     from penstock.dispatch import listing
     from penstock.engine.compiled import compiled
-    from penstock.simulate import listing as loops
+    from penstock.simulation import listing as loops
 
     graph = graph_of(v_shape(2), 2, 4, ps.Costs.uniform(4), ps.Links())
     assert Lister(graph, compile=True).list_by_rules(graph.tables).complete

@@ -16,7 +16,7 @@ from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant, Trace
 from penstock.cost.ring import Ring
 from penstock.passes import add_reductions
-from penstock.simulate.mesh import simulate_mesh
+from penstock.simulation.mesh import simulate_mesh
 
 pytestmark = pytest.mark.unit
 

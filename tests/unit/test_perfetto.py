@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.formats.perfetto import COMPUTE_TRACK, held_over_time, messages_of, to_perfetto
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit
 Event = dict[str, Any]

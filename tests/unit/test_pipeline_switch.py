@@ -15,7 +15,7 @@ from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split import slot as slot_module
+from penstock.runtime.stage.split_backward import slot as slot_module
 from plain_loop import differences, plain_step
 
 pytestmark = pytest.mark.unit

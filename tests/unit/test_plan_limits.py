@@ -172,7 +172,7 @@ def test_a_search_ends_within_a_few_looks_at_its_clock_after_the_time() -> None:
 
 def test_what_a_proof_takes_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first order of a large problem is proved at once: what that takes is left for the last proof."""
-    module = sys.modules["penstock.planning.plan"]
+    module = sys.modules["penstock.planning.planner"]
     clock, seen = Clock(), []
     monkeypatch.setattr("time.perf_counter", clock)
     checked = ps.check

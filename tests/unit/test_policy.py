@@ -14,9 +14,9 @@ from penstock.dispatch import Dispatch, Policy
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.execute.active_plan import dispatch_of
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.simulate.auto import POLICIES, choose_policy, jittered
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Decoupled
+from penstock.simulation.auto import POLICIES, choose_policy, jittered
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 pytestmark = pytest.mark.unit
 

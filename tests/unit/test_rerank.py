@@ -12,12 +12,12 @@ import penstock as ps
 from penstock.control import Configuration, ControlError, Job
 from penstock.control.configuration import peaks
 from penstock.control.mesh_times import MeshTimes
-from penstock.control.rerank import Moving, placements, rerank
+from penstock.control.reranking import Moving, placements, rerank
 from penstock.cost import LinkCondition, LinkConditions
 from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant
 from penstock.cost.ring import Ring
-from penstock.simulate.mesh import simulate_mesh
+from penstock.simulation.mesh import simulate_mesh
 
 pytestmark = pytest.mark.unit
 

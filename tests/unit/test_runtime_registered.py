@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split.slot as slot_module
+import penstock.runtime.stage.split_backward.slot as slot_module
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
@@ -23,7 +23,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
-from penstock.simulate.simulate import as_dispatch, frozen_peaks, memory_changes
+from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from plain_loop import differences, gradients, plain_evaluate, plain_step
 from registered_cases import (
     CASES,

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import penstock as ps
-from penstock.simulate.simulate import simulate
+from penstock.simulation.simulator import simulate
 
 COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
 LATE = ps.Links({(0, 1): 20.0})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.simulate import runner as module
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Decoupled
+from penstock.simulation import runner as module
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 pytestmark = pytest.mark.unit
 

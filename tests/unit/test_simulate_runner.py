@@ -10,8 +10,8 @@ import pytest
 import penstock as ps
 from penstock.cost import LinkConditions
 from penstock.dispatch import Dispatch
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Blocking, Decoupled
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Blocking, Decoupled
 
 pytestmark = pytest.mark.unit
 

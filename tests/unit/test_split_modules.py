@@ -13,8 +13,8 @@ from split_loops import assert_same, leaf, plain_loop, split_loop
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-import penstock.runtime.stage.split.slot as slot_module
-from penstock.runtime.stage.split import Tape, prepare, unprepare
+import penstock.runtime.stage.split_backward.slot as slot_module
+from penstock.runtime.stage.split_backward import Tape, prepare, unprepare
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,8 @@ from split_loops import assert_same, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import penstock.runtime.stage.split.slot as slot_module
-from penstock.runtime.stage.split import SplitError, Tape, prepare
+import penstock.runtime.stage.split_backward.slot as slot_module
+from penstock.runtime.stage.split_backward import SplitError, Tape, prepare
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-import penstock.runtime.stage.split.slot as slot_module
-from penstock.runtime.stage.split import Tape, prepare, unprepare
+import penstock.runtime.stage.split_backward.slot as slot_module
+from penstock.runtime.stage.split_backward import Tape, prepare, unprepare
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 import tie_runs
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split import slot
+from penstock.runtime.stage.split_backward import slot
 from plain_loop import differences, plain_step
 from tie_runs import MSE
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
-from penstock.runtime.stage.split import Tape
+from penstock.runtime.stage.split_backward import Tape
 from penstock.schedule import Op, Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ from typing import Any
 import penstock as ps
 from penstock.bench.machine import machine
 from penstock.cost.presets import PRESETS
-from penstock.runtime.emulation.emulate import Emulation
+from penstock.runtime.emulation.emulated_run import Emulation
 from penstock.runtime.emulation.processes import emulate_processes
 
 NORMAL_14 = 368.0

@@ -18,7 +18,7 @@ from penstock.planning import plan
 from penstock.planning.program_search import fold, placements_of, search_space
 from penstock.program import placements
 from penstock.schedule import Schedule, ScheduleError
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 PAPER_SECONDS = {2: 4.73, 4: 8.28, 8: 71.28, 16: 107.34, 32: 534.78}

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split import Tape, prepare
+from penstock.runtime.stage.split_backward import Tape, prepare
 from penstock.train.malloc_warmup import settle_memory
 
 Row = dict[str, Any]

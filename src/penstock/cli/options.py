@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.failure import Misuse
 from penstock.cost import LinkConditions, Links
-from penstock.simulate import Blocking, Decoupled
+from penstock.simulation import Blocking, Decoupled
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks, for a schedule given by name.")]

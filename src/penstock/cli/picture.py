@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.draw.save import save_picture
+from penstock.draw.files import save_picture
 from penstock.formats import save as save_schedule
 from penstock.formats.files import ENDINGS
 from penstock.schedule import Schedule
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 
 def save_planned(schedule: Schedule, timeline: Timeline, path: str) -> None:

@@ -1,7 +1,7 @@
 """Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
 
 from penstock.control.advice import Help, Obstacle, Unanswered
-from penstock.control.candidates import Action, Candidate, Measured, candidates
+from penstock.control.candidate import Action, Candidate, Measured, candidates
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.closed_loop_simulation import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.compute import ComputeChange
@@ -24,9 +24,9 @@ from penstock.control.events import (
     Transfers,
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
+from penstock.control.log_replay import replay
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.replay import replay
-from penstock.control.rerank import Moving, Reranking, rerank
+from penstock.control.reranking import Moving, Reranking, rerank
 from penstock.control.trial import Verdict
 
 __all__ = [

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from penstock.control.candidates import Measured, candidates
+from penstock.control.candidate import Measured, candidates
 from penstock.control.controller import Controller
 from penstock.control.decide import predict, score
 from penstock.control.errors import ControlError

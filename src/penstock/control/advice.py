@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from penstock.control.candidates import Measured, candidates
+from penstock.control.candidate import Measured, candidates
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import predict, score
 from penstock.control.events import Link, show_link

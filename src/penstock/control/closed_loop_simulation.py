@@ -17,7 +17,7 @@ from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
 from penstock.cost import Costs, LinkConditions, Links
-from penstock.simulate import Timeline, simulate
+from penstock.simulation import Timeline, simulate
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from penstock.engine.tolerance import is_within
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate.transport import Blocking, Decoupled
+from penstock.simulation.transport import Blocking, Decoupled
 
 
 @dataclass(frozen=True)

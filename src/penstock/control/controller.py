@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
-from penstock.control.candidates import Action, Candidate, Measured, candidates
+from penstock.control.candidate import Action, Candidate, Measured, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, scaled
 from penstock.control.configuration import Job, peaks

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean, stdev
 
-from penstock.control.candidates import Action, Candidate, Measured
+from penstock.control.candidate import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.events import undirected
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import Costs, LinkCondition, LinkConditions, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
-from penstock.simulate.runner import Ran
+from penstock.simulation.runner import Ran
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.control.candidates import Action
+from penstock.control.candidate import Action
 from penstock.control.configuration import Configuration
 
 

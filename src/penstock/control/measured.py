@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from penstock.control.candidates import Measured, late_links
+from penstock.control.candidate import Measured, late_links
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, ComputeWatch, Factors
 from penstock.control.configuration import Job

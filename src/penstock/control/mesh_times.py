@@ -20,7 +20,7 @@ from penstock.control.runners import order_of
 from penstock.cost import LinkCondition, LinkConditions, Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
-from penstock.simulate.mesh import WEIGHT_KINDS, after_pipelines, last_gradients, require_mesh
+from penstock.simulation.mesh import WEIGHT_KINDS, after_pipelines, last_gradients, require_mesh
 
 Numbers = tuple[int, ...]
 """Conditions of links, each by its number."""

@@ -17,7 +17,7 @@ from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, undirected
-from penstock.control.rerank import Moving, Reranking, rerank
+from penstock.control.reranking import Moving, Reranking, rerank
 from penstock.cost import LinkCondition, LinkConditions, Mesh, Ring
 from penstock.cost.over_time import Constant
 

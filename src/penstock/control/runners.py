@@ -10,9 +10,9 @@ from penstock.dispatch import Dispatch
 from penstock.planning import slow_link_schedule
 from penstock.schedule import Schedule
 from penstock.schedule.send_recv import remove_communication
-from penstock.simulate.lowered import Order
-from penstock.simulate.runner import Runner
-from penstock.simulate.transport import Blocking, Decoupled
+from penstock.simulation.lowered import Order
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Blocking, Decoupled
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from penstock.data.errors import DataError
 from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.paired import PairedSamples, TokenForm, VectorForm
-from penstock.data.prepare import Summary, prepare
+from penstock.data.preparation import Summary, prepare
 from penstock.data.tensors import to_tensors
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 

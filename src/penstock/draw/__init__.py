@@ -1,7 +1,7 @@
 """Pictures of schedules and timelines: SVG, self-contained HTML, colour in the terminal."""
 
+from penstock.draw.files import save_picture
 from penstock.draw.html import to_html
-from penstock.draw.save import save_picture
 from penstock.draw.svg import to_svg
 from penstock.draw.terminal import to_terminal
 

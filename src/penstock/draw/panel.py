@@ -17,7 +17,7 @@ from penstock.draw.scale import percent, short
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
-from penstock.simulate import TimedOp, Timeline, simulate
+from penstock.simulation import TimedOp, Timeline, simulate
 
 Drawable = Schedule | Timeline
 

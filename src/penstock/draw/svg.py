@@ -15,7 +15,7 @@ from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule.op import UPDATE
-from penstock.simulate import TimedOp
+from penstock.simulation import TimedOp
 
 MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
 LEAST, LEAST_OF_UPDATES = 0.2, 1.5

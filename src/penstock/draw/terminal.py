@@ -19,7 +19,7 @@ from penstock.draw.panel import Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule import Op, Schedule
 from penstock.schedule.text import cell_texts, unit_columns
-from penstock.simulate import TimedOp, Timeline
+from penstock.simulation import TimedOp, Timeline
 
 DEFAULT_WIDTH, NARROWEST = 120, 20
 MOST_COLUMNS_AN_OP = 6

@@ -17,7 +17,7 @@ from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.schedule import require_schedule
 from penstock.schedule.send_recv import has_communication, remove_communication
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 DIALECTS: dict[str, Form | None] = {
     "torch": None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
-from penstock.simulate import Message, TimedOp, Timeline
+from penstock.simulation import Message, TimedOp, Timeline
 
 COMPUTE_TRACK = 1
 ASYNCHRONOUS_TRACK = 2

@@ -18,7 +18,7 @@ from penstock.library.amdp_updates import with_updates_at_once
 from penstock.library.options import at_least, whole_multiple
 from penstock.program.placements import multi_directional
 from penstock.schedule import Schedule, ScheduleError, Updates, Windows
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 
 _TRIED_BLOCKS, _TRIED_WINDOWS = 32, 4
 """How much of a run is timed, at least, to tell which way of ordering is best."""

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from penstock.cost import Costs
 from penstock.schedule import Op, Schedule, v_shape
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 
 Pattern = list[tuple[int, int, int, int]]
 """Per rank, the slots of microbatch 0's F and I, down the V and up, in that order."""

@@ -13,7 +13,7 @@ from penstock.cost import Costs
 from penstock.library.options import at_least, warmup_counts
 from penstock.schedule import Op, Schedule, one_to_one
 from penstock.schedule.columns import F, I, W, in_slots
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:

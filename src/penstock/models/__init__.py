@@ -25,7 +25,7 @@ from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError, parallelize, require_parallel
-from penstock.models.sample import sample
+from penstock.models.sampling import sample
 from penstock.models.stage import bert_stage, gpt_stage
 
 __all__ = [

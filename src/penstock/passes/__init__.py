@@ -2,11 +2,11 @@
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
-from penstock.passes.recompute import recompute
+from penstock.passes.recomputation import recompute
 from penstock.passes.reduce import add_reductions
 from penstock.passes.reorder import reorder_microbatches
 from penstock.passes.repeated import repeat_windows
-from penstock.passes.retime import retime
+from penstock.passes.retiming import retime
 from penstock.passes.separate import separate_gradients
 
 __all__ = [

@@ -14,7 +14,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import require_no_streams
-from penstock.simulate.runner import durations as durations_of
+from penstock.simulation.runner import durations as durations_of
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
-from penstock.planning.plan import Certificate, Plan, plan
+from penstock.planning.planner import Certificate, Plan, plan
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.planning.progress import Progress
 from penstock.planning.slow_links import slow_link_schedule

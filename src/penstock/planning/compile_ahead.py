@@ -40,8 +40,8 @@ from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy, time_of
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
-from penstock.simulate import engine, simulate
-from penstock.simulate import listing as rule_listing
+from penstock.simulation import engine, simulate
+from penstock.simulation import listing as rule_listing
 
 _LOOK = 0.02
 """Seconds between looks for machine code that another process makes."""

@@ -32,10 +32,10 @@ from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order,
 from penstock.schedule.columns import KINDS, Array
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate.lowered import Order
-from penstock.simulate.memory import given_caps, memory_changes
-from penstock.simulate.runner import Ran, Runner, durations, frozen_timer
-from penstock.simulate.transport import Decoupled, Transport, as_transport
+from penstock.simulation.lowered import Order
+from penstock.simulation.memory import given_caps, memory_changes
+from penstock.simulation.runner import Ran, Runner, durations, frozen_timer
+from penstock.simulation.transport import Decoupled, Transport, as_transport
 
 SHARES = {
     "mountain": 1 / 2, "a third in front": 1 / 3, "two thirds in front": 2 / 3, "a quarter in front": 1 / 4,

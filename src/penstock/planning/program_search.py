@@ -29,8 +29,8 @@ from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate import Timeline, simulate
-from penstock.simulate.lister import Lister, rows_of
+from penstock.simulation import Timeline, simulate
+from penstock.simulation.lister import Lister, rows_of
 
 COMPILE_ABOVE = 100_000
 """Ops of a whole search above which loading compiled code pays for itself."""

@@ -16,7 +16,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
-from penstock.simulate.lister import Lister
+from penstock.simulation.lister import Lister
 
 
 class Rule(StrEnum):

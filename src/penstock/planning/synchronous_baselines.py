@@ -15,9 +15,9 @@ from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import is_within
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.passes import repeat_windows, separate_gradients
-from penstock.planning.plan import plan
+from penstock.planning.planner import plan
 from penstock.schedule import Schedule, ScheduleError, one_to_one, v_shape
-from penstock.simulate import Timeline, simulate
+from penstock.simulation import Timeline, simulate
 
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "interleaved-1f1b": ({"num_stages": 2}, {"num_stages": 3}, {"num_stages": 4}),

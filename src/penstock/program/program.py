@@ -26,7 +26,7 @@ from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules, Traversal
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate.lister import Lister
+from penstock.simulation.lister import Lister
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from penstock.control.candidates import Action
+from penstock.control.candidate import Action
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
@@ -38,7 +38,7 @@ from penstock.report.run_story import (
 )
 from penstock.report.what_if import Hindsight, Seen, picked
 from penstock.schedule import Op
-from penstock.simulate import TimedOp, Timeline
+from penstock.simulation import TimedOp, Timeline
 
 MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 Link = tuple[int, int]
 

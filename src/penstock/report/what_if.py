@@ -22,7 +22,7 @@ from penstock.control.events import Link, OpTimes, undirected
 from penstock.control.robust_statistics import deviation
 from penstock.cost import Costs, LinkCondition, LinkConditions
 from penstock.cost.over_time import Constant, OverTime, Trace
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 _AS_ASSUMED = 0.005
 """Share of its assumed time that an op may differ by and still count as taking just that."""

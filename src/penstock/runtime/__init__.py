@@ -2,12 +2,12 @@
 
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.adapt import Steering
-from penstock.runtime.emulation.emulate import Emulation, emulate
+from penstock.runtime.emulation.emulated_run import Emulation, emulate
 from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.step_result import StepResult
-from penstock.runtime.mesh.device_mesh import device_mesh
+from penstock.runtime.mesh.torch_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.stage.registered_ops import OpCall

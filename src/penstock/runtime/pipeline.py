@@ -62,7 +62,7 @@ from penstock.runtime.stage.cut import evaluating, stages_of
 from penstock.runtime.stage.microbatches import Microbatches, counts_of, cut_for, num_entries
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import OpFunction, calls_of, functions_of
-from penstock.runtime.stage.split import DeferredShare, unprepare
+from penstock.runtime.stage.split_backward import DeferredShare, unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.channel import Tags
@@ -71,7 +71,7 @@ from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.send_recv import remove_communication
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 
 class Pipeline:

@@ -1,11 +1,11 @@
 """What runs where and in which order: pure data, its text grid, its proof."""
 
-from penstock.schedule.check import check
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.liveness import needed_channel_depth, peak_in_flight
 from penstock.schedule.microbatch_order import MicrobatchOrder, declare_order, declare_shown_order
 from penstock.schedule.op import Op, parse_op
 from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
+from penstock.schedule.proof import check
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.text import parse, to_text

@@ -19,7 +19,7 @@ from penstock.cost import Costs, Mesh
 from penstock.runtime import Pipeline
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.migrate import Placed
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 from penstock.train.inputs import Inputs
 
 LEARN, LEAST_EVERY, MOST_EVERY = 4, 5, 200

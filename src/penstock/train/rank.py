@@ -22,7 +22,7 @@ from penstock.runtime.checkpoint import DamagedCheckpointError, set_aside
 from penstock.runtime.checkpoint.saving import export_model
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.mesh_migration import MeshMigration

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, LinkConditions
-from penstock.simulate import Blocking, Decoupled, Timeline, simulate
+from penstock.simulation import Blocking, Decoupled, Timeline, simulate
 from penstock.train.quality import Quality
 from penstock.train.steered import Steered
 from penstock.train.updating import UpdateReport, state_rows

@@ -25,7 +25,7 @@ from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
-from penstock.runtime.stage.split import SplitReport, Tape, prepare, unprepare
+from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.rng import mix
 from penstock.train.inputs import device_of, optimizer_class

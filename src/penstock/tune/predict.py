@@ -18,9 +18,9 @@ from itertools import pairwise
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule
-from penstock.simulate import simulate
-from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
-from penstock.simulate.simulate import AUTO
+from penstock.simulation import simulate
+from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulation.simulator import AUTO
 from penstock.tune.memory import RankMemory, memory_of
 from penstock.tune.profile import MessageCosts, Profile
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from penstock.library import build
 from penstock.runtime import Pipeline
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Bytes of the messages that are timed."""

@@ -12,7 +12,7 @@ from penstock.formats.native import from_json
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, tied_parameters
 from penstock.runtime import Pipeline
 from penstock.runtime.execute.timeline import measured_costs
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 from penstock.train.inputs import device_of, optimizer_class
 from penstock.train.mesh import mesh_of
 from penstock.train.settings import Settings

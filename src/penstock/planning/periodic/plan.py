@@ -25,10 +25,10 @@ from penstock.planning.periodic.flow import placed_flow
 from penstock.planning.periodic.model import Flow, Instance, Repetend, fits, makespan, peaks, retimed
 from penstock.planning.periodic.modulo import cp_sat, find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
-from penstock.planning.plan import Certificate, Plan
+from penstock.planning.planner import Certificate, Plan
 from penstock.planning.progress import Progress, certain
 from penstock.schedule import Placement, ScheduleError, check
-from penstock.simulate import simulate
+from penstock.simulation import simulate
 
 _SHARE_OF_REPETENDS = 0.4
 """Of the time; the rest is for the ends."""

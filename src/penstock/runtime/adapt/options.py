@@ -12,7 +12,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate.simulate import as_dispatch
+from penstock.simulation.simulator import as_dispatch
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ folder, index, shard, write, reader, match            the files       plain, opt
 """
 
 from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from penstock.runtime.checkpoint.export import export
+from penstock.runtime.checkpoint.exporting import export
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, step_of
 from penstock.runtime.checkpoint.index import JSON, VERSION
-from penstock.runtime.checkpoint.match import Kind, match
+from penstock.runtime.checkpoint.matching import Kind, match
 from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.plain import AS_JSON, digest_of, pack, unpack
 from penstock.runtime.checkpoint.reader import Reader, TensorSource
-from penstock.runtime.checkpoint.write import UNWRITTEN, write
+from penstock.runtime.checkpoint.writing import UNWRITTEN, write
 
 __all__ = [
     "AS_JSON",

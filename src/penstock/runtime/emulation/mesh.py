@@ -30,7 +30,7 @@ from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.schedule import Op
 from penstock.schedule.send_recv import remove_communication
-from penstock.simulate.mesh import (
+from penstock.simulation.mesh import (
     MeshTimeline,
     TimedReduction,
     gradient_bytes,

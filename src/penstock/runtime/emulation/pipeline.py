@@ -28,8 +28,8 @@ from penstock.runtime.transport.choose import DelegateOptions
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.send_recv import remove_communication
-from penstock.simulate import Timeline, simulate
-from penstock.simulate.simulate import frozen_caps, memory_changes
+from penstock.simulation import Timeline, simulate
+from penstock.simulation.simulator import frozen_caps, memory_changes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from penstock.runtime.emulation.device import EmulatedDevice
 from penstock.runtime.execute.worker import Transport, Worker
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Schedule
-from penstock.simulate.simulate import frozen_caps, memory_changes
+from penstock.simulation.simulator import frozen_caps, memory_changes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs
-from penstock.runtime.emulation.emulate import Emulation, emulate
+from penstock.runtime.emulation.emulated_run import Emulation, emulate
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch import init_process, launch
 from penstock.schedule import Schedule

@@ -14,8 +14,8 @@ from penstock.runtime.execute.plan import StepPlan, pairs_with, plan_step, stage
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import BASES, DelegateOptions, TransportChoice
 from penstock.schedule import Schedule, check
-from penstock.simulate.auto import WITHOUT_WAITING, choose_policy
-from penstock.simulate.simulate import AUTO, as_dispatch, frozen_caps, memory_changes
+from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, memory_changes
 
 
 @dataclass(frozen=True)

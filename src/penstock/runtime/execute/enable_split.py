@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.stage.ops import StageRunner
-from penstock.runtime.stage.split import DeferredShare, prepare, unprepare
+from penstock.runtime.stage.split_backward import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.stage import Copy
 from penstock.schedule.updates import OWNER
 

@@ -12,7 +12,7 @@ from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Schedule
 from penstock.schedule.liveness import most_ahead, run_untimed
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
-from penstock.simulate.simulate import frozen_peaks, memory_changes
+from penstock.simulation.simulator import frozen_peaks, memory_changes
 
 EVALUATION_WINDOW = 4
 """Messages of a channel under way in evaluation, where no answers say what was taken."""

@@ -14,7 +14,7 @@ from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.updates import OWNER
-from penstock.simulate import Message, TimedOp, Timeline
+from penstock.simulation import Message, TimedOp, Timeline
 
 RankTimes = Sequence[tuple[Op, int, int]]
 """(op, start, end) in nanoseconds of a clock that the ranks share."""

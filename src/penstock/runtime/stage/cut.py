@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.split import is_compiled
+from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import Stage, StageSource, with_arguments, with_one_argument
 
 _HOOKS = {

@@ -20,7 +20,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.graph_inputs import GraphInputs, exits
 from penstock.runtime.stage.microbatches import Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
-from penstock.runtime.stage.split import DeferredShare, SplitStage, Tape
+from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.aliases import (
     Kept,

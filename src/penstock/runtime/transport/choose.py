@@ -25,7 +25,7 @@ from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
-from penstock.simulate import Blocking
+from penstock.simulation import Blocking
 
 NAMES = ("host", "direct", "delegate", "nccl")
 BASES = ("host", "direct")

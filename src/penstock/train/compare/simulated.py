@@ -10,8 +10,8 @@ from penstock.cost import Costs
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
-from penstock.simulate import simulate
-from penstock.simulate.footprint import footprint
+from penstock.simulation import simulate
+from penstock.simulation.memory_footprint import footprint
 from penstock.train.bounds import proved_mismatch
 from penstock.train.settings import Settings
 

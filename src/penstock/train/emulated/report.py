@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 from penstock.train.bounds import bound
 from penstock.train.report import WIDTH
 from penstock.train.steered import Steered

@@ -15,7 +15,7 @@ from penstock.runtime.adapt import Steering
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
 from penstock.schedule import Schedule
-from penstock.simulate import Timeline
+from penstock.simulation import Timeline
 from penstock.train.bounds import proved_mismatch
 from penstock.train.emulated.report import EmulatedIteration, EmulatedReport, medians
 from penstock.train.emulated.settings import EmulatedSettings

@@ -1,0 +1,227 @@
+"""What could run next: keep, re-plan, delegate, both, or another dispatch.
+
+    links to delegate       schedules                      dispatch
+    as now                  as now, the start's        x   frozen
+    every late one     x    Algorithm 2 for the links      hinted
+    none that is healthy    Algorithm 1                    dynamic
+                            the order a dynamic run took
+                            those offered
+
+Each is checked to fit: its own order stays within the caps of every rank, which host memory lifts only while some
+link is delegated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+
+from penstock.control.compute import Factors
+from penstock.control.configuration import Configuration, Job, fits
+from penstock.control.events import Link
+from penstock.control.runners import order_of, runner_of
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.dispatch import Dispatch
+from penstock.engine.tolerance import is_within
+from penstock.passes.reorder import with_orders_of
+from penstock.planning import initial_warmups, slow_link_schedule
+from penstock.planning.slow_links import Rule
+from penstock.schedule import Schedule, ScheduleError, one_to_one
+from penstock.simulation.transport import Decoupled
+
+
+class Action(StrEnum):
+    """What a candidate changes."""
+
+    KEEP = "keep"
+    DISPATCH = "change dispatch"
+    REPLAN = "re-plan"
+    DELEGATE = "delegate"
+    REPLAN_AND_DELEGATE = "re-plan and delegate"
+    UNDELEGATE = "stop delegating"
+    TAKE_BACK = "take back"
+    """What ran before a change that did not bring what was promised."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that could run next, what it changes, and the price (ms) of switching to it.
+
+    Delegating is priced there and back, so that going back is paid in advance.
+    """
+
+    action: Action
+    configuration: Configuration
+    price: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The links as they are.
+
+    Attributes:
+        scenarios: all links in each of some recent iterations; one alone where they hardly differ.
+        typical, harshest: the median and the largest delay of every link; the same where they hardly differ.
+        late: links (lower rank first) with a delay that matters.
+        down: links whose own path is dead.
+        factors: how many times as long ops take as the job's costs say; see `compute`.
+    """
+
+    scenarios: tuple[Links | LinkConditions, ...]
+    typical: Links
+    harshest: Links
+    late: frozenset[Link] = frozenset()
+    down: frozenset[Link] = frozenset()
+    factors: Factors = ()
+
+    @classmethod
+    def steady(
+        cls,
+        links: Links,
+        late: frozenset[Link] = frozenset(),
+        down: frozenset[Link] = frozenset(),
+        factors: Factors = (),
+    ) -> Measured:
+        """Delays that stay."""
+        return cls((links,), links, links, late, down, factors)
+
+
+def candidates(
+    job: Job, now: Configuration, measured: Measured, offered: Sequence[Schedule] = (), may_return: bool = True
+) -> tuple[Candidate, ...]:
+    """All that could run next, what runs now first; without it where a dead link forbids that.
+
+    Args:
+        offered: schedules found elsewhere.
+        may_return: whether links may stop being delegated.
+    """
+    found: dict[Configuration, Candidate] = {}
+    for delegated in _link_sets(job, now, measured, may_return):
+        if not measured.down <= set(delegated):
+            continue
+        caps = job.caps(delegated)
+        for schedule in _schedules(job, now, measured, caps, offered):
+            for dispatch in dict.fromkeys((now.dispatch, *job.dispatches)):
+                configuration = Configuration(schedule, dispatch, delegated, caps)
+                if configuration not in found and fits(configuration, job.costs):
+                    found[configuration] = _candidate(job, now, configuration)
+    return tuple(sorted(found.values(), key=lambda each: each.action is not Action.KEEP))
+
+
+def _candidate(job: Job, now: Configuration, then: Configuration) -> Candidate:
+    replans = then.schedule != now.schedule
+    more, fewer = set(then.delegated) - set(now.delegated), set(now.delegated) - set(then.delegated)
+    price = job.prices.replan * replans + job.prices.dispatch * (then.dispatch is not now.dispatch)
+    if more:
+        price = 2 * (price + job.prices.delegate)
+        return Candidate(Action.REPLAN_AND_DELEGATE if replans else Action.DELEGATE, then, price)
+    if fewer:
+        return Candidate(Action.UNDELEGATE, then, 0.0)
+    if replans:
+        return Candidate(Action.REPLAN, then, price)
+    return Candidate(Action.KEEP if then.dispatch is now.dispatch else Action.DISPATCH, then, price)
+
+
+def _link_sets(job: Job, now: Configuration, measured: Measured, may_return: bool) -> list[tuple[Link, ...]]:
+    """The sets of links that may be delegated: as now, all that are late or dead, and only those."""
+    sets = {now.delegated}
+    if job.may_delegate:
+        needed = measured.late | measured.down
+        sets.add(tuple(sorted(set(now.delegated) | needed)))
+        sets.add(tuple(sorted(set(now.delegated) | measured.down)))
+        if may_return:
+            sets.add(tuple(sorted(set(now.delegated) & needed)))
+    return sorted(sets, key=lambda links: (links != now.delegated, links))
+
+
+def _schedules(
+    job: Job, now: Configuration, measured: Measured, caps: Sequence[float], offered: Sequence[Schedule]
+) -> Iterator[Schedule]:
+    yield now.schedule
+    yield job.start.schedule
+    if not job.may_replan:
+        return
+    yield from filter(None, (_in_order(each, job.start.schedule) for each in offered))
+    typical, harshest = measured.typical, measured.harshest
+    # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
+    ways = list(dict.fromkeys(_key(links, job.smallest_delay) for links in (typical, harshest)))
+    for links in ways:
+        found = _taken(now.schedule, job.costs, links, tuple(caps))
+        if found is None:
+            break  # what runs now does not fit in these caps
+        yield found
+    num = job.num_ranks
+    if job.start.schedule.placement != one_to_one(num):
+        return  # Eq. 1 and its algorithms speak of one stage a rank
+    num_microbatches = job.start.schedule.num_microbatches
+    for links in ways:
+        for rule in Rule:
+            made = _made(job.costs, num_microbatches, links, tuple(caps), rule, initial=False)
+            if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
+                yield kept
+    made = _made(job.costs, num_microbatches, ways[0], tuple(caps), Rule.PRIORITY, initial=True)
+    if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
+        yield kept
+
+
+def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
+    """A schedule with the start's orders of microbatches, that of its sums; None where they do not fit."""
+    if schedule.microbatch_orders == start.microbatch_orders:
+        return schedule
+    try:
+        return with_orders_of(schedule, start)
+    except ScheduleError:
+        return None
+
+
+Delays = tuple[tuple[Link, float], ...]
+
+
+def _key(links: Links, least: float) -> Delays:
+    """The delays of at least `least` ms."""
+    return tuple(sorted((link, float(ms)) for link, ms in links.delays.items() if ms >= least))
+
+
+@lru_cache(maxsize=64)
+def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, ...]) -> Schedule | None:
+    """The order that a dynamic run takes, over links of any depth; None where the schedule does not fit."""
+    order = order_of(schedule, costs)
+    if any(not is_within(peak, cap) for peak, cap in zip(order.peaks, caps, strict=True)):
+        return None
+    ran = runner_of(costs).run(
+        order, Links(dict(delays)), dispatch=Dispatch.DYNAMIC, transport=Decoupled(), caps=caps
+    )
+    return ran.executed()
+
+
+@lru_cache(maxsize=64)
+def _made(
+    costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: Rule, initial: bool
+) -> Schedule | None:
+    """The schedule of Algorithm 2, or of Algorithm 1 where `initial`; None where there is no room for it."""
+    links = Links(dict(delays))
+    counts = None
+    try:
+        if initial:
+            counts = initial_warmups(costs.num_stages, num_microbatches, caps, costs.activation)
+        # Microbatches that differ are counted when it is tried: see `fits`.
+        return slow_link_schedule(
+            replace(costs, uneven=()),
+            num_microbatches,
+            links,
+            warmup=counts,
+            memory_limit=caps,
+            rule=rule,
+            prove=False,
+        )
+    except (CostError, ScheduleError):
+        if initial:
+            return None
+        raise
+
+
+def late_links(delays: dict[Link, float], least: float) -> frozenset[Link]:
+    """Links (lower rank first) with a delay of at least `least` ms in either direction."""
+    return frozenset((min(link), max(link)) for link, delay in delays.items() if delay >= least)

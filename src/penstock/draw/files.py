@@ -1,0 +1,69 @@
+"""Writes a picture or a trace to a file, its form chosen by the file's ending."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.draw.html import to_html
+from penstock.draw.panel import Drawable, panels
+from penstock.draw.svg import to_svg
+from penstock.draw.terminal import to_terminal
+from penstock.formats.files import path_of, write_whole
+from penstock.formats.perfetto import to_perfetto
+from penstock.schedule import Schedule, ScheduleError, to_text
+from penstock.simulation import Timeline
+
+Given = Drawable | Sequence[Drawable]
+
+
+def save_picture(drawn: Given, path: str | Path) -> None:
+    """Writes schedules or timelines, whole or not at all.
+
+        .svg                one picture, stacked on one time axis
+        .html               a page to zoom and ask, which loads nothing
+        .txt                a schedule's grid (parses back), or bars of letters for a timeline
+        .json .json.gz      a trace for ui.perfetto.dev and chrome://tracing
+
+    Raises:
+        ScheduleError: another ending, nothing to draw, a schedule that cannot run, or no such folder.
+    """
+    path = path_of(path)
+    writer = next((write for ending, write in WRITERS.items() if path.name.lower().endswith(ending)), None)
+    if writer is None:
+        raise ScheduleError(
+            f"{path}: pictures are written as .svg, .html or .txt, traces as .json or .json.gz", rule="file"
+        )
+    write_whole(path, writer(drawn))
+
+
+def _svg(drawn: Given) -> bytes:
+    return to_svg(drawn).encode()
+
+
+def _html(drawn: Given) -> bytes:
+    return to_html(drawn).encode()
+
+
+def _text(drawn: Given) -> bytes:
+    given = [drawn] if isinstance(drawn, Schedule | Timeline) else list(drawn)
+    texts = [to_text(one) if isinstance(one, Schedule) else to_terminal(one, color=False, width=160) for one in given]
+    return ("\n\n".join(texts) + "\n").encode()
+
+
+def _trace(drawn: Given) -> bytes:
+    return to_perfetto([panel.timeline for panel in panels(drawn)])
+
+
+def _packed_trace(drawn: Given) -> bytes:
+    return gzip.compress(_trace(drawn), mtime=0)
+
+
+WRITERS: dict[str, Callable[[Given], bytes]] = {
+    ".svg": _svg,
+    ".html": _html,
+    ".txt": _text,
+    ".json": _trace,
+    ".json.gz": _packed_trace,
+}

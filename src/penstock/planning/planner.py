@@ -1,0 +1,427 @@
+"""`plan`: the best schedule for given costs, links and memory, with a proof of how good it is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.costs import require_costs
+from penstock.dispatch import Dispatch
+from penstock.engine import sweep
+from penstock.engine.tolerance import EPSILON, slack
+from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal
+from penstock.planning.limits import Limits, limits_of
+from penstock.planning.objective import Expected, read_objective
+from penstock.planning.progress import Progress, certain, gap
+from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
+from penstock.schedule.short_repr import short_repr
+from penstock.simulation import Timeline, simulate
+from penstock.simulation.simulator import as_dispatch
+
+if TYPE_CHECKING:
+    from penstock.planning.joint.search import JointSearch
+    from penstock.planning.search import Search
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule and how good it is.
+
+    Attributes:
+        schedule: checked, and confirmed by simulation.
+        makespan: ms, under the links given.
+        value: ms, of the objective: the makespan, the span, or the mean makespan.
+        lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
+        certificate: the family of schedules that the bound covers.
+        seconds: spent.
+        how: what found it: "greedy", a library schedule by its name, "building block", "justified", "local search" or
+            "exact"; "serial", "repetend" or "ends" where stages are shared; ", recomputed" after a library schedule's
+            name says that forwards of it run again.
+        timeline: when each op runs, under the costs and links given.
+        microbatch_order: where microbatches differ, the order of them that the schedule declares; None elsewhere.
+    """
+
+    schedule: Schedule
+    makespan: float
+    value: float
+    lower_bound: float
+    certificate: Certificate
+    seconds: float
+    how: str
+    timeline: Timeline = field(repr=False, compare=False)
+    microbatch_order: tuple[int, ...] | None = None
+
+    __repr__ = short_repr
+
+    @property
+    def gap(self) -> float:
+        """`value / lower_bound - 1`: the plan is at most this far from the best that its certificate covers."""
+        return gap(self.value, self.lower_bound)
+
+
+_MOST_UNCOMPILED = 30_000
+"""Ops above which even the first order waits for machine code: without it takes longer than compiling."""
+
+_MOST_UNMEASURED = 5_000
+"""Ops up to which a proof is short, so that a guess of its time will do; above, the first order is proved at once and
+the time that it took is spared for the last."""
+
+_PROOF_SECONDS, _PROOF_SECONDS_AN_OP = 0.01, 2.5e-5
+_SPARED = 1.2
+"""Of what a proof took, the share spared for the next."""
+
+
+def plan(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    links: Links | None = None,
+    *,
+    max_in_flight: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    time_limit: float = 10.0,
+    objective: str | Expected = "makespan",
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+    placement: Placement | None = None,
+    split: bool | None = None,
+    recompute: bool | None = None,
+    deal: str | Sequence[int] = "any",
+    seed: int = 0,
+    stop_at_gap: float = 1e-4,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """Searches the best schedule: bounds, greedy, justification, local search, and CP-SAT where it is installed
+    (extra `exact`) and the problem small. Stops when the gap is closed or the time is spent.
+
+    Where microbatches differ (`Costs.uneven`), the schedule is one for the mean microbatch, or for a heavier one
+    where memory is short, and they run in the best order found (`microbatch_order`). The bound holds for any order.
+    There backwards are split unless `split` says whole, nothing runs again, and microbatches are dealt in turn.
+
+    Best and bound are those of the family that `Certificate` names: the placement given, and what `split`,
+    `recompute` and `deal` leave open. What they leave open is decided op by op, together with the order.
+
+    Args:
+        links: delays (ms); none where not given.
+        max_in_flight: most forwards a rank, or each rank, may have started whose W (or B) has not ended, each
+            stage's counted as one.
+        memory_limit: the same limit in the unit of `costs.activation`, of which I frees `costs.freed_by_input`.
+        time_limit: seconds for all of it, compiling and proving the result included. What is done whatever the
+            limit: a first order, its proof, and what has to be compiled for problems of more than 30,000 ops (see
+            `compile_ahead`).
+        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
+            `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
+        dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
+        placement: which rank hosts which stage; stage i on rank i where not given.
+        split: True for I and W everywhere, False for B. By default B is thought of where it takes less time than
+            I and W, for each op by itself; elsewhere I and its W right behind it are as good.
+        recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
+            By default where the costs say what that is; it helps under a `memory_limit` alone.
+        deal: how many microbatches each pipeline has: "any", "in turn" (as even as can be), or their counts.
+        seed: of the random numbers. The time left decides how far the search comes, so results may differ
+            from run to run all the same.
+        stop_at_gap: the gap that is good enough.
+        progress: called with `Progress` now and then. A KeyboardInterrupt it raises, like one from the
+            keyboard, ends the search, and the best so far is returned.
+
+    Raises:
+        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing is
+            planned for the makespan of a frozen order; where it is asked for with another objective or dispatch, or
+            with shared stages, that is an error.
+        CostError: costs or links for other stages or ranks, or uneven microbatches in what is planned
+            for even ones.
+    """
+    began = time.perf_counter()
+    links = Links() if links is None else links
+    require_costs(costs)
+    if not isinstance(links, Links):
+        raise CostError(f"links are {type(links).__name__}: ps.plan takes ps.Links, delays that last")
+    placement = _placement(costs, num_ranks, num_microbatches, placement)
+    goal, mode = read_objective(objective), as_dispatch(dispatch)
+    for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
+        each.check_ranks(num_ranks)
+    if not _is_number(time_limit) or not float(time_limit) > 0:
+        raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
+    if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
+        raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
+    check_options(split, recompute)
+    if costs.factors:
+        turn = deal in ("any", "in turn")
+        if goal != "makespan" or placement.shared or recompute or not turn:
+            what = "a placement with shared stages" if placement.shared else f"objective {objective!r}"
+            what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
+            raise CostError(
+                f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
+                "`uneven` out, and order the microbatches of the plan with ps.order_microbatches"
+            )
+        return _plan_uneven(
+            costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
+            placement, split is not False, seed, stop_at_gap, progress,
+        )  # fmt: skip
+    plain_makespan = goal == "makespan" and not mode.is_dynamic
+    if recompute and (placement.shared or not plain_makespan):
+        given = "shared stages" if placement.shared else f"objective {objective!r}, dispatch {mode.value!r}"
+        raise ScheduleError(
+            f"recompute=True with {given}: forwards that run again are planned for the makespan of a frozen order, "
+            "on placements without shared stages; leave recompute out, or use ps.passes.recompute on the schedule",
+            rule="options",
+        )
+    counts = read_deal(deal, num_microbatches, placement)
+    if placement.shared:
+        if goal != "makespan" or mode.is_dynamic:
+            raise ScheduleError(
+                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
+                "planned for the makespan of a frozen order",
+                rule="options",
+            )
+        if counts != in_turn(num_microbatches, placement.num_pipelines) and deal != "any":
+            raise ScheduleError(
+                f"deal is {deal!r}: with shared stages microbatches are dealt in turn; leave deal out", rule="options"
+            )
+        from penstock.planning.periodic.plan import plan_shared
+
+        return plan_shared(
+            costs,
+            num_ranks,
+            num_microbatches,
+            links,
+            placement=placement,
+            max_in_flight=max_in_flight,
+            memory_limit=memory_limit,
+            time_limit=time_limit,
+            split=split is not False,
+            seed=seed,
+            stop_at_gap=stop_at_gap,
+            progress=progress,
+        )
+    family = family_of(costs, split, recompute, memory_limit is not None, plain_makespan)
+    limits = limits_of(
+        costs, placement, num_ranks, max_in_flight, memory_limit, family.forms.split,
+        costs.kept if family.forms.again else 1.0,
+    )  # fmt: skip
+
+    # Here, so that `import penstock` stays light.
+    from penstock.planning import compile_ahead, deals, listing, longest_paths, strategy
+    from penstock.planning.joint import search as joint
+    from penstock.planning.joint.problem import pose_joint
+    from penstock.planning.problem import pose
+
+    num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
+    if num_ops > _MOST_UNCOMPILED:
+        compile_ahead.wait_for(listing, sweep, longest_paths)
+    else:
+        compile_ahead.begin()
+    if counts is None and goal == "span":
+        counts = in_turn(num_microbatches, placement.num_pipelines)
+    ways: deals.Deals[Search | JointSearch]
+    if counts is None:
+        surely = Links() if isinstance(goal, Expected) else links
+        ways = deals.deals_of(costs, placement, num_ranks, num_microbatches, surely)
+    else:
+        ways = deals.Deals([counts], math.inf)
+
+    def begin(counts: tuple[int, ...]) -> Search | JointSearch:
+        if family.joint:
+            posed = pose_joint(costs, placement, num_ranks, counts, links, limits, family.forms)
+            return joint.begin(posed, seed, stop_at_gap, progress, began)
+        problem = pose(
+            costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
+        )
+        search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
+        strategy.first_order(search, goal)
+        return search
+
+    def run(search: Search | JointSearch, until: float) -> None:
+        search.until = until
+        if isinstance(search, joint.JointSearch):
+            joint.run(search)
+        else:
+            strategy.run(search, goal)
+
+    def proved(schedule: Schedule) -> tuple[Schedule, Timeline]:
+        check(schedule)
+        return schedule, _timed(schedule, costs, links, mode, limits)
+
+    first = begin(ways.listed[0])
+    first_value = first.value
+    done, spared = None, _PROOF_SECONDS + _PROOF_SECONDS_AN_OP * num_ops
+    if num_ops > _MOST_UNMEASURED:
+        before = first.seconds
+        done = proved(first.schedule("plan", limits.in_flight))
+        spared = _SPARED * (first.seconds - before)
+    num_runs = 1 + (len(goal.samples) if isinstance(goal, Expected) else 0)
+    search = ways.run(first, begin, run, float(time_limit) - spared * num_runs)
+    bound, value = search.lower_bound - search.shift, search.value - search.shift
+    if mode.is_dynamic and not isinstance(search, joint.JointSearch):
+        row, value = _best_dynamic(search, costs, links, goal, mode, limits, float(time_limit))
+        schedule, timeline = proved(search.problem.schedule(row, "plan", limits.in_flight))
+    elif done is not None and search is first and search.value == first_value:
+        schedule, timeline = done
+    else:
+        schedule, timeline = proved(search.schedule("plan", limits.in_flight))
+    value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
+    bound = certain(bound, value, search.problem.described)
+    certificate = Certificate(
+        placement,
+        family.backward,
+        "any" if counts is None else "in turn" if deal in ("any", "in turn") else f"as given {counts}",
+        family.recompute,
+    )
+    seconds = time.perf_counter() - began
+    return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
+
+
+def _plan_uneven(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    links: Links,
+    max_in_flight: float | Sequence[float] | None,
+    memory_limit: float | Sequence[float] | None,
+    time_limit: float,
+    mode: Dispatch,
+    placement: Placement,
+    split: bool,
+    seed: int,
+    stop_at_gap: float,
+    progress: Callable[[Progress], None] | None,
+) -> Plan:
+    """A plan for the mean microbatch, or a heavier one, and the best order of the real ones in it."""
+    from penstock.planning.uneven import best_uneven, uneven_bound
+
+    began = time.perf_counter()
+
+    def make(even: Costs, seconds: float) -> tuple[Schedule, str]:
+        found = plan(
+            even, num_ranks, num_microbatches, links, max_in_flight=max_in_flight, memory_limit=memory_limit,
+            time_limit=seconds, placement=placement, split=split, recompute=False, deal="in turn", seed=seed,
+            stop_at_gap=stop_at_gap, progress=progress,
+        )  # fmt: skip
+        return found.schedule, found.how
+
+    candidate, search, how = best_uneven(
+        costs, num_microbatches, links, memory_limit, max_in_flight, mode, time_limit, seed, make
+    )
+    schedule = search.schedule(candidate) if mode.is_dynamic else search.executed(candidate)
+    check(schedule)
+    # By the costs in which the caps are given: it is refused if the order is above them.
+    timeline = simulate(schedule, search.costs, links=links, dispatch=mode, max_held=search.caps)
+    if not mode.is_dynamic:
+        timeline = simulate(schedule, costs, links=links)
+    value = timeline.makespan
+    if value > candidate.makespan + slack(value):
+        raise ScheduleError(
+            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms (rule: confirmed); this is a bug "
+            "in penstock",
+            rule="confirmed",
+        )
+    bound = certain(uneven_bound(candidate, links), value, lambda: f"costs {costs!r} over {placement!r}")
+    certificate = Certificate(placement, "split" if split else "whole")
+    return Plan(
+        schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
+        tuple(candidate.order.tolist()),
+    )  # fmt: skip
+
+
+def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:
+    """Simulates; where not frozen under the plan's own limits, in their unit."""
+    if not mode.is_dynamic:
+        return simulate(schedule, costs, links=links)
+    held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
+    return simulate(
+        schedule, held, links=links, dispatch=mode, max_held=None if math.isinf(min(limits.cap)) else limits.cap
+    )
+
+
+def _measured(timeline: Timeline, goal: str | Expected) -> float:
+    return timeline.span if goal == "span" else timeline.makespan
+
+
+def _value(
+    schedule: Schedule, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
+) -> float:
+    """The objective by simulation."""
+    if isinstance(goal, Expected):
+        runs = [_timed(schedule, costs, sample, mode, limits).makespan for sample in goal.samples]
+        return sum(runs) / len(runs)
+    return _measured(_timed(schedule, costs, links, mode, limits), goal)
+
+
+def _best_dynamic(
+    search: Search,
+    costs: Costs,
+    links: Links,
+    goal: str | Expected,
+    mode: Dispatch,
+    limits: Limits,
+    time_limit: float,
+) -> tuple[Any, float]:
+    """Of the orders the search found good, the one that runs best where ranks may run any ready op."""
+    best: tuple[float, Any] | None = None
+    took = 0.0
+    for row in search.good_rows():
+        before = search.seconds
+        if best is not None and before + _SPARED * 2 * took > time_limit:  # the best is run once more to be proved
+            break
+        schedule = search.problem.schedule(row, "plan", limits.in_flight)
+        value = _value(schedule, costs, links, goal, mode, limits)
+        took = max(took, search.seconds - before)
+        if best is None or value < best[0]:
+            best = value, row
+    assert best is not None
+    return best[1], best[0]
+
+
+def _confirm(
+    schedule: Schedule,
+    costs: Costs,
+    goal: str | Expected,
+    mode: Dispatch,
+    limits: Limits,
+    value: float,
+    timeline: Timeline,
+) -> float:
+    """The simulator's value of the objective, which must be the search's."""
+    found = (
+        _value(schedule, costs, Links(), goal, mode, limits)
+        if isinstance(goal, Expected)
+        else _measured(timeline, goal)
+    )
+    if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
+        raise ScheduleError(
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            rule="confirmed",
+        )
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
+    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
+    if placement is None:
+        if costs.num_stages != num_ranks:
+            raise CostError(
+                f"the costs are for {costs.num_stages} stages, one a rank is {num_ranks}; "
+                "say with `placement` where they go"
+            )
+        return one_to_one(num_ranks)
+    if not isinstance(placement, Placement):
+        raise ScheduleError(f"placement is {placement!r}: give one of ps.placements", rule="placement")
+    if placement.num_stages != costs.num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}")
+    for pipeline, hosts in enumerate(placement.pipelines):
+        if max(hosts) >= num_ranks:
+            raise ScheduleError(
+                f"pipeline {pipeline} places a stage on rank {max(hosts)}, but ranks go to {num_ranks - 1}",
+                rule="placement",
+            )
+    return placement

@@ -1,0 +1,162 @@
+"""Runs a schedule on emulated devices: real dispatch, real messages, real clocks, and ops that only take their time.
+
+    run = ps.emulate(ps.build("1f1b", 8, 16), ps.Costs.uniform(8, 10, 10, 10), links=conditions)
+    run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
+
+One thread a rank in this process; or one process a rank where torch.distributed is set up with several. A rank
+sleeps through its ops, so that two cores stand for sixteen accelerators.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.control import Configuration
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.dispatch import Dispatch
+from penstock.runtime.adapt import Steering
+from penstock.runtime.emulation.pipeline import EmulatedPipeline
+from penstock.schedule import Schedule
+from penstock.schedule.short_repr import short_repr
+from penstock.schedule.text import ranks_together
+from penstock.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How long after their due moment ops ended (ms): the error of sleeping and of what a busy machine adds."""
+
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What an emulated run gives, the same on every rank.
+
+    Attributes:
+        timelines: measured, one a step; simulated: of the same steps, under the same conditions at that time.
+        own_latency: ms that a message took besides what the conditions say: the median over those that a rank
+            waited for on links without conditions; 0 where there were none.
+        calibrated: simulated with that latency on every link.
+        conditions: of the links. starts: of the steps, in ms of the conditions' time.
+        late: of all ops of all ranks.
+        stretch: by how much ops and conditions were slowed down in the run. All times here are as if it were 1.
+        configurations: what each step ran. numbers: of the decisions that they come from, 0 for the start.
+        notices: what a person should know of the steering.
+    """
+
+    timelines: tuple[Timeline, ...]
+    simulated: tuple[Timeline, ...]
+    calibrated: tuple[Timeline, ...]
+    own_latency: float
+    conditions: LinkConditions
+    starts: tuple[float, ...]
+    late: Lateness
+    stretch: float
+    configurations: tuple[Configuration, ...] = ()
+    numbers: tuple[int, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    __repr__ = short_repr
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """`measured / simulated - 1` of each step's makespan."""
+        return _errors(self.timelines, self.simulated)
+
+    @property
+    def calibrated_errors(self) -> tuple[float, ...]:
+        """The same against the calibrated simulation."""
+        return _errors(self.timelines, self.calibrated)
+
+    @property
+    def median_error(self) -> float:
+        """The median over the steps of how far, in either direction, the makespan was from the simulated one."""
+        return statistics.median(map(abs, self.errors))
+
+
+def _errors(measured: Sequence[Timeline], simulated: Sequence[Timeline]) -> tuple[float, ...]:
+    return tuple(m.makespan / s.makespan - 1 if s.makespan else 0.0 for m, s in zip(measured, simulated, strict=True))
+
+
+def emulate(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    links: Links | LinkConditions | None = None,
+    dispatch: Dispatch | str = Dispatch.FROZEN,
+    max_held: float | Sequence[float] | None = None,
+    num_steps: int = 1,
+    stretch: float = 1.0,
+    timeout: float = 60.0,
+    mesh: Any = None,
+    transport: str = "host",
+    depth: int | None = None,
+    steering: Steering | None = None,
+) -> Emulation:
+    """Runs `schedule` on emulated devices and measures it.
+
+    Between processes every rank makes the same call and gets the same result. Messages carry
+    `costs.message_bytes`, and 16 bytes that tell them apart.
+
+    Args:
+        num_steps: times to run it, one after the other.
+        links, dispatch, max_held, stretch, timeout, mesh, transport, depth, steering: see `EmulatedPipeline`.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or a cap is below what it needs.
+        CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
+        RuntimeFailure: a schedule that the runtime does not run (the error names what), other calls on other ranks.
+        DeadlineExceeded, PeerLost: a message did not come.
+    """
+    if num_steps < 1:
+        raise CostError(f"{num_steps} steps: give at least 1")
+    with EmulatedPipeline(
+        schedule,
+        costs,
+        links=links,
+        dispatch=dispatch,
+        max_held=max_held,
+        stretch=stretch,
+        timeout=timeout,
+        mesh=mesh,
+        transport=transport,
+        depth=depth,
+        steering=steering,
+    ) as pipe:
+        steps = [pipe.step() for _ in range(num_steps)]
+    measured = tuple(step.timeline for step in steps)
+    own = _own_latency(measured, pipe.link_conditions)
+    late = [ms for step in steps for ms in step.late]
+    return Emulation(
+        measured,
+        pipe.simulated(steps),
+        pipe.simulated(steps, base=own),
+        own,
+        pipe.link_conditions,
+        tuple(step.start for step in steps),
+        Lateness(statistics.median(late), max(late)) if late else Lateness(0.0, 0.0),
+        stretch,
+        tuple(step.configuration for step in steps),
+        tuple(step.number for step in steps),
+        tuple(pipe.notices),
+    )
+
+
+def _own_latency(timelines: Sequence[Timeline], conditions: LinkConditions) -> float:
+    """The median time from an op's end to the start of the op that stood waiting for its message."""
+    found = []
+    for timeline in timelines:
+        sent = {(m.source, m.target, m.target_rank): (m.source_rank, m.sent) for m in timeline.messages}
+        together = ranks_together(timeline.schedule)
+        for timed in timeline.ops:
+            if timed.waited_for is None or timed.op in together:  # that may have waited for its other ranks
+                continue
+            source, end = sent.get((timed.waited_for, timed.op, timed.rank), (timed.rank, 0.0))
+            if source != timed.rank and conditions.named(source, timed.rank)[1] is None:
+                found.append(max(0.0, timed.start - end))
+    return statistics.median(found) if found else 0.0

@@ -1,0 +1,142 @@
+"""Prepares a stage for split backward, and puts it back as it was.
+
+Only instances are patched, and only of the exact types below: a subclass may have another forward, a
+parametrized module another weight. Everything else stays as it is; its gradients are computed in I.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import MethodType
+
+from torch import Tensor, nn
+
+from penstock.runtime.stage.split_backward.conv import ConvRule
+from penstock.runtime.stage.split_backward.embedding import EmbeddingRule
+from penstock.runtime.stage.split_backward.linear import Conv1DRule, LinearRule
+from penstock.runtime.stage.split_backward.rule import SplitRule
+from penstock.runtime.stage.split_backward.slot import Slot, recording
+from penstock.runtime.stage.split_backward.stage import SplitStage
+from penstock.runtime.tensor_parallel import ColumnLinear, OnShard, RowLinear, VocabularyEmbedding, VocabularyLinear
+
+_SLOT = "_penstock_split"
+
+Found = tuple[str, tuple[nn.Module, ...]]
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """What can be split in a stage."""
+
+    can_split: bool
+    """False: I runs the full backward and W does nothing."""
+    reason: str
+    """Why not, in a sentence; empty if it can."""
+    deferred: tuple[str, ...]
+    """Parameters whose gradients may wait for W."""
+    at_once: tuple[str, ...]
+    """Parameters whose gradients are computed in I."""
+    shared: SplitStage = field(repr=False, compare=False)
+    """What the stage's prepared modules share."""
+
+
+def prepare(stage: nn.Module) -> SplitReport:
+    """Patch the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    found = [(path, around, rule) for path, around in _eager(stage) if (rule := _rule(around[-1])) is not None]
+    slots = [slot for _, (*_, module), _ in found if (slot := module.__dict__.get(_SLOT)) is not None]
+    shared = slots[0].stage if slots else SplitStage()
+    deferred: list[str] = []
+    for path, around, rule in found:
+        module = around[-1]
+        slot = Slot(rule, shared, path, around)
+        module.__dict__.setdefault(_SLOT, slot)  # several stages may have the module
+        module.__dict__[_patched(module)] = MethodType(forward, module)
+        deferred.extend(slot.parameters)
+    waiting = {id(parameters[name]) for name in deferred}
+    shared.others.update((name, p) for name, p in stage.named_parameters() if id(p) not in waiting)
+    if deferred:
+        reason = ""
+    elif any(is_compiled(module) for module in stage.modules()):
+        reason = (
+            "the stage is compiled by torch.compile, whose backward is one piece, so I runs the full backward "
+            "and W does nothing; compile submodules rather than the whole stage to split what is around them"
+        )
+    else:
+        reason = (
+            "the stage has no linear, convolution or embedding module that can be split, "
+            "so I runs the full backward and W does nothing"
+        )
+    at_once = tuple(name for name, p in parameters.items() if id(p) not in waiting)
+    return SplitReport(bool(deferred), reason, tuple(deferred), at_once, shared)
+
+
+def unprepare(stage: nn.Module) -> None:
+    """Restore every module of `stage` that `prepare` patched."""
+    for module in stage.modules():
+        if _SLOT in module.__dict__ and _is_ours(module):
+            module.__dict__.pop(_SLOT).stage.release()
+            del module.__dict__[_patched(module)]
+
+
+def forward(self: nn.Module, input: Tensor) -> Tensor:
+    """A prepared module's forward, or `on_shard`; named so that a pickled module finds its plain one."""
+    slot: Slot = self.__dict__[_SLOT]
+    tape = slot.stage.recomputing or recording.get()
+    if tape is not None:
+        return slot.call(self, tape, input)
+    return slot.rule.plain(self, input)
+
+
+def _rule(module: nn.Module) -> SplitRule | None:
+    method = _patched(module)
+    own = module.__dict__.get(method)
+    if own is not None and getattr(own, "__func__", None) not in (forward, getattr(type(module), method)):
+        return None  # somebody else has patched this instance
+    kind = type(module)
+    if kind in (nn.Linear, ColumnLinear, VocabularyLinear):
+        return LinearRule()
+    if Conv1DRule.is_for(module):
+        return Conv1DRule()
+    if kind is RowLinear:
+        return LinearRule(biased=False)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return ConvRule(module) if ConvRule.knows(module) else None
+    if isinstance(module, nn.Embedding) and kind in (nn.Embedding, VocabularyEmbedding):
+        return EmbeddingRule(module) if EmbeddingRule.knows(module) else None
+    return None
+
+
+def _patched(module: nn.Module) -> str:
+    """The method that is replaced: all of a module, or what it does between two words to other ranks."""
+    return "on_shard" if isinstance(module, OnShard) else "forward"
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get(_patched(module)), "__func__", None) is forward
+
+
+def _eager(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[Found]:
+    """The module and those below it, each with those that it lies in, without what something else has taken over."""
+    if is_compiled(module) or _reduces(module):
+        return
+    around = (*around, module)
+    yield path, around
+    for name, child in module.named_children():
+        yield from _eager(child, f"{path}.{name}" if path else name, around)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has taken the module over."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or type(module).__name__ == "OptimizedModule"
+
+
+def _reduces(module: nn.Module) -> bool:
+    """Whether a module takes gradients from autograd itself, to add them up over processes."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel)

@@ -1,0 +1,264 @@
+"""The tape of one microbatch through one stage: recorded in F, split into I and W.
+
+    F            with tape.recording(): y = stage(x)
+    I            tape.backward_input([y], [gy])     inputs' gradients; those of parameters not deferred
+    W            tape.backward_weight()             the deferred ones, added to `.grad`
+
+Between I and W the tape holds, for each deferred module, its input and the gradient of its output; the rest of
+the graph is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.stage.split_backward.accumulate import Accumulator
+from penstock.runtime.stage.split_backward.slot import Slot, recording
+from penstock.runtime.stage.split_backward.stage import SplitStage
+from penstock.runtime.stage.split_backward.uses import find_uses
+from penstock.runtime.tensors.dtensor import local
+
+
+class SplitError(RuntimeError):
+    """A tape was used out of order, or what it held for W was overwritten."""
+
+
+class Phase(Enum):
+    """Where a tape stands."""
+
+    RECORDING = "before I"
+    INPUT = "inside I"
+    HOLDING = "between I and W"
+    DONE = "after W"
+
+
+class DeferredCall(NamedTuple):
+    """What W needs of one call of a deferred module."""
+
+    slot: Slot
+    weight: Tensor
+    bias: Tensor | None
+    g: Tensor
+    x: Tensor
+    cast_weight: Tensor
+    casts: tuple[Any, Any] | None
+    needs: tuple[bool, bool]
+    versions: tuple[int, int]
+
+
+class Tape:
+    """One microbatch's forward through a stage, and the two halves of its backward.
+
+    Args:
+        stage: what the stage's prepared modules share; by default that of the modules that are called.
+        defer_small: whether weight gradients that are hardly worth it wait for W too. Which are worth it is found out
+            while forwards pass, so where backwards come in another order, sums would come in neither.
+    """
+
+    def __init__(self, stage: SplitStage | None = None, defer_small: bool = False) -> None:
+        self.defer_small = defer_small
+        self.routes: dict[Slot, bool] = {}
+        """Which modules this microbatch defers; a recomputation goes the same way."""
+        self.turned: set[Slot] = set()
+        """Those whose weight has a node of its own at every call, where it is transposed."""
+        self.records = True
+        """Whether I has not begun."""
+        self._phase = Phase.RECORDING
+        self._deferring = False
+        self._held: list[DeferredCall] = []
+        self._uses: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        self._at_once: set[Slot] = set()
+        self._stages: list[SplitStage] = []
+        if stage is not None:
+            self._join(stage)
+
+    @property
+    def deferring(self) -> bool:
+        """Whether any weight gradient of this microbatch waits for W."""
+        return self._deferring
+
+    # -- F ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the stage's forward of the microbatch; may be entered again before I (stage, then loss)."""
+        if self._phase is not Phase.RECORDING:
+            raise SplitError(f"a tape was recorded {self._phase.value}; use a new Tape for each microbatch")
+        token = recording.set(self)
+        try:
+            yield
+        finally:
+            recording.reset(token)
+
+    def choose(self, slot: Slot, deferrable: bool, turned: bool) -> bool:
+        """Fix whether this microbatch defers `slot`, at its first call; a recomputation adds none."""
+        if not self.records:
+            return False
+        self.routes[slot] = deferrable
+        if turned:
+            self.turned.add(slot)
+        self._deferring = self._deferring or deferrable
+        if slot.stage not in self._stages:
+            self._join(slot.stage)
+        return deferrable
+
+    def _join(self, stage: SplitStage) -> None:
+        self._stages.append(stage)
+        stage.tally.begin_tape()
+
+    # -- I ---------------------------------------------------------------------------------------------------
+
+    def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """I: fill `.grad` of the stage's inputs and of the parameters not deferred; keep what W needs.
+
+        Where a gradient is None: that of a single number (a loss) is one, as in `Tensor.backward`; any other
+        output takes no part. Leave a number out that is not a loss and got no gradient.
+        """
+        if self._phase is not Phase.RECORDING:
+            raise SplitError(
+                f"backward_input was called {self._phase.value}; each microbatch has one F, one I, one W, "
+                "each F on a new Tape"
+            )
+        if len(outputs) != len(grads):
+            raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
+        roots = _roots(outputs, grads)
+        if self._deferring:
+            self._sort([output for output, _ in roots])
+        self._phase, self.records = Phase.INPUT, False
+        for stage in self._stages:
+            stage.recomputing = self
+            if self._deferring:
+                stage.wait(self)
+        try:
+            if roots:
+                torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
+        finally:
+            for stage in self._stages:
+                stage.recomputing = None
+            self._phase = Phase.HOLDING
+        if self._held:
+            self._part_from_grads()
+        self.routes.clear()
+        self._at_once.clear()
+
+    def _sort(self, outputs: Sequence[Tensor]) -> None:
+        """Finds out which modules cannot wait in this microbatch; what waits of earlier ones is then added first."""
+        uses = find_uses(outputs)
+        self._counts = uses.counts
+        self._at_once = uses.not_to_defer()
+        for slot in self._at_once:
+            if slot.stage.waits:
+                slot.stage.add_first(uses.owners[slot])
+
+    def defers(self, slot: Slot) -> bool:
+        """True while I runs, if the weight gradients of `slot` may wait for W."""
+        return self._phase is Phase.INPUT and slot not in self._at_once
+
+    def hold(
+        self,
+        slot: Slot,
+        weight: Tensor,
+        bias: Tensor | None,
+        g: Tensor,
+        x: Tensor,
+        cast_weight: Tensor,
+        casts: tuple[Any, Any] | None,
+        needs: tuple[bool, bool],
+    ) -> None:
+        """Keep what W needs of one call. `g` itself is kept, not a view of it: nobody then takes it over."""
+        x, uses = x.detach(), self._uses
+        if needs[0]:
+            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        if needs[1]:
+            uses[id(bias)] = uses.get(id(bias), 0) + 1
+        self._held.append(DeferredCall(slot, weight, bias, g, x, cast_weight, casts, needs, (g._version, x._version)))
+        slot.stage.tally.deferred(slot, x)
+
+    def _part_from_grads(self) -> None:
+        """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
+
+        A gradient that passes an addition unchanged may end as some parameter's `.grad`, to which the next
+        microbatch's I adds in place.
+        """
+        held = {h.g.untyped_storage().data_ptr() for h in self._held}
+        there = [stage.others for stage in self._stages]
+        there += [slot.parameters for slot, deferred in self.routes.items() if not deferred or slot in self._at_once]
+        for parameters in there:
+            for p in parameters.values():
+                grad = p.grad
+                if grad is None or grad.layout is not torch.strided:
+                    continue
+                if local(grad).untyped_storage().data_ptr() in held:
+                    p.grad = grad.clone()
+
+    # -- W ---------------------------------------------------------------------------------------------------
+
+    def backward_weight(self) -> None:
+        """W: compute the deferred weight gradients, add them to `.grad`, free everything."""
+        if self._phase is not Phase.HOLDING:
+            raise SplitError(
+                f"backward_weight was called {self._phase.value}; call backward_input (I) first, and "
+                "backward_weight (W) once"
+            )
+        self._phase = Phase.DONE
+        for stage in self._stages:
+            stage.done(self)
+        held, self._held = self._held, []
+        if held:
+            with torch.no_grad():
+                self._compute(held)
+
+    def spread(self, parameters: set[int]) -> None:
+        """Adds to some parameters, by id, those that share a held call with them."""
+        for h in self._held:
+            own = {id(h.weight), id(h.bias)} if h.bias is not None else {id(h.weight)}
+            if own & parameters and all(self._is_complete(p) for p in own):
+                parameters |= own
+
+    def add(self, parameters: set[int]) -> None:
+        """Computes what is held of some parameters, by id, before W comes, and adds it to `.grad`."""
+        now = [h for h in self._held if self._is_complete(id(h.weight)) and {id(h.weight), id(h.bias)} & parameters]
+        if now:
+            chosen = {id(h) for h in now}
+            self._held = [h for h in self._held if id(h) not in chosen]
+            with torch.no_grad(), torch.autocast(now[0].x.device.type, enabled=False):
+                self._compute(now)
+
+    def _is_complete(self, p: int) -> bool:
+        """Whether all uses of a parameter in this microbatch have their gradients: then autograd adds their sum."""
+        return self._phase is not Phase.INPUT or self._uses.get(p, 0) >= self._counts.get(p, 0)
+
+    def _compute(self, held: list[DeferredCall]) -> None:
+        accumulator = Accumulator(self._uses)
+        while held:
+            h = held.pop()  # what I kept last is still in cache, and its memory is given back in order
+            if h.versions != (h.g._version, h.x._version):
+                raise SplitError(
+                    "an input or output gradient of a stage was modified in place between I and W, "
+                    f"which still needs it (shapes {tuple(h.x.shape)} and {tuple(h.g.shape)}); modify a "
+                    "copy, or run W first"
+                )
+            workspace = accumulator.workspace(h.weight)
+            gw, gb = h.slot.rule.weight_grads(h.g, h.x, h.cast_weight, h.bias, h.needs, workspace)
+            casts = h.casts or (None, None)
+            if gw is not None:
+                accumulator.add(h.weight, gw, casts[0])
+            if gb is not None and h.bias is not None:
+                accumulator.add(h.bias, gb, casts[1])
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes still held for W; a memory that several modules share counts once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for h in self._held for t in (h.g, h.x)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+    return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]

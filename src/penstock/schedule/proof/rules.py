@@ -1,0 +1,398 @@
+"""The proof that a schedule can run: every op once, in its place, in an order all ranks can complete.
+
+`check` goes from what is local to what is global, so that the first broken rule is also the most telling:
+
+    placement     every rank, stage and microbatch is in range, every op on the rank that hosts its stage
+    coverage      each (stage, microbatch) has one F, and one B or one I with one W; each copy each update once
+    message       where messages are ops: each is there at both ends, in one order
+    order         no op before what it needs on the same rank
+    microbatches  every queue of ops in the order of microbatches that is declared for it (`microbatch_order`)
+    deadlock      the ranks, run together with bounded channels, all reach their last op
+    mismatch      no more updates between a forward and its backward than the schedule allows
+    versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
+    memory        no rank holds more activations than the limit, or gives back more than it holds
+
+Each rule is asked of all ops at once where the schedule has columns (`arrays`). Where it has none, or a rule is
+broken, the ops are gone through one by one, which says where.
+
+The deadlock rule is decided by running the order without time or tensors. By default a channel holds what its
+schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never block and a deadlock is a
+circle of ops that wait for one another. Warm-up counts with much slack between two ranks need this: the upper rank is
+far ahead of the lower one's use of its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.engine.tolerance import is_within, slack
+from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
+from penstock.schedule.columns import edges_of, numbered
+from penstock.schedule.dependencies import predecessors
+from penstock.schedule.error_context import error_at, name_of, spot_of
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.liveness import UntimedRun, peak_in_flight, run_untimed
+from penstock.schedule.op import (
+    BACKWARD,
+    BUILT_IN,
+    COMMUNICATION,
+    FORWARD,
+    INPUT,
+    KINDS,
+    RECOMPUTE,
+    UPDATE,
+    WEIGHT,
+    Op,
+)
+from penstock.schedule.proof.arrays import (
+    are_covered,
+    are_in_local_order,
+    are_in_microbatch_order,
+    are_within,
+    one_of_each,
+    run_to_their_ends,
+)
+from penstock.schedule.proof.order import check_microbatch_order
+from penstock.schedule.proof.updates import (
+    check_every_update,
+    check_mismatch,
+    check_two_buffers,
+    check_windows,
+    num_updates_of,
+)
+from penstock.schedule.schedule import Schedule, require_schedule
+from penstock.schedule.send_recv import find_mismatch, has_communication
+
+__all__ = ["check", "peak_in_flight", "run_untimed"]
+
+
+def check(
+    schedule: Schedule,
+    *,
+    channel_depth: int | None = None,
+    memory_limit: float | None = None,
+    max_mismatch: int | None = None,
+) -> None:
+    """Proves that `schedule` can run, or raises ScheduleError that shows why not.
+
+    Args:
+        channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
+            gradients) holds before its sender must wait; a message leaves when its receiver uses it. By
+            default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
+        memory_limit: most stage activations a rank may hold, counted from F to B or W; by default the
+            schedule's own limit.
+        max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
+            default the schedule's own bound, `updates.max_mismatch`.
+    """
+    require_schedule(schedule)
+    _check_ranges(schedule)
+    columns, found = schedule.columns, numbered(schedule)
+    if found is None or not are_covered(found):
+        _check_coverage(schedule)
+    if columns is None:
+        _check_messages(schedule)
+    edges = None if found is None else edges_of(found, schedule.graph.targets)
+    if columns is None or edges is None or not are_in_local_order(columns, edges):
+        _check_local_order(schedule)
+    if columns is None or not are_in_microbatch_order(schedule, columns):
+        check_microbatch_order(schedule)
+    if columns is None or edges is None or channel_depth is not None or not run_to_their_ends(columns, edges):
+        run = run_untimed(schedule, channel_depth)
+        if run.blocked:
+            raise _deadlock_error(schedule, run, channel_depth)
+    most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
+    if most is not None:
+        check_mismatch(schedule, most)
+    check_two_buffers(schedule)
+    limit = schedule.memory_limit if memory_limit is None else memory_limit
+    if schedule.graph.holds:
+        _check_given_back(schedule)
+    if limit is not None and (columns is None or not are_within(columns, limit)):
+        _check_memory(schedule, limit)
+
+
+def _check_ranges(schedule: Schedule) -> None:
+    placement = schedule.placement
+    if schedule.num_microbatches < 1:
+        raise ScheduleError("the schedule has no microbatch; it needs at least 1 (rule: range)", rule="range")
+    for k, hosts in enumerate(placement.pipelines):
+        if max(hosts) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"pipeline {k} places a stage on rank {max(hosts)}, but the schedule has {schedule.num_ranks} ranks "
+                "(rule: placement)",
+                rule="placement",
+            )
+    if bad := [k for k in schedule.microbatch_pipeline if not 0 <= k < placement.num_pipelines]:
+        raise ScheduleError(
+            f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines} (rule: placement)",
+            rule="placement",
+        )
+    _check_counts(schedule)
+    check_windows(schedule)
+    alike = None if schedule.columns is None else one_of_each(schedule, schedule.columns)
+    if alike is None or any(_misplaced(schedule, *spot) for spot in alike):
+        for rank, row in enumerate(schedule.order):
+            for step in range(len(row)):
+                if error := _misplaced(schedule, rank, step):
+                    raise error
+
+
+def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None:
+    """What is wrong with the kind, the numbers or the place of an op; None where all is well."""
+    graph, op = schedule.graph, schedule.op_at(rank, step)
+    registered = graph.registered_of.get((op.kind, op.stage))
+    if op.kind not in BUILT_IN and registered is None:
+        known = ", ".join(KINDS)
+        message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
+        return error_at(schedule, "kind", rank, step, op, message)
+    if not 0 <= op.stage < schedule.num_stages:
+        return error_at(schedule, "range", rank, step, op, f"stages go from 0 to {schedule.num_stages - 1}")
+    if op.kind == UPDATE:
+        num_ops = num_updates_of(schedule, rank, step, op)
+    elif registered:
+        num_ops = registered.num_ops
+    else:
+        num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
+    if not 0 <= op.microbatch < num_ops:
+        numbers = registered or op.kind == UPDATE
+        rule = f"{'its number goes' if numbers else 'microbatches go'} from 0 to {num_ops - 1}"
+        return error_at(schedule, "range", rank, step, op, rule)
+    hosts = schedule.hosts(op)
+    if rank not in hosts:
+        where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"
+        rule = f"stage {op.stage} is placed on {where}, so the op belongs there"
+        return error_at(schedule, "placement", rank, step, op, rule, peer=where)
+    return None
+
+
+def _check_counts(schedule: Schedule) -> None:
+    """The stage graph's numbers against the schedule's."""
+    graph = schedule.graph
+    for stage, ranks in schedule.placement.shared:
+        if max(ranks) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"stage {stage} is shared by ranks {ranks}, but there are {schedule.num_ranks} (rule: placement)",
+                rule="placement",
+            )
+    if graph.num_microbatches and max(graph.num_microbatches) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"the stages work on {graph.num_microbatches} microbatches, so the schedule's number must be the largest "
+            f"of them, not {schedule.num_microbatches} (rule: range)",
+            rule="range",
+        )
+    if graph.num_microbatches and schedule.placement.num_pipelines > 1:
+        raise ScheduleError(
+            "stages with microbatch counts of their own need a placement with one pipeline (rule: placement)",
+            rule="placement",
+        )
+    counts = {key: registered.num_ops for key, registered in graph.registered_of.items()}
+    for need in graph.needs:
+        for (kind, stage), each in ((need.before, need.num_before), (need.after, need.num_after)):
+            there = counts.get((kind, stage)) or graph.microbatches_of(stage, schedule.num_microbatches)
+            if there % each:
+                raise ScheduleError(
+                    f"{need.num_before} {need.before[0]} of stage {need.before[1]} unlock {need.num_after} "
+                    f"{need.after[0]} of stage {need.after[1]}, but there are {there} {kind} (rule: dependencies); "
+                    f"give a number that {each} divides",
+                    rule="dependencies",
+                )
+        before, after = (
+            counts.get(end) or graph.microbatches_of(end[1], schedule.num_microbatches)
+            for end in (need.before, need.after)
+        )
+        if before // need.num_before != after // need.num_after:
+            raise ScheduleError(
+                f"{before} {need.before[0]} of stage {need.before[1]} in groups of {need.num_before} unlock "
+                f"{before // need.num_before} groups of {need.num_after}, but there are {after} {need.after[0]} "
+                f"of stage {need.after[1]} (rule: dependencies)",
+                rule="dependencies",
+            )
+    for registered in graph.registered:
+        if registered.ranks and max(registered.ranks) >= schedule.num_ranks:
+            raise ScheduleError(
+                f"kind {registered.kind} is on ranks {registered.ranks}, but the schedule has {schedule.num_ranks} "
+                "(rule: placement)",
+                rule="placement",
+            )
+
+
+def _check_coverage(schedule: Schedule) -> None:
+    shared = schedule.has_shared_ops
+    spot: dict[Op, tuple[int, int]] = {}
+    seen: set[tuple[int, Op]] = set()
+    for rank, row in enumerate(schedule.order):
+        for step, op in enumerate(row):
+            if ((rank, op) in seen) if shared else (op in spot):
+                first = row.index(op) if shared else spot[op][1]
+                message = f"the op is there twice, first at step {first}; each op runs once"
+                raise error_at(schedule, "coverage", rank, step, op, message, peer=f"step {first}")
+            if shared:
+                seen.add((rank, op))
+            spot[op] = rank, step
+    if shared:
+        for op, (rank, step) in spot.items():
+            if absent := [host for host in schedule.hosts(op) if (host, op) not in seen]:
+                message = f"rank {absent[0]} runs it together with this rank, and its row has no such op"
+                raise error_at(schedule, "coverage", rank, step, op, message, peer=f"rank {absent[0]}")
+    graph = schedule.graph
+    for registered in graph.registered:
+        for index in range(registered.num_ops):
+            op = Op(registered.kind, registered.stage, index)
+            if op not in spot:
+                host = schedule.hosts(op)[0]
+                raise ScheduleError(
+                    f"rank {host}: {name_of(op)} is missing; {registered.num_ops} of its kind are registered "
+                    "(rule: coverage)",
+                    rule="coverage",
+                    rank=host,
+                    op=op,
+                )
+    for stage in range(schedule.num_stages):
+        for m in range(graph.microbatches_of(stage, schedule.num_microbatches)):
+            f, b, i, w = (Op(kind, stage, m) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
+            for half in (i, w):
+                if b in spot and half in spot:
+                    message = f"the full backward is there too, at step {spot[b][1]}; use either B or I with W"
+                    raise error_at(schedule, "coverage", *spot[half], half, message, peer=name_of(b))
+            if f not in spot:
+                raise _missing(schedule, f, spot.get(b) or spot.get(i) or spot.get(w))
+            if b in spot:
+                continue
+            if i not in spot and w not in spot:
+                raise _missing(
+                    schedule, b, spot[f], f"{name_of(b)} is missing, and so are {i.short()} and {w.short()}"
+                )
+            if i not in spot or w not in spot:
+                raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
+    check_every_update(schedule, spot)
+
+
+def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
+    """`near` is the spot of an op of the same stage and microbatch, None where there is none."""
+    rank, step = (schedule.rank_of(op.stage, op.microbatch), None) if near is None else near
+    what = what or f"{name_of(op)} is missing{'' if near else ', and so is its backward'}"
+    beside = "" if near is None else f", beside step {step}"
+    text = (
+        f"rank {rank}{beside}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
+    )
+    if near is not None:
+        text += "\n" + spot_of(schedule, *near)
+    return ScheduleError(text, rule="coverage", rank=rank, step=step, op=op, peer=name_of(op))
+
+
+def _check_messages(schedule: Schedule) -> None:
+    if not has_communication(schedule):
+        return
+    if schedule.has_shared_ops or not schedule.graph.is_chain:
+        rank, step, op = next(
+            (r, s, op) for r, row in enumerate(schedule.order) for s, op in enumerate(row) if op.kind in COMMUNICATION
+        )
+        message = "messages as ops are for plain chains of stages, each on one rank; leave them out here"
+        raise error_at(schedule, "message", rank, step, op, message)
+    wrong = find_mismatch(schedule)
+    if wrong is not None:
+        raise error_at(schedule, "message", wrong.rank, wrong.step, wrong.op, wrong.message, peer=wrong.peer)
+
+
+def _check_local_order(schedule: Schedule) -> None:
+    graph = schedule.graph
+    for rank, row in enumerate(schedule.order):
+        place = {op: step for step, op in enumerate(row)}
+        for step, op in enumerate(row):
+            for needed in predecessors(op, graph, place):
+                if place.get(needed, -1) > step:
+                    message = f"it needs {name_of(needed)}, which comes later, at step {place[needed]}"
+                    raise error_at(schedule, "order", rank, step, op, message, peer=name_of(needed))
+
+
+def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | None) -> ScheduleError:
+    """Follows who waits for whom from the first blocked rank to the cycle, and tells the cycle."""
+    path, rank = [], min(run.blocked)
+    while rank in run.blocked and rank not in path:
+        path.append(rank)
+        rank = run.blocked[rank][1]
+    cycle = path[path.index(rank) :] if rank in path else path
+    lines = []
+    rows, num_ranks = rows_of(schedule), schedule.num_ranks
+
+    def place(row: int) -> tuple[int, int, str]:
+        """Rank and step of what a row waits at, and what to call who waits."""
+        at = run.steps[row] - (1 if run.blocked[row][2] else 0)
+        rank = row % num_ranks
+        return rank, schedule.order[rank].index(rows[row][at]), f"rank {rank}" + " (its stream)" * (row >= num_ranks)
+
+    for waiting in cycle:
+        op, peer, full = run.blocked[waiting]
+        _, step, name = place(waiting)
+        if full:
+            lines.append(
+                f"{name} at step {step} cannot send {name_of(op)}: its channel to rank {peer} holds {channel_depth}"
+            )
+        else:
+            peer %= num_ranks
+            lines.append(
+                f"{name} at step {step} waits for {name_of(op)} from rank {peer}, "
+                f"which runs it at step {_step_of(schedule.order[peer], op)}"
+            )
+    op, peer, full = run.blocked[cycle[0]]
+    first, step, _ = place(cycle[0])
+    own = schedule.order[first][step]
+    text = f"rank {first}, step {step}, {name_of(own)}: the ranks wait for one another (rule: deadlock)\n"
+    text += "\n".join(f"  {line}" for line in lines)
+    for waiting in cycle:
+        rank, step_there, _ = place(waiting)
+        text += "\n" + spot_of(schedule, rank, step_there)
+    peer %= num_ranks
+    return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{name_of(op)} on rank {peer}")
+
+
+def _step_of(row: Sequence[Op], op: Op) -> int | str:
+    return row.index(op) if op in row else "(nowhere)"
+
+
+def _check_memory(schedule: Schedule, limit: float) -> None:
+    """No rank holds more than the limit in its order, in which ops wait for room under the schedule's own limit."""
+    for rank, row in enumerate(schedule.order):
+        levels, _ = walk_memory(schedule, row, schedule.memory_limit)
+        for step, (op, held) in enumerate(zip(row, levels, strict=True)):
+            if not is_within(held, limit):
+                message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}"
+                if schedule.asynchronous and schedule.memory_limit is None and not _is_over(schedule, row, limit):
+                    message += "; give the schedule that memory_limit, so that ops wait for what is given back"
+                raise error_at(schedule, "memory", rank, step, op, message)
+
+
+def _is_over(schedule: Schedule, row: Sequence[Op], limit: float) -> bool:
+    return not is_within(max(walk_memory(schedule, row, limit)[0]), limit)
+
+
+def _check_given_back(schedule: Schedule) -> None:
+    """What registered ops hold: never less than nothing is held, and each asynchronous one could end at its place.
+
+    The second is why no cap can lock ranks: whatever they do out of turn leaves them able to go on in their order,
+    each op ending before the next.
+    """
+    for rank, row in enumerate(schedule.order):
+        again = {(op.stage, op.microbatch) for op in row if op.kind == RECOMPUTE}
+        held: dict[int, float] = {}
+        for step, op in enumerate(row):
+            held[op.stage] = held.get(op.stage, 0.0) + activations_added(op, again, schedule.graph.holds)
+            if held[op.stage] < -slack(1):
+                message = f"it gives back {-held[op.stage]:g} stage activations more than stage {op.stage} holds"
+                raise error_at(schedule, "memory", rank, step, op, message)
+    graph = schedule.stage_graph
+    if graph is None or not any(name in schedule.asynchronous for name in graph.holds):
+        return
+    there = tuple(replace(r, asynchronous=r.asynchronous and not r.holds) for r in graph.registered)
+    in_place = replace(schedule, stage_graph=replace(graph, registered=there))
+    run = run_untimed(in_place, None)
+    for op, peer, _ in run.blocked.values():
+        raise ScheduleError(
+            f"an asynchronous op that holds memory waits for what comes after it: {name_of(op)} on rank "
+            f"{peer % schedule.num_ranks} would not be reached if it ended at its place, and a rank that is out of "
+            "memory would wait for ever (rule: memory); move it behind what it waits for",
+            rule="memory",
+            rank=peer % schedule.num_ranks,
+            op=op,
+        )

@@ -1,0 +1,21 @@
+"""Drives the decision core over a cost model: timeline, bubbles, memory, slow links."""
+
+from penstock.simulation.memory_footprint import Footprint, RankFootprint, footprint
+from penstock.simulation.mesh import MeshTimeline, TimedReduction, simulate_mesh
+from penstock.simulation.simulator import Blocking, Decoupled, simulate
+from penstock.simulation.timeline import Message, TimedOp, Timeline
+
+__all__ = [
+    "Blocking",
+    "Decoupled",
+    "Footprint",
+    "MeshTimeline",
+    "Message",
+    "RankFootprint",
+    "TimedOp",
+    "TimedReduction",
+    "Timeline",
+    "footprint",
+    "simulate",
+    "simulate_mesh",
+]

@@ -1,0 +1,145 @@
+"""Makes or times the rows of a queue graph, compiled where that pays.
+
+lister = Lister(graph)                 # buffers and compiled code, to be used many times
+listed = lister.list_by_rules(tables)  # tables: the graph's, with rules filled in
+listed.makespan, listed.schedule("mine")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+from penstock.dispatch.queues import QueueGraph
+from penstock.dispatch.tables import Tables
+from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.timing import COMPILE_ABOVE, Timer
+from penstock.schedule import Schedule
+from penstock.schedule.async_ops import rows_of as rows_of_ops
+from penstock.simulation import listing
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows and times of a run.
+
+    Attributes:
+        reached: how many places of each row have run: fewer than there are where the ranks got stuck.
+        makespan: first op's start to last op's end (ms). Where the ranks got stuck: as far as they ran, or -1 for
+            given rows.
+
+    `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
+    """
+
+    graph: QueueGraph
+    rows: Any
+    row_first: Sequence[int]
+    start_time: Any
+    reached: Sequence[int]
+    makespan: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every op has run."""
+        return sum(self.reached) == self.row_first[-1]
+
+    def copy_rows(self) -> list[list[int]]:
+        """Each rank's queue numbers in order, up to where it got; then those of streams, where there are any."""
+        begins = self.row_first[:-1]
+        return [[int(q) for q in self.rows[a : a + done]] for a, done in zip(begins, self.reached, strict=True)]
+
+    def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
+        """The schedule that was made."""
+        return self.graph.schedule(name, self.copy_rows(), memory_limit, self.start_time)
+
+
+class Lister:
+    """Runs one queue graph, many times, in buffers of its own.
+
+    Args:
+        compile: whether to run compiled; by default for large graphs, and where numba is loaded and has nothing to
+            compile first.
+    """
+
+    def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
+        self.graph = graph
+        self.row_first: list[int] = graph.network[0].row_first
+        if compile is None:
+            compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(listing))
+        self._compiled = compile
+        self._numpy_tables = graph.tables.as_numpy() if compile else None
+        self._loop: ModuleType = compiled(listing) if compile else listing
+        self._rows = self._numbers(self.row_first[-1], small=True)
+        self._start_time = self._numbers(graph.num_ops, floats=True)
+        self._row_first = self._as_numbers(self.row_first)
+        leaves = 1 << (graph.num_rows - 1).bit_length()
+        self._tree = self._numbers(2 * leaves, floats=True)
+
+    @cached_property
+    def _timer(self) -> Timer:
+        return Timer(*self.graph.network, self._compiled)
+
+    def list_by_rules(self, tables: Tables) -> Listed:
+        """Makes rows by the rules in `tables`, which are left as they are."""
+        run = self._ready(tables)
+        reached = self._numbers(self.graph.num_rows)
+        self._loop.run(
+            run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
+            self._start_time, self._rows, self._row_first, reached, self._tree,
+        )  # fmt: skip
+        ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
+        return Listed(self.graph, self._rows, self.row_first, self._start_time, list(map(int, reached)), float(ends))
+
+    def time_rows(self, rows: Any) -> Listed:
+        """Times rows laid out rank by rank, or one list a rank."""
+        if isinstance(rows, list) and rows and isinstance(rows[0], list):
+            rows = [q for row in rows for q in row]
+        timed = self._timer.time(rows)
+        return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, timed.makespan)
+
+    def _ready(self, tables: Tables) -> Tables:
+        if self._compiled and isinstance(tables.queues, list):
+            return tables.as_numpy(like=self._numpy_tables)
+        return tables.copy()
+
+    def _numbers(self, length: int, floats: bool = False, small: bool = False) -> Any:
+        if not self._compiled:
+            return [0.0 if floats else 0] * length
+        import numpy as np
+
+        # Written to once, so that the pages are there before anybody takes the time.
+        array = np.empty(length, np.float64 if floats else np.int32 if small else np.int64)
+        array.fill(0)
+        return array
+
+    def _as_numbers(self, values: list[int]) -> Any:
+        if not self._compiled:
+            return values
+        import numpy as np
+
+        return np.asarray(values, np.int64)
+
+
+def rows_of(graph: QueueGraph, schedule: Schedule) -> list[list[int]]:
+    """A schedule's rows as queue numbers; its ops must be those of the graph, each queue's in microbatch order.
+
+    Raises ValueError for a schedule that is not of this graph.
+    """
+    number = {label: q for q, label in enumerate(graph.labels)}
+    seen: dict[tuple[int, int], int] = {}
+    rows = []
+    for rank, row in enumerate(rows_of_ops(schedule)):
+        numbers = []
+        for op in row:
+            pipeline = schedule.microbatch_pipeline[op.microbatch] if len(graph.microbatches) > 1 else 0
+            q = number.get((pipeline, op.kind, op.stage))
+            if q is None or graph.op(q, seen.get((rank, q), 0)) != op:
+                raise ValueError(f"rank {rank}: {op} is not the next op of its queue in microbatch order")
+            seen[rank, q] = seen.get((rank, q), 0) + 1
+            numbers.append(q)
+        rows.append(numbers)
+    return rows

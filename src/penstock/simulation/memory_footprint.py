@@ -1,0 +1,199 @@
+"""What each rank holds at most: weights, older versions, gradients, the optimizer's state, activations, messages.
+
+    two pipelines over two ranks        weights       optimizer, zero      and without
+    rank 0 | 0F0 ..  1F1 ..             W0 + W1       O0                   O0 + O1
+    rank 1 | 1F0 ..  0F1 ..             W1 + W0       O1                   O1 + O0
+
+A rank has the weights of every copy of every stage it hosts. Of the copies of a stage the one of pipeline 0 owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.dispatch import Dispatch
+from penstock.engine import memory
+from penstock.schedule import Schedule, count_versions
+from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
+from penstock.schedule.short_repr import short_repr
+from penstock.schedule.updates import OWNER
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
+
+PREDICTING = ("spectrain", "xpipe")
+"""Rules by which ops read weights that are written for them, beside the newest."""
+
+
+class RankFootprint(NamedTuple):
+    """What one rank holds at most, in the units of the costs (bytes).
+
+    Attributes:
+        weights: the newest parameters of each copy of a stage, as ops read them.
+        versions: older ones, and the copy that predictions are written to.
+        gradients: a buffer a copy; two where the gradients of two windows are under way at once.
+        optimizer: moments, and parameters in full precision.
+        activations: kept from forwards.
+        messages: sent and not yet there, or there and not yet used up.
+    """
+
+    weights: float
+    versions: float
+    gradients: float
+    optimizer: float
+    activations: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """All of it, as if each were at its most at one moment."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What each rank of a schedule holds at most."""
+
+    ranks: tuple[RankFootprint, ...]
+
+    __repr__ = short_repr
+
+    @cached_property
+    def totals(self) -> tuple[float, ...]:
+        return tuple(rank.total for rank in self.ranks)
+
+    @property
+    def peak(self) -> float:
+        """The total of the rank that holds most."""
+        return max(self.totals)
+
+    @property
+    def mean(self) -> float:
+        """The average total."""
+        return sum(self.totals) / len(self.totals)
+
+    @property
+    def balance(self) -> float:
+        """`mean / peak`: 1 where all ranks hold alike; what is missing to 1 is memory that most ranks do not use."""
+        return self.mean / self.peak if self.peak else 1.0
+
+
+def footprint(
+    schedule: Schedule,
+    costs: Costs,
+    zero: bool = True,
+    masters: bool = False,
+    links: Links | LinkConditions | None = None,
+    dispatch: Dispatch | str = "frozen",
+) -> Footprint:
+    """What each rank holds at most while `schedule` runs over `costs`.
+
+    Weights, versions, gradients and the optimizer's state follow from the order alone; activations too where the
+    order is frozen. Messages are those of a simulated run. A stage that several ranks share takes what the costs say
+    on each of them. Parameters that two stages share (embedding and head) count on both.
+
+    Args:
+        costs: with `weight_bytes`.
+        zero: only the copy that owns a stage has the optimizer's state, and sends the parameters of each update to
+            the others (ZeRO; AMDP, section 3.4).
+        masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
+            version: what ops read is written from those anyway.
+        links: delays or conditions of the run; none where not given.
+        dispatch: of the run.
+
+    Raises:
+        CostError: costs without weights, or for another number of stages.
+        ScheduleError: what `simulate` refuses.
+    """
+    if not costs.weight_bytes:
+        raise CostError(
+            "the costs do not say what weights take; give weight_bytes (and gradient_bytes, optimizer_bytes), or "
+            "take the costs of a preset (ps.costs_preset)"
+        )
+    timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
+    versions, buffers = count_versions(schedule), count_buffers(schedule)
+    if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
+        versions = dict.fromkeys(versions, 1)
+    gradients, optimizer = costs.gradient_bytes or costs.weight_bytes, costs.optimizer_bytes
+    peaks = zip(timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
+    ranks = [RankFootprint(0.0, 0.0, 0.0, 0.0, held, messages) for held, messages in peaks]
+    for stage, pipeline, rank in _copies(schedule):
+        mine, copy = ranks[rank], (stage, pipeline)
+        has_state = optimizer and (pipeline == OWNER or not zero)
+        ranks[rank] = mine._replace(
+            weights=mine.weights + costs.weight_bytes[stage],
+            versions=mine.versions + costs.weight_bytes[stage] * (versions[copy] - 1),
+            gradients=mine.gradients + gradients[stage] * buffers[copy],
+            optimizer=mine.optimizer + (optimizer[stage] if has_state else 0.0),
+        )
+    return Footprint(tuple(ranks))
+
+
+def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """By (stage, pipeline), of how many windows at most that copy holds gradients at once.
+
+    A window's gradients are there from the first op that gives some (B, or W where it is split) on: on the owner
+    until its update, on another copy until the last op that gives some, when their sum goes to the owner. Where no
+    updates are ops of the schedule, all gradients are of one window.
+
+        owner, windows of two    B0 B1 B2 U0 B3 U1        2: those of window 1 begin before U0
+        another                  B0 B1 B2 .. B3 ..        1
+    """
+    most = {(stage, k): 1 for k in range(schedule.placement.num_pipelines) for stage in range(schedule.num_stages)}
+    windows = schedule.windows
+    if windows is None:
+        return most
+    of_pipeline = schedule.microbatch_pipeline
+    num = Counter((m // windows.window, of_pipeline[m]) for m in range(schedule.num_microbatches))
+    for row in schedule.order:
+        under_way: dict[tuple[int, int], dict[int, int]] = {}
+        for op in row:
+            if op.kind not in (BACKWARD, WEIGHT, UPDATE):
+                continue
+            copy = op.stage, schedule.pipeline_of(op)
+            left = under_way.setdefault(copy, {})  # window -> ops of it still to give gradients
+            if op.kind == UPDATE:
+                left.pop(windows.update_of(op.microbatch)[0], None)
+                continue
+            window = op.microbatch // windows.window
+            left[window] = left[window] - 1 if window in left else num[window, copy[1]] - 1
+            most[copy] = max(most[copy], len(left))
+            if not left[window] and copy[1] != OWNER:
+                del left[window]
+    return most
+
+
+def _copies(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
+    """(stage, pipeline, rank) of each copy of each stage, on each rank that hosts it."""
+    placement = schedule.placement
+    shared = {stage for stage, _ in placement.shared}
+    for pipeline in range(placement.num_pipelines):
+        for stage in range(placement.num_stages):
+            if stage in shared and pipeline != OWNER:
+                continue  # one stage on all of these ranks, whichever pipeline it works for
+            for rank in placement.hosts(pipeline, stage):
+                yield stage, pipeline, rank
+
+
+def _message_peaks(timeline: Timeline, costs: Costs) -> list[float]:
+    """Most bytes of messages each rank holds: from its end of an op to the arrival on the sender, from there to the
+    end of the op that takes it on the receiver."""
+    ends = {(timed.rank, timed.op): timed.end for timed in timeline.ops}
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
+    for message in timeline.messages:
+        size = costs.message_size(message.source, message.target)
+        used_up = ends[message.target_rank, message.target]
+        for rank, since, until in (
+            (message.source_rank, message.sent, message.arrived),
+            (message.target_rank, message.arrived, used_up),
+        ):
+            if size and until > since:
+                changes[rank] += [(since, size), (until, -size)]
+    # What goes at a moment goes before what comes.
+    in_order = [change for of_rank in changes for _, change in sorted(of_rank)]
+    return memory.peaks(in_order, list(accumulate(map(len, changes), initial=0)))

@@ -1,0 +1,364 @@
+"""Runs orders of ops many times over: other orders, links, caps, dispatch, and no timeline unless it is asked for.
+
+    runner = Runner(costs)
+    order = runner.order(schedule)            # lowered once; other orders of the same ops follow from the first
+    ran = runner.run(order, links, dispatch="dynamic", caps=caps)
+    ran.makespan, ran.peaks, ran.executed()
+
+`simulate` does this once and makes a timeline of it; who compares many candidates keeps the runner.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost.conditions import Lines
+from penstock.dispatch import Dispatch, Graph, Policy, lower
+from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.network import of_ops
+from penstock.engine.timing import Timer
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.async_ops import rows_of, with_launches
+from penstock.schedule.columns import Array, B, W
+from penstock.schedule.updates import OWNER
+from penstock.simulation import engine
+from penstock.simulation.link_arrays import depths, passed
+from penstock.simulation.lowered import Order
+from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
+from penstock.simulation.transport import Blocking, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What came of a run: the engine's arrays, and what they say."""
+
+    order: Order
+    arrays: dict[str, Any]
+
+    @property
+    def makespan(self) -> float:
+        """First op's start to last op's end (ms)."""
+        if not self.order.num_ops:
+            return 0.0
+        return float(np.max(self.arrays["end_time"])) - float(np.min(self.arrays["start_time"]))
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Most activations each rank held."""
+        return tuple(map(float, self.arrays["peak"][: self.order.num_ranks]))
+
+    def executed(self) -> Schedule:
+        """The schedule with each rank's ops in the order in which they ran."""
+        first, turn = self.order.graph.first, np.asarray(self.arrays["turn"])
+        rows = []
+        schedule = self.order.schedule
+        for rank, row in enumerate(rows_of(schedule)[: schedule.num_ranks]):
+            places = np.argsort(turn[first[rank] : first[rank + 1]], kind="stable").tolist()
+            rows.append(tuple([row[place] for place in places]))
+        return replace(schedule, order=with_launches(schedule, rows))
+
+
+def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
+    """Of each op of a lowered schedule, ms."""
+    columns = graph.columns
+    if columns is not None:
+        even = by_kind_and_stage(columns, costs.duration)
+        return even if not costs.factors.time else even * by_op(columns, costs.time_factors)
+    if costs.factors.time:
+        found = [costs.duration(*op) for op in graph.ops]
+    else:
+        known = {key: costs.duration(*key) for key in {(op.kind, op.stage) for op in graph.ops}}
+        found = [known[op[:2]] for op in graph.ops]
+    for number, op in enumerate(graph.ops if schedule.updates is not None else ()):
+        if op.kind == "U":
+            found[number] = costs.duration("U", op.stage, owns=schedule.pipeline_of(op) == OWNER)
+    return np.array(found, np.float64)
+
+
+class Runner:
+    """Runs schedules under one set of costs.
+
+    Args:
+        costs: per stage.
+        compile: whether to run compiled; by default where numba is loaded and nothing needs to be compiled first.
+    """
+
+    KEPT, TEMPLATES = 256, 8
+
+    def __init__(self, costs: Costs, compile: bool | None = None) -> None:
+        self.costs, self.compile = costs, compile
+        self._orders: OrderedDict[Schedule, Order] = OrderedDict()
+        self._templates: list[Order] = []
+
+    def order(self, schedule: Schedule) -> Order:
+        """The schedule as arrays; it has no communication ops.
+
+        Raises:
+            CostError: the costs are for another number of stages.
+            ScheduleError: what `lower` refuses.
+        """
+        found = self._orders.get(schedule)
+        if found is None:
+            found = self._from_template(schedule) or self.lowered(schedule)
+            self._orders[schedule] = found
+            if len(self._orders) > self.KEPT:
+                self._orders.popitem(last=False)
+        else:
+            self._orders.move_to_end(schedule)
+        return found
+
+    def run(
+        self,
+        order: Order,
+        links: Links | LinkConditions | Lines,
+        *,
+        dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
+        transport: Transport,
+        caps: Sequence[float] | None = None,
+        warmup: Sequence[int] | None = None,
+        links_at: float = 0.0,
+        due: Array | None = None,
+    ) -> Ran:
+        """Runs an order to its end. Caps count where dispatch is not frozen, and are not checked here.
+
+        Args:
+            due: when each op is planned to start (ms), for a policy that waits; by default when it does in the
+                frozen run over the same costs and links.
+
+        Raises:
+            ScheduleError: the order deadlocks, or a rank can't run the forwards of its warm-up first.
+        """
+        policy = Policy.of(dispatch)
+        num_rows, num_ops = order.num_rows, order.num_ops
+        if not policy.wait:
+            due = np.zeros(1)
+        elif due is None:
+            due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
+        streams = num_rows - order.num_ranks
+        bounded = isinstance(transport, Blocking)
+        through = passed(order, links, self.costs, links_at)
+        use = self.compile
+        if use is None:
+            use = "numba" in sys.modules and is_compiled(engine)
+        use = use and through.arrival is None
+        plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
+        if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
+            timed = _swept(order, through.arrays["delay"], compile=use)
+            if timed is not None:
+                return Ran(order, timed)
+        arrays = {
+            **order.ints,
+            "missing": order.missing.copy(),
+            "head": order.ints["queue_first"][:-1].copy(),
+            "next_frozen": order.ints["first"][:-1].copy(),
+            "gathered": np.zeros(max(1, len(order.ints["gang_first"]) - 1), np.int64),
+            "warmup_left": np.array([*(warmup or [0] * order.num_ranks), *[0] * streams], np.int64),
+            "depth": depths(order, transport),
+            "in_transit": np.zeros(num_rows**2, np.int64),
+            "duration": order.duration,
+            "memory_change": order.change,
+            "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
+            "arrival_time": np.zeros(len(order.ints["edge_to"])),
+            **through.arrays,
+            **{name: np.zeros(num_ops, np.int64) for name in ("done", "turn")},
+            **{name: np.zeros(num_rows, np.int64) for name in ("state", "unsent")},
+            **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
+            **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
+            "due": np.asarray(due),
+            "beside": np.array(order.graph.beside),
+        }
+        loop: ModuleType = engine
+        if use:
+            loop = compiled(engine)
+        else:
+            arrays = {name: array.tolist() for name, array in arrays.items()}
+        ended = loop.run(
+            policy.dispatch.code,
+            policy.wait,
+            bounded=bounded,
+            lines=through.lines,
+            base=through.base,
+            arrival=through.arrival,
+            **arrays,
+        )
+        if ended < num_ops:
+            if warmup is not None:
+                _refuse_warmup(order, arrays, warmup)
+            stuck = next(o for o in range(num_ops) if not arrays["done"][o])
+            op = [op for row in rows_of(order.schedule) for op in row][stuck]
+            rank = int(order.ints["rank_of"][stuck]) % order.num_ranks
+            raise ScheduleError(
+                f"the run stops after {ended} of {num_ops} ops: rank {rank} never runs {op} "
+                f"(rule: deadlock); ps.check(schedule) shows why",
+                rule="deadlock",
+                rank=rank,
+                op=op,
+            )
+        return Ran(order, arrays)
+
+    def lowered(self, schedule: Schedule) -> Order:
+        """The schedule as arrays, for one run: it is not looked up among those known."""
+        if self.costs.num_stages != schedule.num_stages:
+            raise CostError(
+                f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}"
+            )
+        graph = lower(schedule)
+        made = Order(
+            schedule,
+            graph,
+            np.arange(graph.num_ops),
+            {
+                name: graph.arrays[attribute]
+                for name, attribute in (("rank_of", "rank"), *((each, each) for each in _AS_THEY_ARE))
+            },
+            graph.arrays["num_needed"],
+            durations(schedule, graph, self.costs),
+            np.array(memory_changes(graph, self.costs), np.float64),
+        )
+        columns = graph.columns
+        # Where a stage adds to its gradients by B and by W, edges depend on the order.
+        if columns is not None and not np.intersect1d(*(columns.stage[columns.kind == kind] for kind in (B, W))).size:
+            self._templates = [made, *self._templates][: self.TEMPLATES]
+        return made
+
+    def _from_template(self, schedule: Schedule) -> Order | None:
+        """The arrays by renumbering those of another order of the same ops; None where none is known."""
+        for template in self._templates:
+            graph, known = template.graph, template.schedule
+            if (
+                schedule.num_ops != template.num_ops
+                or [len(row) for row in schedule.order] != [len(row) for row in known.order]
+                or schedule.graph != known.graph
+                or schedule.microbatch_pipeline != known.microbatch_pipeline
+                or schedule.placement != known.placement
+            ):
+                continue
+            try:
+                base = np.array([graph.number[op] for row in schedule.order for op in row], np.int64)
+            except KeyError:
+                continue
+            ints = template.ints
+            if not np.array_equal(ints["rank_of"][base], ints["rank_of"]):
+                continue
+            number = np.empty_like(base)
+            number[base] = np.arange(len(base))
+            if len(np.unique(base)) < len(base):
+                continue
+            sources = np.repeat(np.arange(len(base)), np.diff(ints["edge_first"]))
+            from_, to = number[sources], number[ints["edge_to"]]
+            # An op's messages leave in the order of those who wait for them, as in `lower`.
+            leaving = np.lexsort((to, from_))
+            queue_of = ints["queue_of"][base]
+            renumbered = {
+                "edge_first": np.concatenate([[0], np.cumsum(np.bincount(from_, minlength=len(base)))]),
+                "edge_to": to[leaving],
+                "queue_of": queue_of,
+                "queue_ops": np.argsort(queue_of, kind="stable"),
+                "priority": ints["priority"][base],
+            }
+            return Order(
+                schedule, graph, base, {**ints, **renumbered}, template.missing[base], template.duration[base],
+                template.change[base],
+            )  # fmt: skip
+        return None
+
+
+def frozen_timer(order: Order, delay: Array, compile: bool) -> Timer:
+    """What times ranks that follow their orders over links that are only late.
+
+    Args:
+        delay: ms of each link (see `Order.ends`).
+    """
+    rank = order.ints["rank_of"]
+    ops, source = np.arange(order.num_ops), _sources(order)
+    network, irregular = of_ops(order.ints["first"], rank, source, order.ints["edge_to"])
+    messages = np.where(network.message_from >= 0, _late(order, delay, network.message_from, ops), 0.0)
+    if irregular is not None:
+        needing = np.repeat(ops, np.diff(irregular.need_first))
+        irregular = irregular._replace(need_delay=_late(order, delay, irregular.need_queue, needing))
+    return Timer(network._replace(duration=order.duration, delay=messages), irregular, compile)
+
+
+def _sources(order: Order) -> Array:
+    """The op that each edge begins at."""
+    return np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"]))
+
+
+def _late(order: Order, delay: Array, before: Array, after: Array) -> Array:
+    """ms until what an op made is there for another."""
+    rank = order.ints["rank_of"]
+    return np.where(rank[before] == rank[after], 0.0, delay[rank[before] * order.num_rows + rank[after]])
+
+
+def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None:
+    """What the event loop finds of ranks that follow their orders over links that are only late, by one sweep through
+    these; None where they deadlock.
+
+    Args:
+        delay: ms of each link (see `Order.ends`).
+    """
+    ops, source, to = np.arange(order.num_ops), _sources(order), order.ints["edge_to"]
+    timed = frozen_timer(order, delay, compile).time(ops)
+    if not timed.complete:
+        return None
+    start = np.asarray(timed.start)
+    end = start + order.duration
+    turn = np.empty_like(ops)
+    turn[np.argsort(start, kind="stable")] = ops
+    return {
+        "start_time": start,
+        "end_time": end,
+        "free_time": end,
+        "arrival_time": end[source] + _late(order, delay, source, to),
+        "turn": turn,
+        "peak": np.array(order.peaks),
+    }
+
+
+def _refuse_warmup(order: Order, arrays: dict[str, Any], warmup: Sequence[int]) -> None:
+    """Raises ScheduleError if it was warm-up counts that a run stopped at: some rank may run nothing but forwards."""
+    waiting = [rank for rank in range(order.num_ranks) if arrays["warmup_left"][rank] > 0]
+    if not waiting:
+        return
+    first, ops = order.graph.first, order.graph.ops
+
+    def left(rank: int) -> list[int]:
+        """Forwards of the rank that have not run."""
+        return [o for o in range(first[rank], first[rank + 1]) if ops[o].kind == "F" and not arrays["done"][o]]
+
+    def has_room_for_none(rank: int) -> bool:
+        """Whether there is a forward that only the cap holds back; those run together wait for their turn too."""
+        return any(arrays["missing"][o] == 0 and arrays["gang"][o] < 0 for o in left(rank))
+
+    rank = next(filter(has_room_for_none, waiting), waiting[0])
+    ran = warmup[rank] - int(arrays["warmup_left"][rank])
+    way = ""
+    if has_room_for_none(rank):
+        reason = f"its cap of {float(arrays['cap'][rank]):g} activations lets in no more than {ran}"
+        way = ", or a higher max_held"
+    elif not left(rank):
+        reason = f"it has only {ran}"
+    else:
+        reason = f"after {ran} none can run before some other op has"
+    raise ScheduleError(
+        f"rank {rank} is to run {warmup[rank]} forwards before anything else, and {reason} (rule: warm-up); give a "
+        f"warm-up of at most {ran}{way}",
+        rule="options",
+        rank=rank,
+    )
+
+
+_AS_THEY_ARE = (
+    "first", "edge_first", "edge_to", "queue_rank_first", "queue_first", "queue_ops", "queue_of", "priority", "gang",
+    "gang_first", "gang_ops",
+)  # fmt: skip
