@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,3 +61,13 @@ def test_a_deadlock_is_named_as_before() -> None:
     wrong = ps.Schedule.of("wrong", ps.placements.one_to_one(2), rows, 1)
     with pytest.raises(ps.ScheduleError, match="rule: deadlock"):
         ps.simulate(wrong, ps.Costs.uniform(2))
+
+
+@pytest.mark.xfail(strict=True, reason="what an order says of one rank is not asked for")
+@pytest.mark.parametrize("dispatch", ["frozen", "hinted:1"])
+def test_an_op_before_what_it_needs_on_its_own_rank_is_a_deadlock_and_has_no_time(dispatch: str) -> None:
+    known = ps.build("1f1b", 2, 2)
+    first, last = (list(row) for row in known.order)
+    wrong = replace(known, order=(tuple(first), (last[1], last[0], *last[2:])))  # B0 F0 F1 B1
+    with pytest.raises(ps.ScheduleError, match="rule: deadlock"):
+        ps.simulate(wrong, ps.Costs.uniform(2), dispatch=dispatch)
