@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.engine.network import NONE, Irregular, Network, of_queues
+from penstock.engine.network import NONE, Irregular, Network, OpGraph, of_queues
 from penstock.engine.timing import Timed, Timer
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends
@@ -145,3 +147,40 @@ def test_what_never_runs_has_no_makespan() -> None:
     timed = Timer(network, irregular).time([0, 1])
     assert timed == Timed([0.0, 0.0], [0, 0], -1.0)
     assert not timed.complete
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_what_starts_as_late_as_it_can_is_early_once_time_is_turned_round(draw: random.Random) -> None:
+    """Ops in rows, some in several at once: both ends against the longest paths, counted op by op."""
+    num_rows, num = draw.randint(1, 3), draw.randint(1, 8)
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    for op in range(num):
+        for r in draw.sample(range(num_rows), draw.choice([1, 1, num_rows])):
+            rows[r].append(op)
+    places = [(r, op) for r, row in enumerate(rows) for op in row]
+    number = {op: places.index(next(place for place in places if place[1] == op)) for op in range(num)}
+    pairs = [(a, b, draw.choice([0.0, 2.5])) for b in range(num) for a in range(b) if draw.random() < 0.3]
+    asked = [(a, b, ms) for a, b, ms in pairs if places[number[a]][0] != places[number[b]][0] or ms == 0]
+    took = [draw.choice([0.0, 1.0, 3.5]) for _ in range(num)]
+    graph = OpGraph(
+        np.array([0, *accumulate(map(len, rows))]),
+        np.array([r for r, _ in places]),
+        np.array([number[a] for a, _, _ in asked], np.int64),
+        np.array([number[b] for _, b, _ in asked], np.int64),
+        np.array([ms for _, _, ms in asked]),
+        np.array([number[op] for _, op in places]),
+    )
+    late = [*asked, *((a, b, 0.0) for row in rows for a, b in pairwise(row))]
+    first, last = [0.0] * num, [0.0] * num
+    for op in range(num):
+        first[op] = max([0.0, *(first[a] + took[a] + ms for a, b, ms in late if b == op)])
+    for op in reversed(range(num)):
+        last[op] = max([0.0, *(last[b] + took[b] + ms for a, b, ms in late if a == op)])
+    duration = np.array([took[op] for _, op in places])
+    early = Timer(*graph.network(duration)).time(graph.row)
+    turned = graph.turned()
+    behind = Timer(*turned.network(duration[::-1])).time(turned.row)
+    assert [early.start[number[op]] for op in range(num)] == pytest.approx(first)
+    assert [behind.start[::-1][number[op]] for op in range(num)] == pytest.approx(last)
+    assert early.makespan == pytest.approx(behind.makespan)

@@ -63,7 +63,6 @@ def test_a_deadlock_is_named_as_before() -> None:
         ps.simulate(wrong, ps.Costs.uniform(2))
 
 
-@pytest.mark.xfail(strict=True, reason="what an order says of one rank is not asked for")
 @pytest.mark.parametrize("dispatch", ["frozen", "hinted:1"])
 def test_an_op_before_what_it_needs_on_its_own_rank_is_a_deadlock_and_has_no_time(dispatch: str) -> None:
     known = ps.build("1f1b", 2, 2)

@@ -120,51 +120,90 @@ class Irregular(NamedTuple):
     hosts: Array
 
 
-def of_ops(row_first: Array, row_of: Array, producer: Array, consumer: Array) -> tuple[Network, Irregular | None]:
-    """A network of queues of one op each, numbered row by row, that take no time.
+class OpGraph(NamedTuple):
+    """Ops numbered row by row, in the order of the rows, and what waits for what.
 
-    Args:
+    Attributes:
         row_first: row r has ops `row_first[r]` to `row_first[r + 1] - 1`.
         row_of: of each op.
-        producer, consumer: what needs what; on one row the order says it already.
+        producer, consumer: what needs what. On one row the order says it already, unless it is wrong.
+        delay: of each of these pairs, ms until what was made is there, between rows; None where it is there at once.
+        together: op -> the one that stands for it where several rows run one op at once, itself elsewhere; None
+            where no row does.
     """
-    num_ops, num_rows = len(row_of), len(row_first) - 1
-    between = np.flatnonzero(row_of[producer] != row_of[consumer])
-    producer, consumer = producer[between], consumer[between]
-    message_from, message_to = np.full((2, num_ops), NONE, np.int64)
-    alone = (np.bincount(producer, minlength=num_ops)[producer] == 1) & (
-        np.bincount(consumer, minlength=num_ops)[consumer] == 1
-    )
-    message_from[consumer[alone]] = producer[alone]
-    message_to[producer[alone]] = consumer[alone]
-    nothing = np.zeros(num_ops)
-    network = Network(
-        rank=row_of,
-        op_first=np.arange(num_ops + 1),
-        row_first=row_first,
-        duration=nothing,
-        message_from=message_from,
-        delay=nothing,
-        local_from=np.full(num_ops, NONE, np.int64),
-        message_to=message_to,
-        tail=np.zeros(num_rows),
-    )
-    if alone.all():
-        return network, None
-    rest = consumer[~alone]
-    one = np.ones(len(rest), np.int64)
-    irregular = Irregular(
-        need_first=starts_of(rest, num_ops),
-        need_queue=producer[~alone][np.argsort(rest, kind="stable")],
-        need_delay=np.zeros(len(rest)),
-        before=one,
-        after=one,
-        unlock_first=starts_of(producer, num_ops),
-        unlocks=consumer[np.argsort(producer, kind="stable")],
-        host_first=np.zeros(num_ops + 1, np.int64),
-        hosts=np.zeros(0, np.int64),
-    )
-    return network, irregular
+
+    row_first: Array
+    row_of: Array
+    producer: Array
+    consumer: Array
+    delay: Array = None
+    together: Array = None
+
+    @property
+    def row(self) -> Array:
+        """The queue that runs at each place of the rows."""
+        return np.arange(len(self.row_of)) if self.together is None else self.together
+
+    def turned(self) -> OpGraph:
+        """The same with time turned round: op o is number n - 1 - o, and row r row R - 1 - r."""
+        last = len(self.row_of) - 1
+        return OpGraph(
+            last + 1 - self.row_first[::-1],
+            len(self.row_first) - 2 - self.row_of[::-1],
+            last - self.consumer,
+            last - self.producer,
+            self.delay,
+            None if self.together is None else last - self.together[::-1],
+        )
+
+    def network(self, duration: Array | None = None) -> tuple[Network, Irregular | None]:
+        """A network of queues of one op each, of `duration` ms; by default they take no time."""
+        row_of, producer, consumer, num_ops = self.row_of, self.producer, self.consumer, len(self.row_of)
+        asked = np.flatnonzero((row_of[producer] != row_of[consumer]) | (producer >= consumer))
+        producer, consumer = producer[asked], consumer[asked]
+        delay = np.zeros(len(asked)) if self.delay is None else self.delay[asked]
+        if self.together is not None:
+            producer, consumer = self.together[producer], self.together[consumer]
+        message_from, message_to = np.full((2, num_ops), NONE, np.int64)
+        alone = (np.bincount(producer, minlength=num_ops)[producer] == 1) & (
+            np.bincount(consumer, minlength=num_ops)[consumer] == 1
+        )
+        message_from[consumer[alone]] = producer[alone]
+        message_to[producer[alone]] = consumer[alone]
+        message_delay = np.zeros(num_ops)
+        message_delay[consumer[alone]] = delay[alone]
+        network = Network(
+            rank=row_of,
+            op_first=np.arange(num_ops + 1),
+            row_first=self.row_first,
+            duration=np.zeros(num_ops) if duration is None else duration,
+            message_from=message_from,
+            delay=message_delay,
+            local_from=np.full(num_ops, NONE, np.int64),
+            message_to=message_to,
+            tail=np.zeros(len(self.row_first) - 1),
+        )
+        if alone.all() and self.together is None:
+            return network, None
+        by_consumer = np.flatnonzero(~alone)[np.argsort(consumer[~alone], kind="stable")]
+        one = np.ones(len(by_consumer), np.int64)
+        host_first, hosts = np.zeros(num_ops + 1, np.int64), np.zeros(0, np.int64)
+        if self.together is not None:
+            several = np.flatnonzero(np.bincount(self.together, minlength=num_ops)[self.together] > 1)
+            several = several[np.argsort(self.together[several], kind="stable")]
+            host_first, hosts = starts_of(self.together[several], num_ops), row_of[several]
+        irregular = Irregular(
+            need_first=starts_of(consumer[by_consumer], num_ops),
+            need_queue=producer[by_consumer],
+            need_delay=delay[by_consumer],
+            before=one,
+            after=one,
+            unlock_first=starts_of(producer, num_ops),
+            unlocks=consumer[np.argsort(producer, kind="stable")],
+            host_first=host_first,
+            hosts=hosts,
+        )
+        return network, irregular
 
 
 def of_queues(

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Graph, lower
+from penstock.engine.network import OpGraph
+from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import require_no_streams
 from penstock.simulation.runner import durations as durations_of
@@ -28,6 +33,7 @@ class PassNetwork:
         order: the nodes, each after all it waits for.
         before, after: per node, (node, ms) of the dependencies: its message is that late.
         row_before, row_after: per node, its neighbours in the rows it stands in.
+        ops: the same for the engine.
     """
 
     graph: Graph
@@ -38,6 +44,16 @@ class PassNetwork:
     after: list[list[tuple[int, float]]]
     row_before: list[list[int]]
     row_after: list[list[int]]
+    ops: OpGraph
+
+    @cached_property
+    def _timer(self) -> Timer:
+        return Timer(*self.ops.network())
+
+    @cached_property
+    def _turned(self) -> Timer:
+        """Times the ops with time turned round: from its end everything starts as late as it can."""
+        return Timer(*self.ops.turned().network())
 
     def ranks_of(self, node: int) -> list[int]:
         """The ranks that run the node's op."""
@@ -49,17 +65,8 @@ class PassNetwork:
 
     def earliest(self, durations: Sequence[float]) -> tuple[list[float], float]:
         """The start of every node as soon as possible, and the makespan (ms)."""
-        starts = [0.0] * len(durations)
-        makespan = 0.0
-        for node in self.order:
-            start = 0.0
-            for source, late in self.before[node]:
-                start = max(start, starts[source] + durations[source] + late)
-            for source in self.row_before[node]:
-                start = max(start, starts[source] + durations[source])
-            starts[node] = start
-            makespan = max(makespan, start + durations[node])
-        return starts, makespan
+        timed = self._timer.time(self.ops.row, np.array(durations))
+        return list(timed.start), timed.makespan
 
     def earliest_frozen(self) -> tuple[list[float], float]:
         """`earliest` with the schedule's own durations."""
@@ -67,15 +74,10 @@ class PassNetwork:
 
     def latest(self, durations: Sequence[float], horizon: float) -> list[float]:
         """The latest start of every node with which all end by `horizon` (ms)."""
-        starts = [horizon] * len(durations)
-        for node in reversed(self.order):
-            end = horizon
-            for target, late in self.after[node]:
-                end = min(end, starts[target] - late)
-            for target in self.row_after[node]:
-                end = min(end, starts[target])
-            starts[node] = end - durations[node]
-        return starts
+        taken = np.array(durations)
+        before_end = self._turned.time(self.ops.turned().row, taken[::-1]).start
+        latest: list[float] = (horizon - np.array(before_end)[::-1] - taken).tolist()
+        return latest
 
 
 def check_costs(schedule: Schedule, costs: Costs) -> None:
@@ -95,26 +97,31 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
     links.check_ranks(schedule.num_ranks)
     require_no_streams(schedule, "this pass times what ranks run themselves")
     graph = lower(schedule)
+    ranks = range(graph.num_ranks)
     node_of = [
         o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)
     ]
-    delays = [[0.0 if a == b else links.delay(a, b) for b in range(graph.num_ranks)] for a in range(graph.num_ranks)]
+    rank, node = graph.arrays["rank"], np.array(node_of, np.int64)
+    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
+    target = graph.arrays["edge_to"]
+    delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])
+    late = delays[rank[source], rank[target]]
+    together = node if len(graph.gang_first) > 1 else None
+    ops = OpGraph(graph.arrays["first"], rank, source, target, late, together)
     before: list[list[tuple[int, float]]] = [[] for _ in node_of]
     after: list[list[tuple[int, float]]] = [[] for _ in node_of]
     row_before: list[list[int]] = [[] for _ in node_of]
     row_after: list[list[int]] = [[] for _ in node_of]
-    for o, source in enumerate(node_of):
-        for target in graph.edge_to[graph.edge_first[o] : graph.edge_first[o + 1]]:
-            late = delays[graph.rank[o]][graph.rank[target]]
-            before[node_of[target]].append((source, late))
-            after[source].append((node_of[target], late))
-    for rank in range(graph.num_ranks):
-        for o in range(graph.first[rank] + 1, graph.first[rank + 1]):
+    for one, other, ms in zip(node[source].tolist(), node[target].tolist(), late.tolist(), strict=True):
+        before[other].append((one, ms))
+        after[one].append((other, ms))
+    for r in ranks:
+        for o in range(graph.first[r] + 1, graph.first[r + 1]):
             row_before[node_of[o]].append(node_of[o - 1])
             row_after[node_of[o - 1]].append(node_of[o])
     durations = durations_of(schedule, graph, costs).tolist()
     order = _order(schedule, node_of, before, after, row_before, row_after)
-    return PassNetwork(graph, durations, node_of, order, before, after, row_before, row_after)
+    return PassNetwork(graph, durations, node_of, order, before, after, row_before, row_after, ops)
 
 
 def _order(

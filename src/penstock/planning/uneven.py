@@ -16,6 +16,8 @@ import numpy as np
 
 from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
+from penstock.engine.network import OpGraph
+from penstock.engine.timing import Timer
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
 from penstock.schedule import Schedule, ScheduleError
 
@@ -118,36 +120,17 @@ def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
         candidate: the ops in any order; it says which need which, and how long each takes.
     """
     order = candidate.lowered
-    ints, duration = order.ints, order.duration.tolist()
-    edge_first, edge_to, rank = (ints[name].tolist() for name in ("edge_first", "edge_to", "rank_of"))
-    head, tail = [0.0] * order.num_ops, [0.0] * order.num_ops
-    forward = _topological(edge_first, edge_to, order.missing.tolist())
-
-    def late(source: int, target: int) -> float:
-        return 0.0 if rank[source] == rank[target] else links.delay(rank[source], rank[target])
-
-    for op in forward:
-        for target in edge_to[edge_first[op] : edge_first[op + 1]]:
-            head[target] = max(head[target], head[op] + duration[op] + late(op, target))
-    for op in reversed(forward):
-        for target in edge_to[edge_first[op] : edge_first[op + 1]]:
-            tail[op] = max(tail[op], tail[target] + duration[target] + late(op, target))
-    first = ints["first"].tolist()
-    return max(
-        (_preemptive(range(first[r], first[r + 1]), head, duration, tail) for r in range(order.num_ranks)),
-        default=0.0,
-    )
-
-
-def _topological(edge_first: Sequence[int], edge_to: Sequence[int], missing: list[int]) -> list[int]:
-    """Ops, each after all that it needs."""
-    found = [op for op, count in enumerate(missing) if count == 0]
-    for op in found:
-        for target in edge_to[edge_first[op] : edge_first[op + 1]]:
-            missing[target] -= 1
-            if missing[target] == 0:
-                found.append(target)
-    return found
+    ranks = range(order.num_ranks)
+    rank, to, ops = order.ints["rank_of"], order.ints["edge_to"], np.arange(order.num_ops)
+    source = np.repeat(ops, np.diff(order.ints["edge_first"]))
+    delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])
+    # Every op in a row of its own: it waits for what it needs alone.
+    graph = OpGraph(np.arange(order.num_ops + 1), ops, source, to, delays[rank[source], rank[to]])
+    duration = order.duration
+    head = list(Timer(*graph.network(duration)).time(ops).start)
+    tail = list(Timer(*graph.turned().network(duration[::-1])).time(ops).start)[::-1]
+    first, duration = order.ints["first"].tolist(), duration.tolist()
+    return max((_preemptive(range(first[r], first[r + 1]), head, duration, tail) for r in ranks), default=0.0)
 
 
 def _preemptive(ops: Sequence[int], head: Sequence[float], duration: Sequence[float], tail: Sequence[float]) -> float:

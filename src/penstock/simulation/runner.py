@@ -25,7 +25,7 @@ from penstock.cost import CostError, Costs, LinkConditions, Links
 from penstock.cost.conditions import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine.compiled import compiled, is_compiled
-from penstock.engine.network import of_ops
+from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
@@ -279,14 +279,9 @@ def frozen_timer(order: Order, delay: Array, compile: bool) -> Timer:
     Args:
         delay: ms of each link (see `Order.ends`).
     """
-    rank = order.ints["rank_of"]
-    ops, source = np.arange(order.num_ops), _sources(order)
-    network, irregular = of_ops(order.ints["first"], rank, source, order.ints["edge_to"])
-    messages = np.where(network.message_from >= 0, _late(order, delay, network.message_from, ops), 0.0)
-    if irregular is not None:
-        needing = np.repeat(ops, np.diff(irregular.need_first))
-        irregular = irregular._replace(need_delay=_late(order, delay, irregular.need_queue, needing))
-    return Timer(network._replace(duration=order.duration, delay=messages), irregular, compile)
+    source, to = _sources(order), order.ints["edge_to"]
+    graph = OpGraph(order.ints["first"], order.ints["rank_of"], source, to, _late(order, delay, source, to))
+    return Timer(*graph.network(order.duration), compile)
 
 
 def _sources(order: Order) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.memory import peaks
-from penstock.engine.network import of_ops
+from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule.columns import NOTHING, B, Columns, F, I, Numbered, R, W
 from penstock.schedule.microbatch_order import places_of
@@ -77,8 +77,8 @@ def are_in_microbatch_order(schedule: Schedule, columns: Columns) -> bool:
 
 def run_to_their_ends(columns: Columns, edges: tuple[Any, Any]) -> bool:
     """Whether the ranks, each in its own order, all reach their last op."""
-    network, irregular = of_ops(columns.first, columns.rank, *edges)
-    return Timer(network, irregular, columns.num_ops > COMPILE_ABOVE).time(np.arange(columns.num_ops)).complete
+    graph = OpGraph(columns.first, columns.rank, *edges)
+    return Timer(*graph.network(), columns.num_ops > COMPILE_ABOVE).time(graph.row).complete
 
 
 def are_within(columns: Columns, limit: float) -> bool:
