@@ -1,0 +1,219 @@
+"""Stages that share parameters, with updates among their ops: a loop that keeps every version, and runs beside it.
+
+The loop shares no code with the runtime. It runs a schedule's ops one by one through autograd, on a module for each
+copy of each stage, none of which shares anything. What is one parameter it treats by the definition: the owner, the
+lowest stage, steps it; another stage reads at a forward what the owner's stage had made when it ran the forward of
+the same microbatch, and at a backward what its rule says; gradients are added up deepest use first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import penstock as ps
+import tie_runs
+from penstock.schedule import Op
+
+MSE = nn.MSELoss()
+
+
+class VersionsLoop:
+    """Args:
+    model: a stage a layer, some of which share parameters. clip_norm: of the gradient of a stage.
+    """
+
+    def __init__(
+        self, model: nn.Sequential, schedule: ps.Schedule, optimizer: Callable[..., Any], clip_norm: float | None
+    ) -> None:
+        assert schedule.updates is not None
+        self.schedule, self.clip_norm = schedule, clip_norm
+        self.rule, self.window = schedule.updates.rule, schedule.updates.window
+        self.num_pipelines = schedule.placement.num_pipelines
+        first: dict[int, str] = {}
+        self.owned_as: dict[str, str] = {}
+        """Name of a parameter of a stage -> that of the same one on the lowest stage."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.owned_as[name] = first.setdefault(id(parameter), name)
+        self.copies = [[copy.deepcopy(layer) for layer in model] for _ in range(self.num_pipelines)]
+        self.versions: dict[str, list[Tensor]] = {
+            name: [model.get_parameter(name).detach().clone()] for name in dict.fromkeys(self.owned_as.values())
+        }
+        self.masters = {name: Parameter(found[0].clone()) for name, found in self.versions.items()}
+        self.optimizer = optimizer(list(self.masters.values()))
+        self.made = {(k, s): 0 for k in range(self.num_pipelines) for s in range(len(model))}
+        """By copy of a stage, the updates it has taken over."""
+        self.seen = {(k, s, owner): 0 for k, s in self.made for owner in range(len(model))}
+        """And of those of another stage, the ones that came with forwards."""
+        self.first_window = 0
+
+    def names(self, stage: int) -> list[tuple[str, str, str]]:
+        """(name in the module, in the model, on the owner's stage) of a stage's parameters."""
+        own = self.copies[0][stage].named_parameters()
+        return [(name, f"{stage}.{name}", self.owned_as[f"{stage}.{name}"]) for name, _ in own]
+
+    def step(self, inputs: list[Tensor], targets: list[Tensor]) -> None:
+        self.held: dict[Any, Any] = {}
+        self.gradients: dict[tuple[int, str, int], Tensor] = {}
+        self.inputs, self.targets = inputs, targets
+        rows = [list(row) for row in self.schedule.order]
+        done: set[Op] = set()
+        while any(rows):
+            before = len(done)
+            for row in rows:
+                while row and self.is_ready(row[0], done):
+                    op = row.pop(0)
+                    getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
+                    done.add(op)
+            assert len(done) > before
+        windows = self.schedule.windows
+        assert windows is not None
+        self.first_window += windows.num_updates
+        for k, s, owner in self.seen:
+            self.seen[k, s, owner] = self.made[k, owner]
+
+    def is_ready(self, op: Op, done: set[Op]) -> bool:
+        kind, s, m = op
+        if kind == "F":
+            return s == 0 or Op("F", s - 1, m) in done
+        if kind in "BI":
+            return s == len(self.copies[0]) - 1 or bool({Op("B", s + 1, m), Op("I", s + 1, m)} & done)
+        if kind == "W":
+            return True
+        windows = self.schedule.windows
+        assert windows is not None
+        update, pipeline = windows.update_of(m)
+        if pipeline:
+            return Op("U", s, m - pipeline) in done
+        return all({Op("B", s, n), Op("W", s, n)} & done for n in windows.microbatches(update))
+
+    def read(self, k: int, s: int, owner: int, m: int) -> int:
+        """The version that a rule has an op read, by what is there."""
+        newest = self.made[k, s] if owner == s else self.seen[k, s, owner]
+        if self.rule == "pipedream-2bw":
+            return min(newest, max(self.first_window + m // self.window - 1, 0))
+        return newest
+
+    def put(self, k: int, s: int, versions: Mapping[str, int]) -> None:
+        for name, whole, owned in self.names(s):
+            parameter = self.copies[k][s].get_parameter(name)
+            value = self.versions[owned][versions[whole]]
+            if self.rule == "none":
+                parameter.data.copy_(value)
+            else:
+                parameter.data = value
+
+    def F(self, op: Op, k: int) -> None:
+        _, s, m = op
+        for owner in range(s):
+            self.seen[k, s, owner] = max(self.seen[k, s, owner], self.held["made", owner, m])
+        self.held["made", s, m] = self.made[k, s]
+        versions = {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
+        self.held["versions", s, m] = versions
+        self.put(k, s, versions)
+        x = self.inputs[m] if s == 0 else self.held["y", s - 1, m].detach().requires_grad_()
+        y = self.copies[k][s](x)
+        if s == len(self.copies[0]) - 1:
+            windows = self.schedule.windows
+            assert windows is not None
+            y = MSE(y, self.targets[m]) / len(windows.microbatches(m // self.window))
+        self.held["y", s, m], self.held["x", s, m] = y, x
+
+    def B(self, op: Op, k: int) -> None:
+        _, s, m = op
+        versions = self.held["versions", s, m]
+        if self.rule == "none":
+            versions = {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
+        self.put(k, s, versions)
+        module, x = self.copies[k][s], self.held["x", s, m]
+        module.zero_grad()
+        torch.autograd.backward(self.held["y", s, m], self.held.get(("g", s + 1, m)))
+        self.held["g", s, m] = x.grad
+        for name, whole, owned in self.names(s):
+            gradient = module.get_parameter(name).grad
+            assert gradient is not None
+            if (came := self.held.pop(("sum", owned, m), None)) is not None:
+                gradient = came + gradient
+            if whole != owned:
+                self.held["sum", owned, m] = gradient
+                continue
+            key = k, owned, m // self.window
+            before = self.gradients.get(key)
+            self.gradients[key] = gradient.clone() if before is None else before + gradient
+
+    I = B
+
+    def W(self, op: Op, k: int) -> None:
+        """Its gradients are there already."""
+
+    def U(self, op: Op, k: int) -> None:
+        windows, s = self.schedule.windows, op.stage
+        assert windows is not None
+        update, _ = windows.update_of(op.microbatch)
+        self.made[k, s] += 1
+        if k:
+            return
+        own = [owned for _, whole, owned in self.names(s) if whole == owned]
+        for name in own:
+            total = self.gradients[0, name, update]
+            for other in range(1, self.num_pipelines):
+                if (part := self.gradients.get((other, name, update))) is not None:
+                    total = total + part
+            self.masters[name].grad = total
+        if self.clip_norm is not None and own:
+            torch.nn.utils.clip_grad_norm_([self.masters[name] for name in own], self.clip_norm)
+        self.optimizer.step()
+        for name in own:
+            self.masters[name].grad = None
+            self.versions[name].append(self.masters[name].detach().clone())
+
+
+def batches(num_microbatches: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    size = 2 * num_microbatches, tie_runs.WIDTH
+    return [(torch.randn(*size, generator=generator), torch.randn(*size, generator=generator)) for _ in range(count)]
+
+
+def unlike_the_loop(
+    schedule: ps.Schedule,
+    optimizer: Callable[..., Any],
+    given: str = "sequential",
+    zero: bool = True,
+    clip_norm: float | None = None,
+    num_steps: int = 3,
+    **options: Any,
+) -> list[str]:
+    """What is not as in the loop after some steps, in words."""
+    model, num = tie_runs.tied_model(schedule.num_stages), schedule.num_microbatches
+    loop = VersionsLoop(copy.deepcopy(model), schedule, optimizer, clip_norm)
+    source, tied = tie_runs.as_given(model, given)
+    pipe = ps.Pipeline(
+        source, schedule, loss_fn=MSE, optimizer=optimizer, zero=zero, clip_norm=clip_norm, tied=tied, timeout=20,
+        **options,
+    )  # fmt: skip
+    found: list[str] = []
+    for number, (x, y) in enumerate(batches(num, num_steps)):
+        loop.step(list(x.split(2)), list(y.split(2)))
+        pipe.step(x, y)
+        if (counted := pipe.mismatch()) != ps.count_mismatch(schedule):
+            found.append(f"step {number}: mismatch {counted}")
+        for name, parameter in pipe.named_parameters():
+            if not torch.equal(parameter, loop.versions[name][-1]):
+                far = float((parameter - loop.versions[name][-1]).abs().max())
+                found.append(f"step {number}: {name} is off by {far}")
+    x, y = batches(num, 1)[0]
+    for layer in model:
+        layer.requires_grad_(False)
+    last = nn.Sequential(*(copy.deepcopy(layer) for layer in loop.copies[0]))
+    for name, parameter in last.named_parameters():
+        parameter.data = loop.versions[loop.owned_as[name]][-1]
+    want = sum(MSE(last(x[i : i + 2]), y[i : i + 2]).item() for i in range(0, len(x), 2)) / num
+    got = float(pipe.evaluate(x, y).loss)
+    found += [] if abs(got - want) < 1e-6 else [f"evaluated {got}, want {want}"]
+    pipe.close()
+    return found
