@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import asynchronous_runs as runs
 import penstock as ps
 import tie_runs
+import tied_updates_loop as loop
 from penstock.models import parallelize
 from penstock.runtime import RuntimeFailure
 from processes import run_ranks
@@ -25,6 +27,21 @@ def several_pipelines(rank: int) -> dict[str, list[str]]:
         for given in tie_runs.GIVEN
         for zero in (True, False)
         if zero or name == "chimera"
+    }
+
+
+def updates(rank: int) -> dict[str, list[str]]:
+    run = loop.unlike_the_loop
+    amdp, double = ps.build("amdp", 4, 16, window=4), ps.build("pipedream-2bw", 4, 16, window=4)
+    return {
+        "amdp": run(amdp, runs.ADAM),
+        "amdp, functions": run(amdp, runs.ADAM, "functions"),
+        "amdp, every copy steps": run(amdp, runs.ADAM, "functions", zero=False, clip_norm=0.05),
+        "pipedream": run(ps.build("pipedream", 4, 8, window=1), runs.ADAM, "functions"),
+        "pipedream-2bw": run(double, runs.ADAM, "functions"),
+        "pipedream-2bw, over delegates": run(double, runs.ADAM, transport="delegate"),
+        "windows of chimera": run(ps.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM),
+        "windows of zb-v": run(ps.repeat_windows(ps.build("zb-v", 4, 8), 3), runs.ADAM, "functions"),
     }
 
 
@@ -59,8 +76,8 @@ def refusals(rank: int) -> dict[str, list[str]]:
     said: dict[str, tuple[str, str]] = {}
     for given in tie_runs.GIVEN:
         source, tied = tie_runs.as_given(tie_runs.tied_model(4), given)
-        made = tie_runs.refused(source, asynchronous, tied=tied)
-        said[f"ties and updates, {given}"] = made, "amdp updates stages 0, 3 at different times"
+        made = tie_runs.refused(source, ps.build("xpipe", 4, 16, window=4), tied=tied)
+        said[f"ties and predictions, {given}"] = made, "rule 'xpipe' predicts on stage 2 what"
     sparse = tie_runs.sparse_model(4)
     said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "the pipelines of amdp send one another"
     tied_sparse = tie_runs.refused(tie_runs.sparse_model(4, tied=True), ps.build("1f1b", 4, 4))
@@ -84,7 +101,7 @@ def casts(rank: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("run", [several_pipelines, meshes, refusals, sparse, casts])
+@pytest.mark.parametrize("run", [several_pipelines, updates, meshes, refusals, sparse, casts])
 def test_ties_between_processes(run: Any) -> None:
     outcomes = run_ranks(4, run, deadline=100)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)

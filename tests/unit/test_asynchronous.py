@@ -197,7 +197,6 @@ def test_losses_are_weighed_in_their_window() -> None:
     [
         ({"dispatch": "dynamic"}, "amdp has its updates in the order, which says what each op meets; run it frozen"),
         ({"steering": ps.Steering()}, "nothing but that order may run"),
-        ({"tied": [["0.0.weight", "3.0.weight"]]}, "are one parameter, and amdp updates stages 0, 3 at different"),
     ],
 )
 def test_what_does_not_go_with_updates_is_refused(options: dict[str, object], message: str) -> None:

@@ -13,8 +13,6 @@ import penstock as ps
 import tie_runs
 import tied_updates_loop as loop
 
-pytestmark = pytest.mark.xfail(strict=True, reason="updates as ops are refused where stages share a parameter")
-
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "amdp": (lambda: ps.build("amdp", 4, 16, window=4), runs.ADAM, {}),
     "amdp, a list": (lambda: ps.build("amdp", 4, 16, window=4), runs.ADAM, {"given": "list"}),

@@ -94,15 +94,6 @@ def test_a_norm_of_sparse_gradients_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("given", tie_runs.GIVEN)
-def test_a_tie_between_stages_that_are_updated_at_different_times_is_refused(given: str) -> None:
-    schedule = ps.build("amdp", 4, 16, window=4)
-    source, tied = tie_runs.as_given(tie_runs.tied_model(schedule.num_stages), given)
-    assert "are one parameter, and amdp updates stages 0, 3 at different times" in tie_runs.refused(
-        source, schedule, tied=tied
-    )
-
-
 # Names.
 
 

@@ -101,7 +101,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "zero": ("--schedule amdp --zero maybe", ["no zero 'maybe'", "on or off"]),
     "adapting what is asynchronous": ("--schedule amdp --adapt", ["leave out --adapt"]),
     "asynchronous and dynamic": ("--schedule amdp --dispatch dynamic", ["frozen", "leave out --dispatch"]),
-    "tied and asynchronous": ("--schedule amdp --tied", ["share one weight", "--no-tied"]),
+    "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain' predicts on stage", "--no-tied"]),
     "no microbatch for each": ("--schedule amdp --batch 3", ["batch of 3", "4 microbatches"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
     "no folder": ("--resume nowhere", ["nowhere is no run"]),

@@ -1,6 +1,6 @@
 """What does not go with what: schedules and options that are refused before anything starts, each with its reason.
 
-schedule --require_runnable--> stages, ties --require_untied, require_dense--> a pipeline
+schedule --require_runnable--> stages, ties --require_tied_updates, require_dense--> a pipeline
    |
    +--require_steerable--> one whose order may change while it runs
 """
@@ -17,6 +17,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.tied import Tie
+from penstock.runtime.parameters.versions import rule_of
 from penstock.runtime.stage.branches import is_plain, require_matching
 from penstock.schedule import Schedule, ScheduleError, check
 
@@ -41,14 +42,30 @@ def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def require_untied(schedule: Schedule, ties: Sequence[Tie]) -> None:
-    """Raises RuntimeFailure where updates are ops and stages share a parameter, which each would step by itself."""
-    if schedule.updates is not None and ties:
-        names = ", ".join(ties[0].names.values())
-        raise RuntimeFailure(
-            f"{names} are one parameter, and {schedule.name} updates stages {_listed(ties[0].stages)} at different "
-            "times; untie them, or use a schedule without updates as ops"
-        )
+def require_tied_updates(schedule: Schedule, tied: Mapping[str, Sequence[int]]) -> None:
+    """Raises RuntimeFailure where updates are ops and a stage can't have what it reads of a parameter that another
+    one owns.
+
+    Args:
+        tied: the stages that share each tied parameter, ascending, by its names.
+    """
+    if schedule.updates is None:
+        return
+    rule = rule_of(schedule.updates.rule)
+    for names, (owner, *others) in tied.items():
+        if schedule.placement.shared or not is_plain(schedule):
+            raise RuntimeFailure(
+                f"{names} are one parameter of stages {_listed([owner, *others])}, and new values of it travel with "
+                f"the forwards of a chain of stages, each on one rank, which {schedule.name} has not; untie them, "
+                "or use a schedule without updates as ops"
+            )
+        for stage in others:
+            if steps := rule.most_steps(schedule, stage):
+                raise RuntimeFailure(
+                    f"{names} are one parameter, and rule {rule.name!r} predicts on stage {stage} what {steps} more "
+                    f"updates make of it, from the optimizer's state, which stage {owner} alone has; untie them, or "
+                    "use rule 'none' or 'pipedream', which predict nothing"
+                )
 
 
 def require_dense(

@@ -28,7 +28,7 @@ from penstock.runtime.compatibility import (
     require_dense,
     require_runnable,
     require_steerable,
-    require_untied,
+    require_tied_updates,
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import (
@@ -209,10 +209,10 @@ class Pipeline:
         with kept_groups(optimizer), self._life.making() as on_close:
             self._model = held = LocalModel(sources, schedule.placement, place, device, tied, parallelize)
             on_close(self._leave_model)
-            require_untied(schedule, held.ties)
+            require_tied_updates(schedule, {", ".join(tie.names.values()): tie.stages for tie in held.ties})
             require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
             self._learner = OptimizerState(held, place, schedule, optimizer, clip_norm, zero, timeout)
-            self._tags = Tags.of(schedule, len(held.ties))
+            self._tags = Tags.of(schedule, [tie.stages for tie in held.ties])
             self._running = self._worked_out(start)
             updating, here = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)

@@ -54,14 +54,15 @@ def check_placement(settings: Settings, schedule: Schedule) -> None:
 
 
 def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
-    """Raises SettingsError for a weight of two stages that are updated at different times."""
+    """Raises SettingsError for a weight of two stages, one of which could not have what it is to read."""
     if not tied or schedule.num_stages == 1:
         return
-    if schedule.updates is not None:
-        raise SettingsError(
-            f"embedding and head share one weight, and {schedule.name} updates their stages at different times; give "
-            "--no-tied, or a schedule that updates all stages together"
-        )
+    from penstock.runtime.compatibility import RuntimeFailure, require_tied_updates  # here, for sizes need no torch
+
+    try:
+        require_tied_updates(schedule, {"embedding and head": [0, schedule.num_stages - 1]})
+    except RuntimeFailure as error:
+        raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
 
 
 def _check_in_process(settings: Settings) -> None:

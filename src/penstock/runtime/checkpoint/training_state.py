@@ -320,7 +320,12 @@ class State:
         """What a schedule with updates keeps besides."""
         assert self._updating is not None
         updating = self._updating
-        mine = {name: p for stage in self._model.copies.here.values() for name, p in stage.named_parameters()}
+        mine = {
+            each: p
+            for stage in self._model.copies.here.values()
+            for name, p in stage.named_parameters()
+            for each in {name, self._stored_as.get(name, name)}
+        }
         found: dict[str, Tensor] = {}
         for name in names:
             place = _place(name)

@@ -144,7 +144,7 @@ class StepExecutor:
         inside, select = (model.inside, model.copies.select) if training else (None, None)
         device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, inside)
         if self._updating is not None and training:
-            device = UpdatingDevice(device, self._updating, rank)
+            device = UpdatingDevice(device, self._updating, rank, plan.wiring.tied_values)
         if schedule.graph.registered or schedule.graph.needs:
             tokens = plan.wiring.num_tokens(rank)
             outputs, calls = self._outputs, self._calls

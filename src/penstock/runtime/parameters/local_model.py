@@ -98,14 +98,14 @@ class LocalModel:
         names = {name for tie in self.ties for name in tie.names.values()}
         self.sharded = ShardedParameters(stages, mesh, placement, names) if mesh.has_parts else None
         copies.know(self.ties)
-        self.tied = TiedGradients(self.ties, stages)
+        self.tied = TiedGradients(self.ties, stages, copies.here)
         require_cut_alike(self.ties, stages, peers)
         self.parameters: list[Parameter] = copies.parameters()
         self.named = owned_parameters(self.stages, self.ties, lambda _: True)
         self.own = owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
         self.dtypes = all_dtypes(self.stages, self.own, peers)
         self.share_values()
-        self._share_tied_values()
+        self.share_tied_values()
 
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
@@ -158,7 +158,7 @@ class LocalModel:
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
         """Around an op of a copy of a stage in a training step."""
         self.copies.select(pipeline, stage)
-        with self.tied.inside(stage), self._shared.unchanged(stage):
+        with self.tied.inside(pipeline, stage), self._shared.unchanged(stage):
             yield
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class LocalModel:
         self.copies.sum_gradients()
         for slot, tie in enumerate(self.ties, start=1):
             parameter = self.tied.parameter(slot)
-            self.tied.put(slot, self._spread(tie, None if parameter is None else parameter.grad, parameter))
+            self.tied.put(slot, self.spread(tie, None if parameter is None else parameter.grad, parameter))
 
     def require_own_gradients(self) -> None:
         """Raises RuntimeFailure where a stage here used a parameter of one that another process has: what it adds to
@@ -197,15 +197,15 @@ class LocalModel:
     def close(self) -> None:
         self.tied.close()
 
-    def _share_tied_values(self) -> None:
-        """Starts all stages that share a parameter from its owner's value."""
+    def share_tied_values(self) -> None:
+        """Gives all stages that share a parameter its owner's value."""
         for slot, tie in enumerate(self.ties, start=1):
             parameter = self.tied.parameter(slot)
-            value = self._spread(tie, None if parameter is None else parameter.detach(), parameter)
+            value = self.spread(tie, None if parameter is None else parameter.detach(), parameter)
             if value is not None:
                 self.tied.fill(slot, value)
 
-    def _spread(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
+    def spread(self, tie: Tie, tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
         """What every copy of a tie's owner has, for all ranks that hold another stage of it."""
         if len(self.placement.hosts(OWNER, tie.owner)) > 1:
             return tensor  # the same ranks share all the stages, and each has what is its own

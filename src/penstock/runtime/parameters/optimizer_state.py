@@ -54,7 +54,7 @@ class OptimizerState:
             model.require_trainable()
         self.replicas = replicas_of(model, mesh, schedule, timeout)
         self.replicas.share_all()
-        self.updating = Updating(schedule, model.copies, zero) if schedule.updates is not None else None
+        self.updating = Updating(schedule, model, zero) if schedule.updates is not None else None
         self.optimizer = self._make_optimizer(optimizer)
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
@@ -86,6 +86,8 @@ class OptimizerState:
         self.model.require_own_gradients()
         if self.updating is None:
             self.model.gather_gradients()
+        else:
+            self.updating.end()
         self.replicas.finish()
         self.replicas.share_buffers()
         self.model.copies.share_buffers()
@@ -104,7 +106,6 @@ class OptimizerState:
     def count_updates(self, update: bool) -> None:
         """Takes note of those that ran as ops."""
         if self.updating is not None and self._windows is not None:
-            self.updating.end()
             self.num_updates += len(self._windows.ranges) - (not update)
 
     def update(self) -> Tensor | None:

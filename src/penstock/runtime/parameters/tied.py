@@ -11,12 +11,16 @@ While an op of any other stage runs, a stand-in lies in the parameter's place th
 gradient is taken when the op is over. So hooks on the parameter itself see whole gradients, once a microbatch, and it
 does not matter which of its stages lie in one process, nor in which pipelines.
 
+Where updates are ops, the owner's stage steps the parameter at its own, and the new value goes to the other stages
+with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, each
+copy of a stage its own, which holds what its ops are to read (`versions/twins.py`).
+
 A tied parameter's gradient is never deferred to W: its hook makes the split backward leave it in I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +31,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.tied_casts import Cast, DirectUses, Sum, cast_of
+from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.schedule import Op
@@ -58,10 +63,14 @@ class Tie:
 
 
 class StandIn:
-    """What takes a parameter's place in the modules of a stage while an op of the stage runs."""
+    """What takes a parameter's place in the modules of a stage while an op of the stage runs.
 
-    def __init__(self, stage: nn.Module, parameter: Parameter) -> None:
-        self._parameter = parameter
+    Args:
+        separate: it has memory of its own.
+    """
+
+    def __init__(self, stage: nn.Module, parameter: Parameter, separate: bool = False) -> None:
+        self._parameter, self._separate = parameter, separate
         self._places = [
             (module, name)
             for module in stage.modules()
@@ -71,7 +80,8 @@ class StandIn:
         self.leaf = self._made()
 
     def _made(self) -> Parameter:
-        leaf = Parameter(self._parameter.detach(), self._parameter.requires_grad)
+        value = self._parameter.detach()
+        leaf = Parameter(value.clone() if self._separate else value, self._parameter.requires_grad)
         leaf.__dict__.update(self._parameter.__dict__)
         if leaf.requires_grad:
             leaf.register_post_accumulate_grad_hook(_nothing)  # the split backward defers nothing that has a hook
@@ -81,7 +91,9 @@ class StandIn:
         """A step begins: it is as the parameter is by now."""
         known, now = self.leaf, self._parameter
         same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
-        if not same_memory or known.requires_grad != now.requires_grad or known.dtype != now.dtype:
+        if self._separate:
+            known.requires_grad_(now.requires_grad)
+        elif not same_memory or known.requires_grad != now.requires_grad or known.dtype != now.dtype:
             self.leaf = self._made()
         self.leaf.grad = None
 
@@ -103,13 +115,13 @@ class TiedGradients:
 
     Args:
         ties: in slot order (slot k is `ties[k - 1]`).
-        stages: those in this process, by their number; pipelines may share them.
+        stages: those in this process, by their number. copies: (pipeline, stage) of the copies of them here.
     """
 
-    def __init__(self, ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> None:
-        self._ties = ties
+    def __init__(self, ties: Sequence[Tie], stages: Mapping[int, nn.Module], copies: Iterable[Copy]) -> None:
+        self._ties, self._stages = ties, stages
         self._local: dict[tuple[int, int], Parameter] = {}
-        self._stand_ins: dict[int, list[tuple[int, StandIn]]] = {}
+        by_stage: dict[int, list[tuple[int, StandIn]]] = {}
         self._from_below: dict[int, list[int]] = {}
         for slot, tie in enumerate(ties, start=1):
             for stage, name in tie.names.items():
@@ -118,9 +130,14 @@ class TiedGradients:
                 parameter = stages[stage].get_parameter(name)
                 self._local[slot, stage] = parameter
                 if stage != tie.owner:
-                    self._stand_ins.setdefault(stage, []).append((slot, StandIn(stages[stage], parameter)))
+                    by_stage.setdefault(stage, []).append((slot, StandIn(stages[stage], parameter)))
                 if stage != tie.stages[-1]:
                     self._from_below.setdefault(stage, []).append(slot)
+        self._stand_ins: dict[Copy, list[tuple[int, StandIn]]] = {
+            (k, stage): by_stage[stage] for k, stage in copies if stage in by_stage
+        }
+        self._here: dict[int, StandIn] = {}
+        """By slot, those of the copy of which an op runs."""
         self._taken: dict[tuple[int, int], Sum] = {}
         self._came: dict[tuple[int, int], Sum] = {}
         self._casts: dict[tuple[int, int, int], Cast] = {}
@@ -133,6 +150,17 @@ class TiedGradients:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+    def separate(self) -> None:
+        """From now on every copy of a stage reads values of its own of what other stages own, as updates are ops."""
+        for (k, stage), found in self._stand_ins.items():
+            self._stand_ins[k, stage] = [
+                (slot, StandIn(self._stages[stage], self._local[slot, stage], separate=True)) for slot, _ in found
+            ]
+
+    def read_by(self, copy: Copy) -> dict[int, Parameter]:
+        """By slot, what a copy reads of parameters that other stages own."""
+        return {slot: stand_in.leaf for slot, stand_in in self._stand_ins.get(copy, ())}
 
     def begin(self) -> None:
         """Starts a step."""
@@ -154,22 +182,22 @@ class TiedGradients:
         return self._running
 
     @contextmanager
-    def inside(self, stage: int) -> Iterator[None]:
-        """Around an op of a stage."""
+    def inside(self, pipeline: int, stage: int) -> Iterator[None]:
+        """Around an op of a copy of a stage."""
         self._running = stage
-        found = self._stand_ins.get(stage, ())
+        self._here = found = dict(self._stand_ins.get((pipeline, stage), ()))
         try:
-            for _, stand_in in found:
+            for stand_in in found.values():
                 stand_in.enter()
             yield
         finally:
-            self._running = None
-            for _, stand_in in found:
+            self._running, self._here = None, {}
+            for stand_in in found.values():
                 stand_in.leave()
 
     def note_casts(self, stage: int, m: int, output: Any) -> None:
         """After a forward under autocast, inside it: finds its casts of tied parameters, and their other uses."""
-        stand_ins = dict(self._stand_ins.get(stage, ()))
+        stand_ins = self._here
         for (slot, own), parameter in self._local.items():
             if own == stage:
                 leaf = stand_ins[slot].leaf if slot in stand_ins else parameter
@@ -189,7 +217,7 @@ class TiedGradients:
         """
         slots = self._from_below.get(op.stage, ())
         main = len(received) - len(slots)
-        stand_ins = dict(self._stand_ins.get(op.stage, ()))
+        stand_ins = self._here
         starts: list[tuple[Tensor, Tensor]] = []
         for slot, payload in zip(slots, received[main:], strict=True):
             self._came[slot, op.stage] = came = Sum.of(payload)
@@ -211,7 +239,7 @@ class TiedGradients:
 
     def take(self, op: Op) -> None:
         """After a backward: takes this microbatch's sums where another stage is the owner."""
-        for slot, stand_in in self._stand_ins.get(op.stage, ()):
+        for slot, stand_in in self._here.items():
             key = slot, op.stage, op.microbatch
             direct, stand_in.leaf.grad = stand_in.leaf.grad, None
             came = self._came.pop(key[:2], None) or Sum()

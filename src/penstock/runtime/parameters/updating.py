@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import optimizer_of
-from penstock.runtime.parameters.pipeline_copies import Copies
+from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
+from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.stage.stage import Copy
+from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.wiring import twins_of
 from penstock.schedule import Schedule
 from penstock.schedule.updates import OWNER
 
@@ -38,20 +41,45 @@ class Updating:
         RuntimeFailure, ScheduleError: the rule does not go with the schedule.
     """
 
-    def __init__(self, schedule: Schedule, copies: Copies, zero: bool) -> None:
+    def __init__(self, schedule: Schedule, model: LocalModel, zero: bool) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
-        self.schedule, self.copies, self.zero = schedule, copies, zero
+        copies = model.copies
+        self.schedule, self.copies, self.zero, self._model = schedule, copies, zero, model
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule, zero)
         copies.separate_weights()
-        self.weights: dict[Copy, CopyWeights] = {
-            (k, index): CopyWeights(copies.here[k, index], schedule, index, k, self.rule, k == OWNER or not zero)
-            for k, index in copies.each()
-        }
+        model.tied.separate()
+        self._twins = [twin for tie in model.ties for twin in tie.twins]
+        self.weights: dict[Copy, CopyWeights] = {key: self._weights_of(*key) for key in copies.each()}
         self.leaves_open = False
         self._failed: str | None = None
+
+    def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
+        read = self._model.tied.read_by((pipeline, stage))
+        leaves = {self._owned_name(slot): leaf for slot, leaf in read.items() if leaf.requires_grad}
+        return CopyWeights(
+            self.copies.here[pipeline, stage],
+            self.schedule,
+            stage,
+            pipeline,
+            self.rule,
+            pipeline == OWNER or not self.zero,
+            self._twins,
+            TwinVersions(leaves, self.rule),
+        )
+
+    def _owned_name(self, slot: int) -> str:
+        """Of a tied parameter the name on its owner's stage."""
+        tie = self._model.ties[slot - 1]
+        return tie.names[tie.owner]
+
+    def tied_name(self, edge: Edge) -> str:
+        """Of the tied parameter whose value an edge carries."""
+        ties = self._model.ties
+        tie, _, _ = twins_of([tie.stages for tie in ties])[edge.slot - len(ties) - self._windows.num_pipelines]
+        return self._owned_name(tie + 1)
 
     def masters(self) -> list[Parameter]:
         """What the optimizer of this process steps."""
@@ -94,13 +122,40 @@ class Updating:
         self.leaves_open = leave_open
         self._require_known()
         self.copies.share_weights()  # whatever was done to the model's since
+        self._fill_twins()
         for key in self.copies.each():
             self.weights[key].begin(optimizer, rates, clip_norm, leave_open)
 
     def end(self) -> None:
-        """Ends a step: all parameters are the newest."""
+        """Ends a step: all parameters are the newest, wherever they are read. Every process must call it."""
         for key in self.copies.each():
             self.weights[key].end()
+        self._model.share_tied_values()
+        for slot, tie in enumerate(self._model.ties, start=1):
+            name, like = self._owned_name(slot), self._model.tied.parameter(slot)
+            mine = [weights for (_, stage), weights in self.weights.items() if stage == tie.owner]
+            older = self._model.spread(tie, mine[0].older(name) if mine else None, like) if self.rule.keeps else None
+            self._bring_to(slot, self.num_updates, older)
+
+    def _bring_to(self, slot: int, num_updates: int, older: Tensor | None) -> None:
+        """Between steps: the copies that read a tied parameter are as far as its owner's stage."""
+        name = self._owned_name(slot)
+        for weights in self.weights.values():
+            if name in weights.twins:
+                weights.twins.stand_at(name, num_updates, older)
+
+    def _fill_twins(self) -> None:
+        """They read what the model has of it, whatever was done to that since the last step."""
+        for slot in range(1, len(self._model.ties) + 1):
+            name, parameter = self._owned_name(slot), self._model.tied.parameter(slot)
+            for weights in self.weights.values():
+                if name in weights.twins and parameter is not None:
+                    weights.twins.fill(name, parameter.detach())
+
+    @property
+    def num_updates(self) -> int:
+        """Of every copy here, over all steps; 0 where there is none."""
+        return max((weights.num_updates for weights in self.weights.values()), default=0)
 
     def fail(self, error: BaseException) -> None:
         """Takes note that a step broke off, perhaps between two updates."""
@@ -109,7 +164,7 @@ class Updating:
     def _require_known(self) -> None:
         """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made."""
         for (_, index), weights in self.weights.items():
-            for name, parameter in weights.stage.named_parameters():
+            for name, parameter in weights.own():
                 if parameter.requires_grad and name not in weights.trained:
                     raise RuntimeFailure(
                         f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
@@ -166,4 +221,6 @@ class Updating:
             weights.fill({name: p.detach() for name, p in stage.named_parameters()})
             weights.num_updates = num_updates
             weights.load_state({**of_owner, **by_copy.get(k, {})})
+        for slot in range(1, len(self._model.ties) + 1):
+            self._bring_to(slot, num_updates, of_owner.get(f"versions/{self._owned_name(slot)}"))
         self._failed = None

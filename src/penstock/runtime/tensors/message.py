@@ -17,7 +17,8 @@ class Edge(NamedTuple):
     `slot` 0 carries activations or gradients; slot k carries the gradient of the k-th tied parameter; slot -k is a
     token, which carries nothing: the k-th of the stage graph's needs asks that the producer has run. The slots after
     those of tied parameters are of updates, one for each copy of a stage but the owner's: gradients of a window go to
-    the owner, parameters come back.
+    the owner, parameters come back. Last come those of the values of tied parameters, one for each stage but the
+    owner that has one: an update of the owner's stage sends what it made.
     """
 
     producer: Op
@@ -33,9 +34,16 @@ class Edge(NamedTuple):
         """Whether it carries a window's gradients to a stage's owner, or parameters from it."""
         return self.consumer.kind == UPDATE
 
+    @property
+    def is_tied_value(self) -> bool:
+        """Whether it carries the new value of a tied parameter from an update to a stage that reads it."""
+        return self.producer.kind == UPDATE and self.consumer.kind != UPDATE
+
     def __str__(self) -> str:
         what = ""
-        if self.is_update:
+        if self.is_tied_value:
+            what = "the tied parameter after "
+        elif self.is_update:
             what = "the parameters of " if self.producer.kind == UPDATE else "the window's gradients after "
         elif self.slot:
             what = "the token of " if self.is_token else "the tied gradient of "

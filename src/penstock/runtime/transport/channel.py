@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wire_format import Packet, WireSpec
-from penstock.runtime.transport.wiring import num_indices
+from penstock.runtime.transport.wiring import num_indices, twins_of
 from penstock.schedule import Needs, Schedule
 from penstock.schedule.op import FORWARD, UPDATE
 
@@ -80,16 +80,16 @@ class Tags:
         self._variants = max(1, TAG_LIMIT // self._span)
 
     @classmethod
-    def of(cls, schedule: Schedule, num_tied: int = 0) -> Tags:
-        """The numbers for a schedule whose stages share so many tied parameters."""
+    def of(cls, schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Tags:
+        """The numbers for a schedule; `tied_stages[k]` are the stages that share tied parameter k."""
         windows = schedule.windows
-        updating = 0 if windows is None else windows.num_pipelines - 1
+        updating = 0 if windows is None else windows.num_pipelines - 1 + len(twins_of(tied_stages))
         counted = schedule.graph.num_microbatches
         most = max(schedule.num_microbatches, *counted, 0 if windows is None else windows.num_ops)
         needs = schedule.graph.needs
         graph, num_stages = schedule.graph, schedule.num_stages
         counts = [graph.microbatches_of(stage, schedule.num_microbatches) for stage in range(num_stages)]
-        return cls(num_stages, num_tied + updating, most, needs, num_indices(schedule), graph.edges, counts)
+        return cls(num_stages, len(tied_stages) + updating, most, needs, num_indices(schedule), graph.edges, counts)
 
     def shift(self, digest: int) -> int:
         """What to add to the tags of a step whose shapes have this digest."""
@@ -111,7 +111,7 @@ class Tags:
         (_, producer, m), (_, consumer, n) = edge.producer, edge.consumer
         # Where several of the producer's make one of the consumer's, theirs tell them apart.
         several = bool(self._counts) and edge.slot == 0 and self._counts[producer] > self._counts[consumer]
-        return first + (m if several else n)
+        return first + (m if several or edge.is_tied_value else n)
 
 
 class ExpectedMessages(NamedTuple):

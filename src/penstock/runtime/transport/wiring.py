@@ -12,7 +12,7 @@ from penstock.dispatch import Graph, lower
 from penstock.runtime.tensors.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import FORWARD, UPDATE
 from penstock.schedule.text import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
 
@@ -116,6 +116,12 @@ class Wiring:
         counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in stations)
         return {op: count for op, count in counts if count}
 
+    @cached_property
+    def tied_values(self) -> dict[Op, tuple[Edge, ...]]:
+        """Of each forward that takes new values of tied parameters the edges that bring them."""
+        found = {op: tuple(e for e in edges if e.is_tied_value) for op, edges in self.incoming.items()}
+        return {op: edges for op, edges in found.items() if edges}
+
     def expected(self, rank: int) -> list[Edge]:
         """Messages `rank` gets from other ranks, in the order in which its frozen order needs them."""
         return [edge for number in self._numbers_of(rank) for edge in self.stations[number].remote]
@@ -132,7 +138,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
 
     `tied_stages[k]` are the stages that share tied parameter k, ascending. The backward of each sends the sum
     of the gradient so far to that of the next one up, which runs after it anyway: the edge adds no wait that
-    the chain of stages does not have.
+    the chain of stages does not have. Where updates are ops, new values go the other way, with the forwards.
     """
     chain = replace(schedule.graph, registered=(), needs=()) if schedule.graph.needs else schedule.graph
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
@@ -151,6 +157,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                     Edge(backward_op(number, lower_one, m), backward_op(number, upper, m), slot)
                     for m in range(schedule.num_microbatches)
                 ]
+        edges += _tied_values(schedule, number, tied_stages)
     graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
     edges += _updating(schedule, number, len(tied_stages))
     together = ranks_together(schedule)
@@ -188,6 +195,39 @@ def _updating(schedule: Schedule, number: dict[Op, int], num_tied: int) -> Itera
         remote = [(schedule.pipeline_of(producer), producer) for producer in needed if rank_of[producer] != rank]
         for sender, producer in sorted(remote):
             yield Edge(producer, op, num_tied + (sender if receiver == OWNER else receiver))
+
+
+def twins_of(tied_stages: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """(tie, its owner, a stage that has it too) for every stage but the owner that a tied parameter lies in, in the
+    order of their slots for values."""
+    return [(tie, stages[0], stage) for tie, stages in enumerate(tied_stages) for stage in stages[1:]]
+
+
+def _tied_values(schedule: Schedule, number: dict[Op, int], tied_stages: Sequence[Sequence[int]]) -> Iterator[Edge]:
+    """From every update of a stage that owns a tied parameter to the first forward, on each other stage that has it,
+    whose microbatch comes through the owner's stage after that update.
+
+        stage 0 | F2 U0 F3        stage 3 |  F2 .. F3 reads what U0 has made, as stage 0 did for microbatch 3
+
+    That forward runs after the update anyway, so the edge adds no wait; and all stages read one version in the
+    forwards of a microbatch. What no forward follows, stages get when the step is over.
+    """
+    windows = schedule.windows
+    if windows is None:
+        return
+    first = len(tied_stages) + windows.num_pipelines
+    for place, (_, owner, stage) in enumerate(twins_of(tied_stages)):
+        for pipeline in range(windows.num_pipelines):
+            come = [m for m, own in enumerate(schedule.microbatch_pipeline) if own == pipeline]
+            come.sort(key=lambda m: number[Op(FORWARD, stage, m)])
+            waiting = iter(come)
+            m = next(waiting, None)
+            for update in range(windows.num_updates):
+                op = Op(UPDATE, owner, windows.number(update, pipeline))
+                while m is not None and number[Op(FORWARD, owner, m)] < number[op]:
+                    m = next(waiting, None)
+                if m is not None:
+                    yield Edge(op, Op(FORWARD, stage, m), first + place)
 
 
 def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:

@@ -3,13 +3,14 @@
     F, B, I, R, W    the copy binds what the op reads, then the inner device runs it
     U, owner         own gradients + those that came, in the order of pipelines -> optimizer -> parameters go out
     U, another copy  takes over what came
+    F                takes over tied parameters, too, that updates on their owners' stages have made since
 
 Only such schedules have it, so others pay nothing for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -32,14 +33,18 @@ class UpdatingDevice:
     Args:
         updating: the updates of this process.
         rank: whose device it is.
+        tied: the edges along which values of tied parameters come, by the forward that takes them.
     """
 
-    def __init__(self, inner: Device, updating: Updating, rank: int) -> None:
+    def __init__(
+        self, inner: Device, updating: Updating, rank: int, tied: Mapping[Op, Sequence[Edge]] | None = None
+    ) -> None:
         schedule = updating.schedule
         if schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
         self._inner, self._weights, self._schedule = inner, weights, schedule
+        self._tied, self._tied_name = tied or {}, updating.tied_name
         self._select = updating.copies.select
         self._windows, self._zero = schedule.windows, updating.zero
         self._open = self._windows.num_updates - 1 if updating.leaves_open else None
@@ -58,6 +63,9 @@ class UpdatingDevice:
             self._update(weights, op, received)
             return
         if op.kind == FORWARD:
+            if edges := self._tied.get(op):
+                self._take_tied(weights, edges, received[-len(edges) :])
+                received = received[: -len(edges)]
             weights.before_forward(op.microbatch)
         elif op.kind == WEIGHT:
             weights.before_weight(op.microbatch)
@@ -68,6 +76,8 @@ class UpdatingDevice:
             weights.done(op.microbatch)
 
     def give(self, edge: Edge) -> Payload:
+        if edge.is_tied_value:
+            return Payload.gradients(self._tied_value(edge))
         if not edge.is_update:
             return self._apart(self._inner.give(edge))
         stage = edge.consumer.stage
@@ -80,6 +90,20 @@ class UpdatingDevice:
         if self._zero:
             return Payload.gradients(list(self._of(OWNER, stage).values()))
         return Payload.gradients(self._reduced[stage])
+
+    def _tied_value(self, edge: Edge) -> list[Tensor | None]:
+        """What an update has made of a tied parameter; nothing where it did nothing, or leaves it as it is."""
+        update, pipeline = self._windows.update_of(edge.producer.microbatch)
+        if update == self._open:
+            return []
+        value = self._of(pipeline, edge.producer.stage).value(self._tied_name(edge))
+        return [] if value is None else [value]
+
+    def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
+        for edge, payload in zip(edges, came, strict=True):
+            for value in payload.leaves:
+                if value is not None:
+                    weights.twins.take_over(self._tied_name(edge), value)
 
     def _apart(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""

@@ -11,7 +11,7 @@ own; `held.py` and `written.py` say how the module's parameters get to hold what
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from penstock.runtime.parameters.versions.gradients import Gradients, WindowGrad
 from penstock.runtime.parameters.versions.held import HeldVersions
 from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule
+from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.parameters.versions.written import WrittenVersion
 from penstock.schedule import Schedule, ScheduleError
 
@@ -33,7 +34,8 @@ class CopyWeights:
     """One pipeline's copy of a stage on the rank that hosts it.
 
     Parameters that two modules of the stage share count once; those without `requires_grad` are left alone, as are
-    buffers. Between passes the module's parameters hold the newest version and may be changed by anyone.
+    buffers, and those that other stages own. Between passes the module's parameters hold the newest version and may
+    be changed by anyone.
 
     Args:
         stage: whose parameters the ops read.
@@ -42,6 +44,8 @@ class CopyWeights:
         pipeline: of this copy.
         rule: which weights ops read.
         owns: this copy has the optimizer's state and applies updates; another takes over what an owner sends.
+        tied: names of the stage's parameters that other stages own.
+        twins: what it reads of these.
 
     Attributes:
         masters: name -> what the optimizer steps; none where not `owns`.
@@ -49,7 +53,15 @@ class CopyWeights:
     """
 
     def __init__(
-        self, stage: nn.Module, schedule: Schedule, index: int, pipeline: int, rule: VersionRule, owns: bool
+        self,
+        stage: nn.Module,
+        schedule: Schedule,
+        index: int,
+        pipeline: int,
+        rule: VersionRule,
+        owns: bool,
+        tied: Collection[str] = (),
+        twins: TwinVersions | None = None,
     ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise ScheduleError(
@@ -57,7 +69,9 @@ class CopyWeights:
             )
         self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
         self._windows, self._num_stages = schedule.windows, schedule.num_stages
-        self._parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        self.twins = TwinVersions({}, rule) if twins is None else twins
+        self._tied = frozenset(tied)
+        self._parameters = {name: p for name, p in self.own() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
         self.masters = {name: Parameter(p.data) for name, p in self._parameters.items()} if owns else {}
         self._owns = owns
@@ -78,6 +92,10 @@ class CopyWeights:
         self._clip_norm: float | None = None
         self._open = False
         self._first = 0
+
+    def own(self) -> Iterator[tuple[str, Parameter]]:
+        """The stage's parameters that no other stage owns, by name."""
+        return ((name, p) for name, p in self.stage.named_parameters() if name not in self._tied)
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
@@ -103,19 +121,24 @@ class CopyWeights:
         self._reads.clear()
         self.mismatch = {}
         self._weights.begin()
+        self.twins.begin()
         self._gradients.begin()
 
     def before_forward(self, m: int) -> None:
         """Has the parameters hold what the forward of microbatch `m` reads."""
-        read = self._rule.forward(self._spot(m))
+        spot = self._spot(m)
+        read = self._rule.forward(spot)
         self._weights.bind(read)
         self._weights.hold(read)
+        self.twins.before_forward(m, spot)
         self._reads[m] = read, self.num_updates
 
     def before_backward(self, m: int) -> None:
         """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
         read, since = self._read_by(m)
-        self._weights.bind(self._rule.backward(self._spot(m), read))
+        spot = self._spot(m)
+        self._weights.bind(self._rule.backward(spot, read))
+        self.twins.before_backward(m, spot)
         self._gradients.select(self._window(m))
         self.mismatch[m] = self.num_updates - since
 
@@ -128,6 +151,7 @@ class CopyWeights:
         read, _ = self._read_by(m)
         del self._reads[m]
         self._weights.release(read, self._rule.oldest(self.num_updates))
+        self.twins.done(m)
 
     def end(self) -> None:
         """A pass ended, however it went: parameters hold the newest version, and nothing of the pass is held.
@@ -136,6 +160,7 @@ class CopyWeights:
         """
         self._reads.clear()
         self._weights.end(self._rule.oldest(self.num_updates))
+        self.twins.end()
         self._gradients.end(self._windows.num_updates - 1 if self._open else None)
         self._optimizer, self._rates, self._open = None, None, False
         self._groups = {}
@@ -177,6 +202,16 @@ class CopyWeights:
         """Copies of the newest parameters with gradients, in their order."""
         return [value.clone() for value in self._weights.newest_values()]
 
+    def value(self, name: str) -> Tensor | None:
+        """A copy of the newest value of a parameter; None where it is not trained."""
+        place = list(self._parameters).index(name) if name in self._parameters else None
+        return None if place is None else self._weights.newest_values()[place].clone()
+
+    def older(self, name: str) -> Tensor | None:
+        """The version before the newest of a parameter, where it is held."""
+        older = self._weights.older()
+        return older[list(self._parameters).index(name)] if older and name in self._parameters else None
+
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state.
 
@@ -212,7 +247,7 @@ class CopyWeights:
         Between passes, even after one that broke off: whatever of it is left is dropped.
         """
         with torch.no_grad():
-            for name, parameter in self.stage.named_parameters():
+            for name, parameter in self.own():
                 if name in values and not parameter.requires_grad:
                     parameter.copy_(values[name])
             own = [values.get(name, parameter.data) for name, parameter in self._parameters.items()]
@@ -252,7 +287,7 @@ class CopyWeights:
         own = num_bytes(self._parameters.values())
         return {
             "parameters": num_bytes(self.stage.parameters()),
-            "versions": self._weights.num_beside * own,
+            "versions": self._weights.num_beside * own + self.twins.num_bytes(),
             "gradients": self._gradients.peak_bytes,
         }
 
