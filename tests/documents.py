@@ -193,7 +193,7 @@ def rehearsed_log() -> str:
     lines: list[str] = []
     zb, costs = ps.build("zb", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10)
     job = Job(costs, Configuration(zb, "frozen", (), tuple(ps.simulate(zb, costs).peak_activations)))
-    rehearse(Controller(job, log=lines.append), ps.LinkConditions.parse("0:1=30"), until=1_000)
+    rehearse(Controller(job, log=lines.append), ps.Links.parse("0:1=30"), until=1_000)
     return "\n".join(lines) + "\n"
 
 

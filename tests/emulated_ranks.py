@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 
 import penstock as ps
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.emulation.device import EmulatedDevice
 from penstock.runtime.execute.timeline import measured_timeline
@@ -73,7 +73,7 @@ def run_threads(
     """One step for each of `delegated`, one after the other with no pause between: a rank that is done goes on."""
     wiring = wire(schedule)
     ranks = range(schedule.num_ranks)
-    conditions = Conditions(LinkConditions.parse(links))
+    conditions = Conditions(Links.parse(links))
     boxes = [Mailbox() for _ in ranks]
     transports = [MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in ranks]
     found: list[list[Rank]] = [[] for _ in ranks]

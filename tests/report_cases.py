@@ -15,7 +15,7 @@ from penstock.control import (
     rehearse,
 )
 from penstock.control.configuration import peaks
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.report import RunStory
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
@@ -37,7 +37,7 @@ def job(**more: Any) -> Job:
 @lru_cache(maxsize=8)
 def log_of(link: str = LATE, until: float = 12_000) -> tuple[str, ...]:
     lines: list[str] = []
-    rehearse(Controller(job(), log=lines.append), LinkConditions.parse(link), until=until)
+    rehearse(Controller(job(), log=lines.append), Links.parse(link), until=until)
     return tuple(lines)
 
 

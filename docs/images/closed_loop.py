@@ -9,7 +9,7 @@ from pathlib import Path
 
 import penstock as ps
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.draw.chart import Axis, Figure, Level, Line, Mark, line_chart, save_chart
 
 RANKS, MICROBATCHES, OP = 8, 32, 10.0
@@ -21,7 +21,7 @@ def picture() -> Figure:
     costs = ps.Costs.uniform(RANKS, f=OP, i=OP, w=OP)
     zb = ps.build("zb", RANKS, MICROBATCHES)
     job = Job(costs, Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations))
-    late = LinkConditions.parse(LATE)
+    late = Links.parse(LATE)
     run = rehearse(Controller(job), late, until=58_000)
     kept = [run_once(job, job.start, late, each.start).makespan for each in run.iterations]
     numbers = [each.number for each in run.iterations]

@@ -44,7 +44,7 @@ class Trial:
     method: str
     schedule: ps.Schedule
     costs: ps.Costs
-    links: ps.LinkConditions
+    links: ps.Links
     window: int
     tokens: int
 

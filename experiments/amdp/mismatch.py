@@ -83,7 +83,7 @@ class Costing:
 
     name: str
     of: Callable[[int, int], ps.Costs]
-    links: ps.LinkConditions | None = None
+    links: ps.Links | None = None
 
 
 def _uniform(i: float, w: float) -> Callable[[int, int], ps.Costs]:

@@ -73,7 +73,7 @@ class Setup:
         return self.preset.shape.microbatch_size * self.preset.shape.sequence
 
     @property
-    def links(self) -> ps.LinkConditions:
+    def links(self) -> ps.Links:
         return self.preset.links()
 
     def costs(self, num_stages: int | None = None, copies: int = 1, zero: bool = True) -> ps.Costs:

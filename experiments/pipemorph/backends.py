@@ -20,7 +20,7 @@ from typing import Any
 from systems import Setting
 
 from penstock.control import run_once
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 
 BACKENDS = ("simulate", "threads", "processes")
 
@@ -35,7 +35,7 @@ class Case:
 
     keys: dict[str, Any]
     setting: Setting
-    conditions: LinkConditions
+    conditions: Links
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _row(backend: Backend, case: Case) -> Row:
 
 
 def emulate(
-    backend: Backend, setting: Setting, conditions: LinkConditions, steering: Any = None, transport: str = "direct"
+    backend: Backend, setting: Setting, conditions: Links, steering: Any = None, transport: str = "direct"
 ) -> dict[str, Any]:
     """Runs a setting on emulated devices; returns the measured part of a row.
 

@@ -14,14 +14,14 @@ from statistics import fmean, median
 
 import penstock as ps
 from penstock.control import Configuration, Job, run_once
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.planning import adapted_warmups, initial_warmups, slow_link_schedule
 
 SEARCH = 1.0
 """Seconds that `ps.plan` searches, with the mean delays of the iteration."""
 
 
-def clairvoyant(job: Job, conditions: LinkConditions, at: float) -> float:
+def clairvoyant(job: Job, conditions: Links, at: float) -> float:
     """The shortest iteration (ms) found by a search that knows the delays to come."""
     num, num_microbatches = job.num_ranks, job.start.schedule.num_microbatches
     links = tuple((rank, rank + 1) for rank in range(num - 1))

@@ -15,7 +15,7 @@ from systems import HOSTED, Setting, job_of
 import penstock as ps
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 
 SYSTEMS = ("1f1b", "zb", "pipemorph-cpu", "pipemorph", "dynamic", "ours", HOSTED)
 
@@ -32,11 +32,11 @@ class Loop:
     keys: dict[str, Any]
     job: Job
     controlled: bool
-    conditions: LinkConditions
+    conditions: Links
     until: float
 
 
-def loop(system: str, model: Model, keys: dict[str, Any], conditions: LinkConditions, until: float) -> Loop:
+def loop(system: str, model: Model, keys: dict[str, Any], conditions: Links, until: float) -> Loop:
     """A system of `SYSTEMS`.
 
     As in systems.py, but: what is not controlled and delegates, delegates all links; `pipemorph` is the controller

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from penstock.control import Configuration
-from penstock.cost import Costs, LinkConditions
+from penstock.cost import Costs, Links
 from penstock.runtime.adapt import Steering
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.launch import init_process, launch
@@ -40,7 +40,7 @@ class Order:
 
     costs: Costs
     configuration: Configuration
-    conditions: LinkConditions
+    conditions: Links
     transport: str
     depth: int | None
     steps: int

@@ -21,7 +21,7 @@ from setups import BASE, DEPTH, Model
 
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
-from penstock.cost import Costs, LinkCondition, LinkConditions, Mesh, Ring
+from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.cost.mesh import Group
 from penstock.cost.over_time import Constant
 from penstock.simulation.mesh import simulate_mesh
@@ -53,20 +53,20 @@ class MeshCase:
     kind: str
 
     @property
-    def conditions(self) -> LinkConditions:
+    def conditions(self) -> Links:
         """Of all links between nodes."""
         use = self.mesh.use(*self.link)
         direct = use.group is Group.PP and use.ranks not in self.configuration.delegated
         return late_node(self.link, self.delay_ms, self.kind if direct else "latency")
 
 
-def late_node(link: tuple[int, int], delay_ms: float, kind: str = "latency") -> LinkConditions:
+def late_node(link: tuple[int, int], delay_ms: float, kind: str = "latency") -> Links:
     """All links as fast as the network, and one late."""
     fast = LinkCondition(bandwidth=Constant(NETWORK))
     late = replace(fast, latency=Constant(delay_ms))
     if kind == "queue":
         late = replace(fast, occupancy=Constant(delay_ms), half_duplex=True)
-    return LinkConditions({link: late} if delay_ms else {}, default=fast, base=BASE)
+    return Links({link: late} if delay_ms else {}, default=fast, base=BASE)
 
 
 def costs_of(model: Model) -> Costs:

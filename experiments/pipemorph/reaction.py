@@ -23,7 +23,7 @@ from setups import BASE, CHAIN_8, Link, late
 from systems import job_of
 
 from penstock.control import Job, run_once
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
 from penstock.draw.chart import Axis, Figure, Line, Mark, line_chart
 
@@ -58,10 +58,8 @@ def rows(backend: Backend) -> Iterator[Row]:
     yield from run(backend, loops)
 
 
-def changing(delays: Mapping[Link, float], begins: float) -> LinkConditions:
-    return LinkConditions(
-        {link: LinkCondition(Trace((0.0, begins), (0.0, ms))) for link, ms in delays.items()}, base=BASE
-    )
+def changing(delays: Mapping[Link, float], begins: float) -> Links:
+    return Links({link: LinkCondition(Trace((0.0, begins), (0.0, ms))) for link, ms in delays.items()}, base=BASE)
 
 
 def end(job: Job, delays: Mapping[Link, float], begins: float) -> float:

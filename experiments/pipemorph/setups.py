@@ -13,7 +13,7 @@ What the paper does not give is assumed here, once:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import penstock as ps
@@ -84,6 +84,6 @@ MODELS: Mapping[str, Model] = {
 """7B, 14B, 30B, 60B and 140B."""
 
 
-def late(delays: Mapping[Link, float], base: float = BASE) -> ps.LinkConditions:
+def late(delays: Mapping[Link, float], base: float = BASE) -> ps.Links:
     """Links that stay late by so many ms of latency; every message takes `base` ms besides."""
-    return replace(ps.LinkConditions.of(ps.Links(dict(delays))), base=base)
+    return ps.Links(delays, base=base)

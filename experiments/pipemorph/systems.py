@@ -25,7 +25,7 @@ from setups import BASE, DEPTH, Link, Model
 import penstock as ps
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
 from penstock.planning import slow_link_schedule
 
@@ -89,7 +89,7 @@ def settled(job: Job, delays: dict[Link, float]) -> Setting:
     """What the controller comes to when it is rehearsed on links that turn late and stay so."""
     ideal = run_once(job, job.start, ps.Links()).makespan
     begins = HEALTHY * ideal
-    conditions = LinkConditions(
+    conditions = Links(
         {link: LinkCondition(Trace((0.0, begins), (0.0, ms))) for link, ms in delays.items()}, base=BASE
     )
     controller = Controller(job)

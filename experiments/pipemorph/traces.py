@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from setups import BASE, Link
 
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Redrawn, Trace
 
 INTERVALS = {"A": (50.0, 100.0), "B": (100.0, 200.0), "C": (200.0, 400.0)}
@@ -24,14 +24,14 @@ QUANTILES = ((0.0, 1.0), (0.25, 6.5), (0.5, 13.0), (0.75, 30.0), (0.9, 56.5), (0
 """Shares and delays (ms) of the bursty trace; between them straight lines. Their mean is 22.3."""
 
 
-def trace_of(name: str, links: Sequence[Link], minutes: float, seed: int) -> LinkConditions:
+def trace_of(name: str, links: Sequence[Link], minutes: float, seed: int) -> Links:
     """The links' conditions over time: "A", "B", "C" or "bursty", which lasts `minutes`."""
     if name in INTERVALS:
         shortest, longest = INTERVALS[name]
         drawn = Redrawn("normal", 30.0, 10.0, shortest, longest, seed)
-        return LinkConditions({link: LinkCondition(drawn) for link in links}, base=BASE)
+        return Links({link: LinkCondition(drawn) for link in links}, base=BASE)
     found = {link: LinkCondition(bursty(minutes, f"{seed} {link}")) for link in links}
-    return LinkConditions(found, base=BASE)
+    return Links(found, base=BASE)
 
 
 def bursty(minutes: float, seed: str) -> Trace:
@@ -56,7 +56,7 @@ def quantile(share: float) -> float:
     return v0 + (v1 - v0) * (share - s0) / (s1 - s0)
 
 
-def summary(conditions: LinkConditions, until: float, links: Sequence[Link]) -> dict[str, float]:
+def summary(conditions: Links, until: float, links: Sequence[Link]) -> dict[str, float]:
     values = sorted(
         condition.latency.at(until * k / 2000, f"{link[0]}:{link[1]} latency")
         for link in links

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, LinkCondition, LinkConditions, Links, Mesh, Ring, Uneven, costs_preset
+from penstock.cost import CostError, Costs, Links, Mesh, Ring, Uneven, costs_preset
 from penstock.formats import load, save
 from penstock.library import SCHEDULES, build
 from penstock.passes import repeat_windows
@@ -33,6 +33,7 @@ from penstock.program import (
     earliest_first,
     placements,
 )
+from penstock.renamed import missing
 from penstock.schedule import (
     MicrobatchOrder,
     Needs,
@@ -90,8 +91,6 @@ __all__ = [
     "EmulatedMesh",
     "EmulatedPipeline",
     "Footprint",
-    "LinkCondition",
-    "LinkConditions",
     "Links",
     "Mesh",
     "MeshTimeline",
@@ -156,7 +155,7 @@ def __getattr__(name: str) -> Any:
         import penstock.runtime
 
         return getattr(penstock.runtime, name)
-    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    raise missing(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
@@ -34,7 +34,7 @@ def emulated(rank: int, name: str, depth: int, dispatch: str) -> list[int]:
     schedule = ps.build(name, num_ranks=3, num_microbatches=4)
     row = [1.0] * schedule.num_stages
     costs = ps.Costs(row, row, row, message_bytes=[100_000] * schedule.num_stages)
-    links = Conditions(LinkConditions.parse("0:1=latency:50ms"))
+    links = Conditions(Links.parse("0:1=latency:50ms"))
     transport = ConditionedDirect(world(), tags_of(schedule), 20.0, depth, conditions=links)
     wiring = wire(schedule)
     found = []
@@ -67,7 +67,7 @@ def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, d
 
 def held_for_long(rank: int) -> str:
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=3)
-    links = Conditions(LinkConditions.parse("0:1=latency:1min 1:0=latency:0"))
+    links = Conditions(Links.parse("0:1=latency:1min 1:0=latency:0"))
     transport = ConditionedDirect(world(), tags_of(schedule), (1.0, 20.0)[rank], 1, conditions=links)
     try:
         step(transport, wire(schedule), rank, ps.Costs.uniform(2), "frozen", threaded=False)
@@ -126,7 +126,7 @@ def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
 def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list[list[TransferRecord]], int]:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=8)
     costs = ps.Costs([3, 3], [3, 3], [3, 3], message_bytes=[1000, 1000])
-    conditions = Conditions(LinkConditions.parse(links))
+    conditions = Conditions(Links.parse(links))
     transport = ConditionedTransport(world(), tags_of(schedule), 20.0, conditions=conditions)
     wiring = wire(schedule)
     for _ in range(4):  # shapes are told, and as many receives posted as the link wants
@@ -156,7 +156,7 @@ def conditioned(rank: int, name: str) -> list[TransferRecord]:
     """A link of every kind, by one transport."""
     schedule = ps.build("1f1b", num_ranks=5, num_microbatches=10)
     costs = ps.Costs([3] * 5, [3] * 5, [3] * 5, message_bytes=[1000] * 5)
-    tags, conditions = tags_of(schedule), Conditions(LinkConditions.parse(CONDITIONS))
+    tags, conditions = tags_of(schedule), Conditions(Links.parse(CONDITIONS))
     transport: Any
     if name == "delegate":
         gather = GroupPeers(world(), 20.0).gather
@@ -191,7 +191,7 @@ def test_every_condition_is_met(name: str) -> None:
 def train(rank: int, name: str, dispatch: str) -> list[bool]:
     """Steps of changing shapes by `host` and by `direct`; and evaluation, whose channels have windows."""
     found: list[list[torch.Tensor]] = []
-    slow = LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:2ms")
+    slow = Links.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:2ms")
     for how in ({}, {"transport": "direct", "depth": 1, "links": slow}):
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))

@@ -14,7 +14,7 @@ from torch import nn
 import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import Ran, blocked_starts
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.bounded import ConditionedDirect
@@ -51,14 +51,14 @@ class Second(ConditionedTransport):
 
 def routed(second: str, tags: Tags, links: str, depth: int) -> RoutedTransport:
     """Bounded channels as the base, and others beside."""
-    nothing = Conditions(LinkConditions())
+    nothing = Conditions(Links())
     base = ConditionedDirect(world(), tags, 20.0, depth, conditions=nothing)
     delegates: Delegates = Second(dist.new_group(), tags, 20.0, conditions=nothing)
     if second == "delegates":
         gather = GroupPeers(world(), 20.0).gather
         delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0, conditions=nothing)
     transport = RoutedTransport(base, delegates)
-    transport.conditions = Conditions(LinkConditions.parse(links))
+    transport.conditions = Conditions(Links.parse(links))
     return transport
 
 

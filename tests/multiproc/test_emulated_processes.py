@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cost.conditions import LinkConditions
+from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
@@ -29,7 +29,7 @@ def emulate(rank: int, name: str, dispatch: str) -> tuple[list[Any], ...]:
     schedule = ps.build(name, 3, 6)
     num = schedule.num_stages
     costs = ps.Costs([2.0] * num, [2.0] * num, [2.0] * num, message_bytes=[100_000] * num)
-    run = ps.emulate(schedule, costs, links=LinkConditions.parse(LINKS), dispatch=dispatch, num_steps=2, timeout=20)
+    run = ps.emulate(schedule, costs, links=Links.parse(LINKS), dispatch=dispatch, num_steps=2, timeout=20)
     assert len(run.simulated) == 2
     for timeline in run.timelines:
         started = {t.op: t.start for t in timeline.ops}
@@ -53,7 +53,7 @@ def test_a_run_over_slow_links_is_the_same_on_every_rank(name: str, dispatch: st
 
 
 def differ(rank: int) -> str:
-    links = LinkConditions.parse("0:1=latency:20ms" if rank else "0:1=latency:30ms")
+    links = Links.parse("0:1=latency:20ms" if rank else "0:1=latency:30ms")
     with pytest.raises(RuntimeFailure) as raised:
         ps.emulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2), links=links, timeout=20)
     return str(raised.value)
@@ -68,7 +68,7 @@ def test_other_conditions_on_other_ranks_are_refused() -> None:
 def late(rank: int) -> str:
     schedule = ps.build("1f1b", 2, 2)
     # Rank 0 waits for a gradient that is under way for a minute; rank 1's copies are taken back by its end.
-    links = LinkConditions.parse("0:1=latency:0 1:0=latency:1min")
+    links = Links.parse("0:1=latency:0 1:0=latency:1min")
     try:
         ps.emulate(schedule, ps.Costs.uniform(2), links=links, timeout=1.0)
     except DeadlineExceeded as error:
@@ -90,7 +90,7 @@ def train(rank: int, dispatch: str) -> list[bool]:
     start = {name: value.clone() for name, value in model.state_dict().items()}
     batches = [torch.randn(size, 4) for size in (8, 7, 12, 8)]
     found: list[list[torch.Tensor]] = []
-    for links in (None, LinkConditions.parse("0:1=latency:15ms+loss:5% 1:2=occupancy:2ms")):
+    for links in (None, Links.parse("0:1=latency:15ms+loss:5% 1:2=occupancy:2ms")):
         model.load_state_dict(start)
         pipe = ps.Pipeline(
             model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links, timeout=20
@@ -119,7 +119,7 @@ def test_training_has_the_same_numbers_on_slow_links(dispatch: str) -> None:
 def train_through_lines(rank: int) -> list[bool]:
     """The transport of NCCL, over gloo: what is held keeps its order on a line."""
     found = []
-    for links in (None, LinkConditions.parse("0:1=latency:normal:10ms,8ms@1ms..3ms")):
+    for links in (None, Links.parse("0:1=latency:normal:10ms,8ms@1ms..3ms")):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         schedule = ps.build("zb-h1", 3, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.cost.conditions import LinkConditions
+from penstock.cost.links import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
 from penstock.runtime.transport.nccl import lines_of
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 SCHEDULES: dict[str, dict[str, Any]] = {"amdp": {"window": 8}, "pipedream-2bw": {"window": 4}, "chimera": {}}
 TRANSPORTS = {"host": tuple(SCHEDULES), "direct": ("amdp", "chimera"), "delegate": ("amdp", "chimera")}
-LINKS = LinkConditions.parse("0:1=latency:3ms+bandwidth:100MB/s 0:3=latency:3ms+bandwidth:100MB/s")
+LINKS = Links.parse("0:1=latency:3ms+bandwidth:100MB/s 0:3=latency:3ms+bandwidth:100MB/s")
 
 
 def build(name: str) -> tuple[ps.Schedule, ps.Costs]:

@@ -36,7 +36,7 @@ def late_in_one_shard(rank: int) -> tuple[list[float], list[str]]:
     """Messages are late by random times, of which each process draws its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     late = f"latency:normal:6ms,6ms@5ms..20ms#{rank}"
-    links = ps.LinkConditions.parse(f"0:1={late} 1:0={late}")
+    links = ps.Links.parse(f"0:1={late} 1:0={late}")
     pipe, losses = trained(
         ps.build("zb-v", 2, 8), mesh=mesh, parallelize=parallelize, dispatch="dynamic", links=links, timeout=20
     )

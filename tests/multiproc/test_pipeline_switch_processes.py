@@ -12,7 +12,7 @@ from torch import nn
 import penstock as ps
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from plain_loop import plain_step
 from processes import run_ranks
@@ -51,7 +51,7 @@ def train(rank: int, transport: str) -> list[bool]:
         ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
         transport=transport,
-        links=LinkConditions.parse("1:2=latency:4ms"),
+        links=Links.parse("1:2=latency:4ms"),
         delegates=ps.DelegateOptions(),
         timeout=20,
     )

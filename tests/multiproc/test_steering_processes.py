@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.control import replay
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.adapt import agent as helm
 from penstock.runtime.adapt import clock
@@ -25,7 +25,7 @@ from processes import run_ranks
 pytestmark = pytest.mark.multiproc
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 6
-LATE = LinkConditions.parse("1:2=latency:steps:0ms/0ms,900ms/25ms,10min/0ms")
+LATE = Links.parse("1:2=latency:steps:0ms/0ms,900ms/25ms,10min/0ms")
 """The link to the last rank turns late while the job runs, after its costs have been measured."""
 
 
@@ -41,7 +41,7 @@ class Busy(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def pipeline(steering: ps.Steering | None, links: LinkConditions | None, **options: Any) -> ps.Pipeline:
+def pipeline(steering: ps.Steering | None, links: Links | None, **options: Any) -> ps.Pipeline:
     torch.manual_seed(3)
     schedule = ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES)
     model = [Busy() for _ in range(NUM_RANKS)]
@@ -152,7 +152,7 @@ def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
 def emulated(rank: int, transport: str) -> list[Any]:
     """A link turns late while ranks are emulated; all see the same steps and switches."""
     costs = ps.Costs([4.0] * NUM_RANKS, [4.0] * NUM_RANKS, [4.0] * NUM_RANKS, message_bytes=[50_000] * NUM_RANKS)
-    links = LinkConditions.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
+    links = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
     found: list[Any] = []
     with ps.EmulatedPipeline(
         ps.build("zb", NUM_RANKS, 6), costs, links=links, transport=transport, steering=ps.Steering(), timeout=30

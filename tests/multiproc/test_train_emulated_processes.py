@@ -44,7 +44,7 @@ def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
         ended = run.end()
     assert ended.code == 0, ended.err
     report = ended.json
-    links = ps.LinkConditions.parse("0:1=bandwidth:10MB/s+latency:5ms")
+    links = ps.Links.parse("0:1=bandwidth:10MB/s+latency:5ms")
     simulated = ps.simulate(
         ps.build("zb", 2, 6), ps.Costs([5, 5], [5, 5], [5, 5], message_bytes=[100_000] * 2), links=links
     )

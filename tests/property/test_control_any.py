@@ -36,7 +36,7 @@ from penstock.control import (
 )
 from penstock.control.configuration import fits, peaks
 from penstock.control.switch_limits import WINDOW, most_decisions, pause
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
 
 pytestmark = pytest.mark.property
@@ -68,13 +68,13 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 @st.composite
-def conditions(draw: st.DrawFn, num_ranks: int) -> LinkConditions:
+def conditions(draw: st.DrawFn, num_ranks: int) -> Links:
     found = {}
     for rank in range(num_ranks - 1):
         values = draw(st.lists(DELAY, min_size=1, max_size=4))
         times = tuple(1500.0 * at for at in range(len(values)))
         found[rank, rank + 1] = LinkCondition(Trace(times, tuple(values)))
-    return LinkConditions(found)
+    return Links(found)
 
 
 @pytest.mark.slow

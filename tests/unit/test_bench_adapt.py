@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.control import Controller, rehearse
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from report_cases import job
 
 pytestmark = pytest.mark.unit
@@ -113,7 +113,7 @@ def test_the_run_s_own_reason_counts_where_it_names_caps_or_noise() -> None:
 def test_a_rehearsed_run_is_answered_within_three_steps() -> None:
     lines: list[str] = []
     run = rehearse(
-        Controller(job(), log=lines.append), LinkConditions.parse("2:3=latency:steps:0ms/0ms,6s/30ms"), until=14_000
+        Controller(job(), log=lines.append), Links.parse("2:3=latency:steps:0ms/0ms,6s/30ms"), until=14_000
     )
     late = next(each.number for each in run.iterations if each.start + each.ms > 6_000)
     records = rows([each.ms for each in run.iterations], [each.decision for each in run.iterations], late)

@@ -19,7 +19,7 @@ def test_the_papers_case_blocks_on_direct_and_less_on_delegates() -> None:
     for case in cases([GPT_7B]):
         if case.schedule == "zb":
             transport = "decoupled" if case.depth is None else ps.Blocking(case.depth)
-            links = ps.LinkConditions.parse(case.links)
+            links = ps.Links.parse(case.links)
             makespan = ps.simulate(schedule, GPT_7B.costs, links=links, transport=transport).makespan
             found[case.links, case.transport, case.depth] = makespan
     normal = found["", "direct", 2]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.cost.conditions import Lines, LinkCondition, LinkConditions, Loss, Queue
+from penstock.cost.conditions import LinkCondition, Loss, Queue
+from penstock.cost.links import Lines, Links
 from penstock.cost.over_time import RATE, TIME, Constant, OverTime, Redrawn, Trace, read_over_time
 
 pytestmark = pytest.mark.unit
@@ -21,7 +22,7 @@ TENS = ps.Costs.uniform(4, f=10, i=10, w=10)
 
 def arrivals(text: str, sent: list[float], num_bytes: float = 0.0) -> list[float]:
     """When messages from 0 to 1 arrive."""
-    lines = Lines(LinkConditions.parse(f"0:1={text}"))
+    lines = Lines(Links.parse(f"0:1={text}"))
     return [lines.arrival(0, 1, num_bytes, now) for now in sent]
 
 
@@ -47,10 +48,10 @@ def arrivals(text: str, sent: list[float], num_bytes: float = 0.0) -> list[float
     ],
 )
 def test_reads_and_shows(text: str, shown: str) -> None:
-    conditions = LinkConditions.parse([text])
+    conditions = Links.parse([text])
     assert conditions.texts() == [shown]
-    assert LinkConditions.parse(str(conditions)) == conditions
-    assert hash(LinkConditions.parse(str(conditions))) == hash(conditions)
+    assert Links.parse(str(conditions)) == conditions
+    assert hash(Links.parse(str(conditions))) == hash(conditions)
 
 
 NUMBERS = st.floats(0, 1e6, allow_subnormal=False)
@@ -116,18 +117,18 @@ def test_what_is_shown_reads_back_as_the_same_value(condition: LinkCondition) ->
 )
 def test_wrong_texts_are_named_with_their_rule(text: str, rule: str) -> None:
     with pytest.raises(ps.CostError) as raised:
-        LinkConditions.parse([text])
+        Links.parse([text])
     assert repr(text) in str(raised.value)
     assert rule in str(raised.value)
 
 
 def test_a_link_is_given_once_and_its_ranks_are_there() -> None:
     with pytest.raises(ps.CostError, match="link 0:1 is given twice"):
-        LinkConditions.parse("0:1=1 0:1=2")
+        Links.parse("0:1=1 0:1=2")
     with pytest.raises(ps.CostError, match="link 0:9: ranks go from 0 to 3"):
-        ps.simulate(ZB, links=LinkConditions.parse("0:9=latency:1"))
+        ps.simulate(ZB, links=Links.parse("0:9=latency:1"))
     with pytest.raises(ps.CostError, match="name it by its two ranks"):
-        LinkConditions({"0:1": LinkCondition()})  # type: ignore[dict-item]
+        Links({"0:1": LinkCondition()})  # type: ignore[dict-item]
 
 
 # Values over time.
@@ -138,8 +139,8 @@ def test_a_trace_file_holds_each_value_until_the_next_time(tmp_path: Path) -> No
     path.write_text("# time value\n0 13\n0.1s, 40ms  # later\n\n300ms 5\n")
     trace = read_over_time(f"trace:{path}", TIME)
     assert [trace.at(t, "") for t in (-1, 0, 99.9, 100, 299, 300, 1e9)] == [13, 13, 13, 40, 40, 5, 5]
-    conditions = LinkConditions.parse([f"0:1=latency:trace:{path}"])
-    assert LinkConditions.parse(str(conditions)) == conditions
+    conditions = Links.parse([f"0:1=latency:trace:{path}"])
+    assert Links.parse(str(conditions)) == conditions
 
 
 @pytest.mark.parametrize(
@@ -212,11 +213,11 @@ def test_bandwidth_takes_size_over_rate() -> None:
 
 
 def test_directions_have_queues_of_their_own_and_the_same_latency() -> None:
-    lines = Lines(LinkConditions.parse("0:1=latency:normal:30ms,10ms@1s+occupancy:5ms"))
+    lines = Lines(Links.parse("0:1=latency:normal:30ms,10ms@1s+occupancy:5ms"))
     there, back = lines.arrival(0, 1, 0, 0.0), lines.arrival(1, 0, 0, 0.0)
     assert there == back
     assert lines.arrival(0, 1, 0, 0.0) == there + 5
-    one_way = LinkConditions.parse("0:1=latency:9 1:0=latency:1")
+    one_way = Links.parse("0:1=latency:9 1:0=latency:1")
     assert [one_way.delay_of(a, b, 0, 0, Queue()).arrived for a, b in ((0, 1), (1, 0), (1, 2))] == [9, 1, 0]
 
 
@@ -266,14 +267,17 @@ def test_messages_never_arrive_early_or_out_of_order(
 def test_plain_latencies_are_what_links_are(dispatch: str, transport: str) -> None:
     links = ps.Links({(0, 1): 20.0, (2, 3): 5.0}, default=1.0)
     plain = ps.simulate(ZB, TENS, links=links, dispatch=dispatch, transport=transport)
-    assert ps.simulate(ZB, TENS, links=LinkConditions.of(links), dispatch=dispatch, transport=transport) == plain
+    steps = {pair: f"latency:steps:0ms/{ms}ms" for pair, ms in links.delays.items()}  # which goes the long way
+    stepped = ps.Links(steps, default="latency:steps:0ms/1ms")
+    assert not stepped.is_constant
+    assert ps.simulate(ZB, TENS, links=stepped, dispatch=dispatch, transport=transport) == plain
     none = ps.simulate(ZB, TENS, dispatch=dispatch, transport=transport)
-    assert ps.simulate(ZB, TENS, links=LinkConditions(), dispatch=dispatch, transport=transport) == none
+    assert ps.simulate(ZB, TENS, links=Links(), dispatch=dispatch, transport=transport) == none
 
 
 def test_occupancy_hurts_only_where_messages_meet() -> None:
     def makespan(text: str) -> float:
-        return ps.simulate(ZB, TENS, links=LinkConditions.parse(text)).makespan
+        return ps.simulate(ZB, TENS, links=Links.parse(text)).makespan
 
     # Ops of 10 ms send at most a message in 10 ms each way, so a link busy for 5 is just late by 5.
     assert makespan("0:1=occupancy:5ms") == makespan("0:1=latency:5ms")
@@ -281,19 +285,19 @@ def test_occupancy_hurts_only_where_messages_meet() -> None:
 
 
 def test_sizes_of_messages_count_where_there_is_a_bandwidth() -> None:
-    link = LinkConditions.parse("0:1=bandwidth:1GB/s")
+    link = Links.parse("0:1=bandwidth:1GB/s")
     sized = ps.Costs([10] * 4, [10] * 4, [10] * 4, message_bytes=[5e6, 1e9, 1e9, 1e9])
-    expected = ps.simulate(ZB, TENS, links=LinkConditions.parse("0:1=occupancy:5ms")).makespan
+    expected = ps.simulate(ZB, TENS, links=Links.parse("0:1=occupancy:5ms")).makespan
     assert ps.simulate(ZB, sized, links=link).makespan == pytest.approx(expected)
     assert ps.simulate(ZB, TENS, links=link).makespan == ps.simulate(ZB, TENS).makespan
 
 
 def test_conditions_have_a_time_of_their_own_and_lines_go_on() -> None:
-    link = LinkConditions.parse("0:1=latency:steps:0/0,1000/40")
+    link = Links.parse("0:1=latency:steps:0/0,1000/40")
     assert ps.simulate(ZB, TENS, links=link).makespan == ps.simulate(ZB, TENS).makespan
     late = ps.simulate(ZB, TENS, links=ps.Links({(0, 1): 40.0})).makespan
     assert ps.simulate(ZB, TENS, links=link, links_at=1000.0).makespan == late
-    busy = LinkConditions.parse("0:1=occupancy:30ms")
+    busy = Links.parse("0:1=occupancy:30ms")
     lines, one = Lines(busy), ps.build("gpipe", 2, 4)
     first = ps.simulate(one, links=lines)
     again = ps.simulate(one, links=lines, links_at=60.0)
@@ -301,11 +305,11 @@ def test_conditions_have_a_time_of_their_own_and_lines_go_on() -> None:
 
 
 def test_a_network_has_a_latency_of_its_own() -> None:
-    base = LinkConditions({(0, 1): LinkCondition(Constant(20.0))}, base=1.0)
+    base = Links({(0, 1): LinkCondition(Constant(20.0))}, base=1.0)
     plain = ps.Links({(0, 1): 21.0}, default=1.0)
     assert ps.simulate(ZB, TENS, links=base).makespan == ps.simulate(ZB, TENS, links=plain).makespan
-    with pytest.raises(ps.CostError, match="a base of -1 ms"):
-        LinkConditions(base=-1.0)
+    with pytest.raises(ps.CostError, match=r"a base of -1\.0 ms"):
+        Links(base=-1.0)
 
 
 def test_rates_are_read_in_bytes_and_bits() -> None:
@@ -316,11 +320,11 @@ def test_rates_are_read_in_bytes_and_bits() -> None:
 def test_both_directions_of_a_half_duplex_link_wait_for_each_other() -> None:
     found = {}
     for text in ("occupancy:5ms", "occupancy:5ms+half-duplex"):
-        lines = Lines(LinkConditions.parse(f"0:1={text}"))
+        lines = Lines(Links.parse(f"0:1={text}"))
         found[text] = [lines.arrival(*way, 0.0, 10.0) for way in ((0, 1), (1, 0), (0, 1), (0, 2))]
     assert found["occupancy:5ms"] == [15.0, 15.0, 20.0, 10.0]
     assert found["occupancy:5ms+half-duplex"] == [15.0, 20.0, 25.0, 10.0]
-    busy = [LinkConditions.parse("0:1=" + text.replace("5ms", "25ms")) for text in found]
+    busy = [Links.parse("0:1=" + text.replace("5ms", "25ms")) for text in found]
     simulated = [ps.simulate(ZB, TENS, links=links).makespan for links in busy]
     assert simulated[1] > simulated[0]
 
@@ -329,6 +333,6 @@ def test_a_half_duplex_link_needs_one_process() -> None:
     from penstock.runtime.errors import RuntimeFailure
     from penstock.runtime.transport.conditioned import Conditions
 
-    Conditions(LinkConditions.parse("0:1=occupancy:5ms")).require_own_queues()
+    Conditions(Links.parse("0:1=occupancy:5ms")).require_own_queues()
     with pytest.raises(RuntimeFailure, match="link 0:1 is half-duplex"):
-        Conditions(LinkConditions.parse("0:1=occupancy:5ms+half-duplex")).require_own_queues()
+        Conditions(Links.parse("0:1=occupancy:5ms+half-duplex")).require_own_queues()

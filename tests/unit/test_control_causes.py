@@ -26,7 +26,7 @@ from penstock.control import (
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeWatch, scaled
 from penstock.control.configuration import peaks
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +39,7 @@ def job_of(name: str, **options: object) -> Job:
     return Job(COSTS, Configuration(schedule, "frozen", (), tuple(peaks(schedule, COSTS))), **options)
 
 
-def after(job: Job, conditions: LinkConditions) -> tuple[list[Decision], float]:
+def after(job: Job, conditions: Links) -> tuple[list[Decision], float]:
     """Ten healthy iterations and thirty under `conditions`: the decisions, and the last iteration's time."""
     controller = Controller(job)
     made: list[Decision] = []
@@ -47,7 +47,7 @@ def after(job: Job, conditions: LinkConditions) -> tuple[list[Decision], float]:
     for number in range(40):
         if controller.waiting is not None and number >= made[-1].iteration + 2:
             controller.feed(Switched(controller.waiting.number))
-        links = conditions if number >= 10 else LinkConditions()
+        links = conditions if number >= 10 else Links()
         ran = run_once(job, controller.now, links, now)
         for event in measured_events(ran, number, COSTS):
             made += controller.feed(event)
@@ -55,7 +55,7 @@ def after(job: Job, conditions: LinkConditions) -> tuple[list[Decision], float]:
     return made, ran.makespan
 
 
-def best(job: Job, conditions: LinkConditions) -> float:
+def best(job: Job, conditions: Links) -> float:
     """The best of candidates made for many delays, each simulated under just these conditions."""
     found = []
     for ms in (0.0, 10.0, 20.0, 40.0, 60.0, 80.0):
@@ -81,7 +81,7 @@ def best(job: Job, conditions: LinkConditions) -> float:
 def test_links_late_and_busy_are_told_apart_and_answered_as_well_as_can_be(
     text: str, cause: str, host: float
 ) -> None:
-    job, conditions = job_of("zb", host_memory=host), LinkConditions.parse(text)
+    job, conditions = job_of("zb", host_memory=host), Links.parse(text)
     made, last = after(job, conditions)
     assert made
     assert {each for decision in made for each in decision.causes} == {cause}
@@ -91,14 +91,14 @@ def test_links_late_and_busy_are_told_apart_and_answered_as_well_as_can_be(
 
 @pytest.mark.parametrize("text", ["2:3=latency:2ms+loss:0.002%,150ms", "0:1=latency:2ms+loss:0.002%,100ms#3"])
 def test_loss_is_named(text: str) -> None:
-    made, _ = after(job_of("zb"), LinkConditions.parse(text))
+    made, _ = after(job_of("zb"), Links.parse(text))
     assert made
     assert made[0].causes == ("loss",)
 
 
 def test_a_busy_link_is_not_simulated_as_a_late_one() -> None:
     job = job_of("zb", dispatches=("frozen",))
-    busy, late = (LinkConditions.parse(f"2:3={kind}:40ms") for kind in ("occupancy", "latency"))
+    busy, late = (Links.parse(f"2:3={kind}:40ms") for kind in ("occupancy", "latency"))
     dynamic = replace(job.start, dispatch="dynamic", delegated=((2, 3),))
     assert run_once(job, dynamic, busy).makespan > 1.15 * run_once(job, dynamic, late).makespan
 
@@ -127,9 +127,7 @@ def test_a_rank_that_turns_slow_is_planned_for(
     job = job_of("zb-h1", dispatches=dispatches)
     lines: list[str] = []
     controller = Controller(job, log=lines.append)
-    run = rehearse(
-        controller, LinkConditions.parse(link), until=25_000, costs=lambda at: costs if at >= 8000 else COSTS
-    )
+    run = rehearse(controller, Links.parse(link), until=25_000, costs=lambda at: costs if at >= 8000 else COSTS)
     slow = next(each.number for each in run.iterations if each.start >= 8000)
     (decision,) = [each for each in run.decisions if each.iteration >= slow]
     assert decision.iteration <= slow + 2
@@ -145,7 +143,7 @@ def test_a_rank_that_turns_slow_is_planned_for(
 def test_where_a_slow_rank_sets_the_pace_nothing_is_changed(rank: int) -> None:
     job = job_of("zb")
     slow = slowed(rank, 1.3)
-    run = rehearse(Controller(job), LinkConditions(), until=20_000, costs=lambda at: slow if at >= 5000 else COSTS)
+    run = rehearse(Controller(job), Links(), until=20_000, costs=lambda at: slow if at >= 5000 else COSTS)
     assert run.decisions == ()
     # Rightly so: no schedule is shorter.
     plan = ps.plan(slow, 4, 12, memory_limit=list(job.start.caps), time_limit=2.0)

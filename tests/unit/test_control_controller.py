@@ -40,7 +40,7 @@ from penstock.control import (
     score,
 )
 from penstock.control.configuration import fits, job_from_json, job_to_json, peaks
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.planning import adapted_warmups
 
 pytestmark = pytest.mark.unit
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.unit
 COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
 ZB = ps.build("zb", 4, 12)
 JOB = Job(COSTS, Configuration(ZB, "frozen", (), tuple(peaks(ZB, COSTS))))
-SLOW = LinkConditions.parse("2:3=latency:steps:0ms/0ms,5000ms/60ms")
+SLOW = Links.parse("2:3=latency:steps:0ms/0ms,5000ms/60ms")
 
 
 def events_of(controller: Controller, links: ps.Links, number: int) -> list[Event]:
@@ -86,7 +86,7 @@ def test_a_link_slowed_down_is_decided_on_within_two_iterations(link: tuple[int,
 
 @pytest.mark.parametrize("moment", [3000.0, 3100.0, 3200.0, 3300.0, 3399.0])
 def test_the_new_plan_runs_at_most_three_iterations_after_the_slow_one(moment: float) -> None:
-    conditions = LinkConditions.parse(f"2:3=latency:steps:0ms/0ms,{moment}ms/60ms")
+    conditions = Links.parse(f"2:3=latency:steps:0ms/0ms,{moment}ms/60ms")
     run = rehearse(Controller(JOB), conditions, until=12_000)
     first_slow = next(each.number for each in run.iterations if each.start + each.ms > moment)
     first_new = next(each.number for each in run.iterations if each.decision)
@@ -347,7 +347,7 @@ def test_a_dead_link_that_cannot_be_delegated_strands_the_job() -> None:
 def test_a_log_replays_to_the_same_decisions() -> None:
     lines: list[str] = []
     controller = Controller(replace(JOB, host_memory=4.0), log=lines.append)
-    conditions = LinkConditions.parse(
+    conditions = Links.parse(
         ["2:3=latency:steps:0ms/0ms,5000ms/60ms,15000ms/0ms", "0:1=latency:normal:20ms,8ms@100ms..300ms"]
     )
     run = rehearse(controller, conditions, until=20_000)

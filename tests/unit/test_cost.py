@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.cost import LinkCondition
 
 pytestmark = pytest.mark.unit
 
@@ -76,7 +78,7 @@ def test_a_link_holds_both_ways_unless_told_apart() -> None:
         ({(0, 1): -1.0}, 0.0, "the delay of link 0:1 is -1.0: give milliseconds of at least 0"),
         ({(0, 1): math.nan}, 0.0, "the delay of link 0:1 is nan"),
         ({(0, 1): math.inf}, 0.0, "the delay of link 0:1 is inf"),
-        ({(0, 1): "late"}, 0.0, "the delay of link 0:1 is 'late'"),
+        ({(0, 1): "late"}, 0.0, "the delay of link 0:1 is 'late': 'late' is not a number with a unit"),
         ({(1, 1): 1.0}, 0.0, "link 1:1 joins a rank to itself; name two ranks"),
         ({"0:1": 1.0}, 0.0, "link '0:1': name it by its two ranks, like (0, 1)"),
         ({(0, 1, 2): 1.0}, 0.0, "link (0, 1, 2): name it by its two ranks, like (0, 1)"),
@@ -94,3 +96,47 @@ def test_links_keep_what_they_were_given() -> None:
     links = ps.Links(delays)
     delays[0, 1] = 9.0
     assert links.delay(0, 1) == 1.0
+
+
+def test_links_are_one_value_however_they_are_given() -> None:
+    ways = [
+        ps.Links({(0, 1): 20.0}, default=1.0),
+        ps.Links({(np.int64(0), 1): np.float32(20)}, default="1ms"),
+        ps.Links({(0, 1): "latency:20ms"}, 1),
+        ps.Links({(0, 1): LinkCondition.parse("20")}, LinkCondition.parse("latency:1ms")),
+        ps.Links.parse("0:1=20", default=1.0),
+    ]
+    assert len(set(ways)) == 1
+    assert {repr(each) for each in ways} == {"Links({(0, 1): 20.0}, default=1.0)"}
+    assert eval(repr(ways[0]), {"Links": ps.Links}) == ways[0]
+    assert pickle.loads(pickle.dumps(ways[0])) == ways[0]
+    assert ways[0].is_constant
+    assert ways[0] != ps.Links({(0, 1): 20.0}, default=1.0, base=0.5) != ps.Links({(0, 1): 20.0, (1, 0): 20.0}, 1.0)
+
+
+def test_delays_are_asked_of_links_that_last() -> None:
+    assert ps.Links() == ps.Links({}, default=0.0)
+    for changing, shown in (
+        (ps.Links({(0, 1): "latency:steps:0ms/0ms,1s/40ms"}), "0:1=latency:steps:0ms/0ms,1000ms/40ms"),
+        (ps.Links({(0, 1): 20.0, (1, 2): "occupancy:5ms"}), "1:2=occupancy:5ms"),
+        (ps.Links(default="loss:1%"), "default=loss:1%"),
+        (ps.Links(base=0.5), "base=0.5ms"),
+    ):
+        assert not changing.is_constant
+        with pytest.raises(ps.CostError, match="takes delays that last") as caught:
+            changing.delay(0, 1)
+        assert shown in str(caught.value)
+        with pytest.raises(ps.CostError, match=r"ps\.plan takes delays that last"):
+            ps.plan(ps.Costs.uniform(3), 3, 3, links=changing)
+    with pytest.raises(ps.CostError, match="a sample of link delays takes delays that last"):
+        ps.Expected([ps.Links(), ps.Links({(0, 1): "loss:1%"})])
+
+
+def test_an_old_name_says_the_new_one() -> None:
+    with pytest.raises(AttributeError, match=r"ps.LinkConditions is gone since 0.2; use ps.Links"):
+        _ = ps.LinkConditions
+    with pytest.raises(ImportError, match=r"ps.LinkConditions is gone since 0.2; use ps.Links"):
+        from penstock import LinkConditions  # noqa: F401
+    assert not hasattr(ps, "LinkConditions")
+    with pytest.raises(AttributeError, match="module 'penstock' has no attribute 'Lynx'; it has"):
+        _ = ps.Lynx

@@ -90,7 +90,7 @@ def test_caps_count_what_is_really_held() -> None:
 
 
 def test_messages_weigh_what_they_are_of() -> None:
-    links = ps.LinkConditions.parse("0:1=bandwidth:1KB/s")
+    links = ps.Links.parse("0:1=bandwidth:1KB/s")
     timeline = ps.simulate(ps.build("gpipe", 2, 2), SENDING, links=links)
     took = {message.source: message.arrived - message.sent for message in timeline.messages}
     assert took[ps.Op("F", 0, 0)] == pytest.approx(8)

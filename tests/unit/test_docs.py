@@ -14,6 +14,7 @@ from typer.main import get_command
 
 import penstock as ps
 from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, prose, run_page
+from penstock import renamed
 from penstock.cli.app import app
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -71,7 +72,8 @@ def test_named_options_exist(page: Path) -> None:
 @every_page
 def test_named_parts_of_the_interface_exist(page: Path) -> None:
     named = set(re.findall(r"\bps\.([A-Za-z_]+)", page.read_text(encoding="utf-8")))
-    assert {name for name in named if not hasattr(ps, name)} == set()
+    gone = set(renamed.NAMES) if page.stem == "CHANGELOG" else set()  # which says what was there then
+    assert {name for name in named if not hasattr(ps, name)} - gone == set()
 
 
 @every_page

@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cost.conditions import LinkConditions
+from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.emulation.device import EmulatedDevice
 from penstock.runtime.tensors.message import Payload
@@ -31,7 +31,7 @@ def uniform(schedule: ps.Schedule, ms: float = 2.0) -> ps.Costs:
     return ps.Costs.uniform(schedule.num_stages, ms, ms, ms)
 
 
-def assert_plausible(measured: Timeline, costs: ps.Costs, links: LinkConditions | None = None) -> None:
+def assert_plausible(measured: Timeline, costs: ps.Costs, links: Links | None = None) -> None:
     """No rank is quicker than its ops, nothing starts before what it needs has come, and all ops are there."""
     schedule = measured.schedule
     assert measured.source == "measured"
@@ -40,7 +40,7 @@ def assert_plausible(measured: Timeline, costs: ps.Costs, links: LinkConditions 
     assert measured.makespan >= max(busy) * (1 - 1e-9)
     started = {t.op: t.start for t in measured.ops}
     for message in measured.messages:
-        name = (links or LinkConditions()).named(message.source_rank, message.target_rank)[1]
+        name = (links or Links()).named(message.source_rank, message.target_rank)[1]
         latency = name.latency.at(0.0, "") if name is not None else 0.0
         assert started[message.target] >= message.sent + latency - 1e-9
 
@@ -65,7 +65,7 @@ def test_a_schedule_runs_as_it_is(name: str, dispatch: str) -> None:
 
 def test_a_late_link_makes_it_longer_by_what_it_says() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=1)
-    costs, links = uniform(schedule), LinkConditions.parse("0:1=latency:40ms")
+    costs, links = uniform(schedule), Links.parse("0:1=latency:40ms")
     run = ps.emulate(schedule, costs, links=links)
     assert_plausible(run.timelines[0], costs, links)
     assert run.timelines[0].makespan >= run.simulated[0].makespan == 2 + 40 + 2 + 4 + 40 + 4
@@ -74,7 +74,7 @@ def test_a_late_link_makes_it_longer_by_what_it_says() -> None:
 
 def test_a_busy_link_makes_messages_queue() -> None:
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=4)
-    links = LinkConditions.parse("0:1=occupancy:30ms 1:0=latency:0")
+    links = Links.parse("0:1=occupancy:30ms 1:0=latency:0")
     run = ps.emulate(schedule, uniform(schedule), links=links)
     starts = [t.start for t in run.timelines[0].rows[1] if t.op.kind == "F"]
     assert all(start >= 30 * place for place, start in enumerate(starts, start=1))
@@ -89,7 +89,7 @@ def test_plain_delays_are_latencies() -> None:
 
 def test_stretching_slows_ops_and_links_and_is_divided_out() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
-    costs, links = uniform(schedule), LinkConditions.parse("0:1=latency:10ms")
+    costs, links = uniform(schedule), Links.parse("0:1=latency:10ms")
     begin = time.perf_counter()
     run = ps.emulate(schedule, costs, links=links, stretch=4.0)
     took = (time.perf_counter() - begin) * 1e3
@@ -150,7 +150,7 @@ def test_messages_have_the_stated_size() -> None:
 def test_what_can_not_be_is_said() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(ps.CostError, match="link 0:5: ranks go from 0 to 1"):
-        ps.emulate(schedule, uniform(schedule), links=LinkConditions.parse("0:5=20"))
+        ps.emulate(schedule, uniform(schedule), links=Links.parse("0:5=20"))
     with pytest.raises(ps.CostError, match="costs are for 3 stages, the schedule has 2"):
         ps.emulate(schedule, ps.Costs.uniform(3))
     with pytest.raises(ps.CostError, match="0 steps"):
@@ -164,7 +164,7 @@ def test_what_can_not_be_is_said() -> None:
 def test_a_message_that_does_not_come_in_time_is_named_and_all_ranks_end() -> None:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=2)
     with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0.2 s: rank \d waits to run [FB]0 of stage"):
-        ps.emulate(schedule, uniform(schedule), links=LinkConditions.parse("0:1=latency:1min"), timeout=0.2)
+        ps.emulate(schedule, uniform(schedule), links=Links.parse("0:1=latency:1min"), timeout=0.2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
 
 
@@ -218,7 +218,7 @@ def test_training_in_one_process_has_the_same_numbers_on_slow_links(dispatch: st
     start = {name: value.clone() for name, value in model.state_dict().items()}
     x = torch.randn(8, 4)
     found = []
-    for links in (None, LinkConditions.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:normal:3ms,1ms@5..9ms")):
+    for links in (None, Links.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:normal:3ms,1ms@5..9ms")):
         model.load_state_dict(start)
         pipe = ps.Pipeline(model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links)
         result = pipe.step(x, x.sum(1, keepdim=True), update=False)
@@ -233,14 +233,14 @@ def test_training_in_one_process_has_the_same_numbers_on_slow_links(dispatch: st
 def test_a_pipeline_refuses_links_that_are_not_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(ps.CostError, match="link 0:7"):
-        ps.Pipeline(model, ps.build("1f1b", 2, 2), links=LinkConditions.parse("0:7=latency:1"))
+        ps.Pipeline(model, ps.build("1f1b", 2, 2), links=Links.parse("0:7=latency:1"))
 
 
 def test_conditions_go_by_their_own_clock() -> None:
-    conditions = Conditions(LinkConditions.parse("0:1=latency:steps:0/1,1000000/5"), stretch=2.0)
+    conditions = Conditions(Links.parse("0:1=latency:steps:0/1,1000000/5"), stretch=2.0)
     sent = time.perf_counter_ns()
     assert conditions.due(0, 1, 0.0) >= sent + 2_000_000
-    later = Conditions(LinkConditions.parse("0:1=latency:steps:0/1,1000/5"), origin=time.perf_counter_ns() - 10**9)
+    later = Conditions(Links.parse("0:1=latency:steps:0/1,1000/5"), origin=time.perf_counter_ns() - 10**9)
     sent = time.perf_counter_ns()
     assert later.due(0, 1, 0.0) >= sent + 5_000_000 - 1000
 
@@ -319,5 +319,5 @@ def test_settings_keep_conditions() -> None:
     from penstock.train.settings import Settings
 
     settings = Settings.from_mapping(json.loads(Settings(link="0:1=20 2:3=loss:1%").to_json()))
-    assert settings.link_conditions() == LinkConditions.parse("0:1=latency:20ms 2:3=loss:1%")
+    assert settings.link_conditions() == Links.parse("0:1=latency:20ms 2:3=loss:1%")
     assert Settings().link_conditions() is None

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant
 from penstock.runtime.emulation.device import EmulatedDevice
 from penstock.runtime.emulation.mesh import EmulatedMesh
@@ -28,8 +28,8 @@ def configuration(name: str = "zb", dispatch: str = "frozen") -> Configuration:
     return Configuration(schedule, dispatch, (), tuple(peaks(schedule, COSTS)))
 
 
-def links(delays: dict[tuple[int, int], float]) -> LinkConditions:
-    return LinkConditions({pair: LinkCondition(Constant(ms)) for pair, ms in delays.items()}, base=0.1)
+def links(delays: dict[tuple[int, int], float]) -> Links:
+    return Links({pair: LinkCondition(Constant(ms)) for pair, ms in delays.items()}, base=0.1)
 
 
 @pytest.mark.parametrize("num_members", [2, 3])

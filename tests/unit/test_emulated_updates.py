@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.cost.conditions import LinkConditions
+from penstock.cost.links import Links
 from penstock.passes import recompute
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.emulation import device as emulated
@@ -81,7 +81,7 @@ def test_an_update_takes_longest_on_the_copy_that_owns_the_stage(monkeypatch: py
 
 def test_gradients_and_parameters_take_the_time_of_their_bytes() -> None:
     schedule = ps.build("amdp", 4, 8, window=8)
-    links = LinkConditions.parse("0:3=bandwidth:100GB/s")  # 10 ms each way for what updates send
+    links = Links.parse("0:3=bandwidth:100GB/s")  # 10 ms each way for what updates send
     (timeline,) = ps.emulate(schedule, costs_of(schedule), links=links).timelines
     started = {timed.op: timed.start for timed in timeline.ops}
     found = [m for m in timeline.messages if m.target.kind == "U" and {m.source_rank, m.target_rank} == {0, 3}]

@@ -58,7 +58,7 @@ def test_steady_throughput_leaves_out_filling_and_draining(load: Any) -> None:
     methods = load("methods")
     schedule = ps.build("pipedream-2bw", 4, 64, window=8)
     costs = ps.Costs.uniform(4, 1.0, 1.0, 1.0)
-    trial = methods.Trial("pipedream-2bw", schedule, costs, ps.LinkConditions(), 8, 3000)
+    trial = methods.Trial("pipedream-2bw", schedule, costs, ps.Links(), 8, 3000)
     timeline = methods.simulate(trial)
     assert trial.ktokens(timeline) == pytest.approx(1000)
     assert 64 * 3000 / timeline.makespan < 970
@@ -67,7 +67,7 @@ def test_steady_throughput_leaves_out_filling_and_draining(load: Any) -> None:
 def test_a_drained_step_counts_whole(load: Any) -> None:
     methods = load("methods")
     schedule = ps.with_updates(ps.build("1f1b", 4, 8), 8)
-    trial = methods.Trial("1f1b", schedule, ps.Costs.uniform(4, 1.0, 1.0, 1.0), ps.LinkConditions(), 8, 3000)
+    trial = methods.Trial("1f1b", schedule, ps.Costs.uniform(4, 1.0, 1.0, 1.0), ps.Links(), 8, 3000)
     assert trial.ktokens(methods.simulate(trial)) == pytest.approx(8 * 3000 / (8 * 3 + 3 * 3))
 
 
@@ -101,7 +101,7 @@ def test_measured_on_emulated_devices(load: Any) -> None:
     methods, measured = load("methods"), load("measured")
     schedule = ps.build("pipedream-2bw", 2, 16, window=2)
     costs = ps.Costs.uniform(2, 1.0, 1.0, 1.0)
-    trial = methods.Trial("pipedream-2bw", schedule, costs, ps.LinkConditions(), 2, 3000)
+    trial = methods.Trial("pipedream-2bw", schedule, costs, ps.Links(), 2, 3000)
     (row,) = measured.measure_all([trial], jobs=1)
     assert row["measured_ms"][0] >= 48
     assert json.loads(json.dumps(row)) == row

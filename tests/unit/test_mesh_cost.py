@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant, Trace
 from penstock.cost.ring import Ring
@@ -45,7 +45,7 @@ def test_moving_nodes():
     assert mesh.moved(then) == (1, 2)
     assert mesh.fetching(then) == ((1, 1), (2, 0))
     assert mesh.fetching(mesh.swapped(2, 3)) == (), "replicas hold the same state"
-    conditions = LinkConditions({(1, 0): LinkCondition(Constant(7.0))})
+    conditions = Links({(1, 0): LinkCondition(Constant(7.0))})
     assert then.links_of(conditions, 0).conditions == {(1, 0): LinkCondition(Constant(7.0))}
     assert then.links_of(conditions, 1).conditions == {}
 
@@ -115,7 +115,7 @@ def test_an_iteration_of_a_mesh_is_its_pipelines_then_rings_then_updates():
     assert simulate_mesh(schedule, COSTS, Mesh(3)).iteration == pytest.approx(
         max(row[-1].end for row in alone.rows) + 5
     )
-    links = LinkConditions(default=LinkCondition(bandwidth=Constant(1e9)))
+    links = Links(default=LinkCondition(bandwidth=Constant(1e9)))
     found = simulate_mesh(schedule, COSTS, Mesh(3, 2), links=links)
     ready = {timed.op.stage: timed.end for timed in alone.ops if timed.op.kind == "W"}
     assert [(each.rank, each.stage) for each in found.reductions] == [(0, 0), (1, 1), (2, 2)]
@@ -129,7 +129,7 @@ def test_an_iteration_of_a_mesh_is_its_pipelines_then_rings_then_updates():
 def test_a_rank_adds_up_one_stage_after_the_other():
     costs = ps.Costs.uniform(4, 10, 10, 10)
     costs = ps.Costs(costs.f, costs.i, costs.w, weight_bytes=[40e6] * 4)
-    links = LinkConditions(default=LinkCondition(bandwidth=Constant(1e9)))
+    links = Links(default=LinkCondition(bandwidth=Constant(1e9)))
     found = simulate_mesh(ps.build("interleaved-1f1b", 2, 4, num_stages=4), costs, Mesh(2, 2), links=links)
     for rank in range(2):
         first, second = (each for each in found.reductions if each.rank == rank)
@@ -142,7 +142,7 @@ def test_a_rank_adds_up_one_stage_after_the_other():
 def test_reductions_are_what_the_engine_makes_of_them_as_asynchronous_ops(name, num_stages):
     costs = ps.Costs([5, 9, 7, 8][:num_stages], [9, 9, 6, 7][:num_stages], [4, 8, 6, 9][:num_stages])
     costs = replace(costs, weight_bytes=[40e6, 10e6, 30e6, 50e6][:num_stages])
-    links = LinkConditions(default=LinkCondition(bandwidth=Constant(1e9)))
+    links = Links(default=LinkCondition(bandwidth=Constant(1e9)))
     schedule = ps.build(name, 2, 6, **({"num_stages": num_stages} if name == "interleaved-1f1b" else {}))
     found = simulate_mesh(schedule, costs, Mesh(2, 2), links=links)
     reducing = add_reductions(schedule)

@@ -99,7 +99,7 @@ def test_a_gain_below_the_noise_changes_nothing() -> None:
 def test_messages_of_each_size_take_their_time() -> None:
     schedule = ps.build("1f1b", 4, 12)
     costs = replace(UNEVEN, message_bytes=[1000] * 4, uneven={"time": LENGTHS, "message": LENGTHS})
-    links = ps.LinkConditions.parse("1:2=bandwidth:100KB/s")
+    links = ps.Links.parse("1:2=bandwidth:100KB/s")
     found = order_microbatches(schedule, costs, links=links)
     run = ps.simulate(found.schedule, costs, links=links, dispatch=found.dispatch, max_held=found.caps)
     assert run.makespan == pytest.approx(found.makespan)

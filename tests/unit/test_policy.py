@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.cost import LinkConditions
-from penstock.cost.conditions import Lines
+from penstock.cost import Links
+from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.execute.active_plan import dispatch_of
@@ -92,7 +92,7 @@ def test_auto_takes_the_fastest_and_the_timeline_says_so(name: str, links: ps.Li
 
 def test_auto_goes_on_from_what_a_run_left_on_the_links() -> None:
     """Trying policies leaves nothing on the links for the run that counts."""
-    schedule, conditions = ps.build("zb", 4, 8), LinkConditions.parse("0:1=occupancy:9ms 2:3=loss:20%")
+    schedule, conditions = ps.build("zb", 4, 8), Links.parse("0:1=occupancy:9ms 2:3=loss:20%")
     first, then = Lines(conditions), Lines(conditions)
     found = ps.simulate(schedule, links=first, dispatch="auto")
     assert found == ps.simulate(schedule, links=then, dispatch="auto")
@@ -146,9 +146,8 @@ def test_ranks_that_run_an_op_together_are_late_together() -> None:
 def test_the_runtime_chooses_too_and_refuses_to_wait_by_name() -> None:
     schedule, costs = zb_h1()
     host = TransportChoice()
-    links = LinkConditions.of(HALF_A_MS)
     assert dispatch_of("auto", schedule, costs, host) is Dispatch.HINTED
-    assert dispatch_of("auto", schedule, costs, host, links) is Dispatch.FROZEN
+    assert dispatch_of("auto", schedule, costs, host, HALF_A_MS) is Dispatch.FROZEN
     assert dispatch_of("auto", schedule, costs, TransportChoice("nccl")) is Dispatch.FROZEN
     asynchronous = ps.build("amdp", 4, 8, window=4)
     assert dispatch_of("auto", asynchronous, None, host) is Dispatch.FROZEN

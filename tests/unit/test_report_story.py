@@ -20,7 +20,7 @@ from penstock.control import (
     rehearse,
     run_once,
 )
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.report import to_page
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.unit
 
 def test_the_story_has_every_iteration_as_it_was_rehearsed() -> None:
     lines: list[str] = []
-    run = rehearse(Controller(job(), log=lines.append), LinkConditions.parse(LATE), until=12_000)
+    run = rehearse(Controller(job(), log=lines.append), Links.parse(LATE), until=12_000)
     story = read_story(lines, name="run")
     assert [(each.number, each.decision) for each in story.iterations] == [
         (each.number, each.decision) for each in run.iterations
@@ -54,8 +54,8 @@ def test_late_links_are_found_with_their_time_and_delay() -> None:
 
 def test_saved_is_what_iterations_took_before_the_change_less_what_they_took_with_it() -> None:
     story = story_of()
-    late = run_once(job(), job().start, LinkConditions.parse("2:3=latency:60ms")).makespan
-    healthy = run_once(job(), job().start, LinkConditions()).makespan
+    late = run_once(job(), job().start, Links.parse("2:3=latency:60ms")).makespan
+    healthy = run_once(job(), job().start, Links()).makespan
     assert story.undisturbed == healthy
     switched = [each for each in story.iterations if each.decision and each.number in story.late]
     steady = [each for each in switched if each.number < story.spells[0].last]
@@ -88,7 +88,7 @@ def test_slow_ops_are_simulated_as_they_were_measured() -> None:
             controller.feed(event)
     story = read_story(lines, name="slow ops")
     assert [each.simulated for each in story.iterations] == pytest.approx([timeline.makespan] * 3, rel=1e-3)
-    assert timeline.makespan > 1.3 * run_once(job(), job().start, LinkConditions()).makespan
+    assert timeline.makespan > 1.3 * run_once(job(), job().start, Links()).makespan
 
 
 def test_a_machine_that_is_slower_than_simulated_saves_what_it_measures() -> None:
@@ -123,7 +123,7 @@ def test_alarms_are_counted_as_the_controller_counted_them() -> None:
     link = "1:2=latency:steps:0ms/0ms,3s/40ms,3300ms/0ms,6s/60ms,12s/0ms"
     lines: list[str] = []
     controller = Controller(job(may_replan=False), log=lines.append)
-    rehearse(controller, LinkConditions.parse(link), until=20_000)
+    rehearse(controller, Links.parse(link), until=20_000)
     story = read_story(lines, name="noise")
     counts = controller.counts
     assert counts.suspected > counts.verified > 0
@@ -147,7 +147,7 @@ def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> N
     assert first is not None
     early = json.dumps({"iteration": -1, "ms": 500.0, "number": 0, "links": {"0:1": 0.5, "2:3": 0.1}})
     op = [0, "F", 0, 0, 0.0, 10.0]
-    whole = run_once(job(), job().start, LinkConditions())
+    whole = run_once(job(), job().start, Links())
     timelines = [
         json.dumps({"iteration": first - 1, "number": 0, "why": "before 1", "ops": [op]}),
         json.dumps({"iteration": first + 2, "number": 1, "why": "after 1", "ops": [op, [1, "F", 1, 0, 10.0, 20.0]]}),

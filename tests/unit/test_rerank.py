@@ -13,7 +13,7 @@ from penstock.control import Configuration, ControlError, Job
 from penstock.control.configuration import peaks
 from penstock.control.mesh_times import MeshTimes
 from penstock.control.reranking import Moving, placements, rerank
-from penstock.cost import LinkCondition, LinkConditions
+from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Group, Mesh
 from penstock.cost.over_time import Constant
 from penstock.cost.ring import Ring
@@ -31,11 +31,11 @@ def job_of(num_ranks: int, dispatch: str = "frozen", num_microbatches: int = 6) 
     return Job(costs, Configuration(schedule, dispatch, (), tuple(peaks(schedule, costs))), depth=2)
 
 
-def late(delays: dict[tuple[int, int], float]) -> LinkConditions:
-    return LinkConditions({pair: LinkCondition(Constant(ms)) for pair, ms in delays.items()}, base=0.1)
+def late(delays: dict[tuple[int, int], float]) -> Links:
+    return Links({pair: LinkCondition(Constant(ms)) for pair, ms in delays.items()}, base=0.1)
 
 
-def drawn_links(num_nodes: int) -> st.SearchStrategy[LinkConditions]:
+def drawn_links(num_nodes: int) -> st.SearchStrategy[Links]:
     node = st.integers(0, num_nodes - 1)
     pair = st.tuples(node, node).filter(lambda each: each[0] != each[1])
     return st.dictionaries(pair, st.sampled_from([5.0, 20.0, 60.0]), max_size=6).map(late)

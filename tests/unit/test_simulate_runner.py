@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Blocking, Decoupled
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.unit
 
 LINKS = {
     "delays": ps.Links({(0, 1): 7.7, (3, 2): 20.0}),
-    "traces": LinkConditions.parse(
+    "traces": Links.parse(
         "0:1=latency:steps:0ms/3ms,40ms/22.2ms,90ms/1ms+bandwidth:0.1GB/s 1:2=occupancy:9.1ms 2:3=5"
     ),
-    "base": LinkConditions(LinkConditions.parse("1:2=occupancy:4ms+latency:8ms").conditions, base=1.5),
+    "base": Links(Links.parse("1:2=occupancy:4ms+latency:8ms").conditions, base=1.5),
 }
 
 
 @pytest.mark.parametrize("links", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_runner_gives_what_simulate_gives(seed: int, links: ps.Links | LinkConditions) -> None:
+def test_a_runner_gives_what_simulate_gives(seed: int, links: ps.Links) -> None:
     rng = random.Random(seed)
     costs = ps.Costs(*([rng.randint(1, 9) + 0.1 for _ in range(4)] for _ in "FIW"), message_bytes=[1e6] * 4)
     plain, fast = Runner(costs, compile=False), Runner(costs, compile=True)
@@ -46,7 +46,7 @@ def test_a_runner_gives_what_simulate_gives(seed: int, links: ps.Links | LinkCon
 
 @pytest.mark.parametrize("text", ["0:1=loss:30%", "0:1=latency:normal:20ms,8ms@50ms..80ms"])
 def test_lots_are_drawn_as_simulate_draws_them(text: str) -> None:
-    costs, schedule, links = ps.Costs.uniform(4, 10, 10, 10), ps.build("zb", 4, 8), LinkConditions.parse(text)
+    costs, schedule, links = ps.Costs.uniform(4, 10, 10, 10), ps.build("zb", 4, 8), Links.parse(text)
     runner = Runner(costs, compile=True)
     ran = runner.run(runner.order(schedule), links, transport=Decoupled(), links_at=30.0)
     assert ran.makespan == ps.simulate(schedule, costs, links=links, links_at=30.0).makespan

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 NUM_RANKS = 4
 COSTS = ps.Costs.uniform(NUM_RANKS, f=3, i=3, w=3)
 ZB = ps.build("zb", NUM_RANKS, 6)
-LATE = ps.LinkConditions.parse("2:3=latency:steps:0ms/0ms,700ms/80ms,10min/0ms")
+LATE = ps.Links.parse("2:3=latency:steps:0ms/0ms,700ms/80ms,10min/0ms")
 
 
 def caps(schedule: ps.Schedule) -> tuple[float, ...]:
@@ -79,7 +79,7 @@ def test_emulate_tells_what_each_step_ran() -> None:
 @pytest.mark.parametrize("kind", ["tcp", "redis"])
 def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_path: Path) -> None:
     """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
-    zero = ps.LinkConditions.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
+    zero = ps.Links.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
     with running(kind) as server:
         steering = ps.Steering(store=server.address, folder=tmp_path)
         with ps.EmulatedPipeline(ZB, COSTS, links=zero, transport="direct", steering=steering, timeout=20) as pipe:

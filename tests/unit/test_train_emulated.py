@@ -99,7 +99,7 @@ def test_messages_are_cut_and_it_is_said(run: Run) -> None:
     assert not EmulatedSettings(costs="gpt2-7b", message_cap="1GB").is_cut(whole)
     assert EmulatedSettings(costs="gpt2-7b").is_cut(whole)
     costs = ps.Costs([2, 2], [2, 2], [2, 2], message_bytes=[1000, 1000])
-    links = ps.LinkConditions.parse("0:1=bandwidth:1MB/s")
+    links = ps.Links.parse("0:1=bandwidth:1MB/s")
     assert report["simulated"] == pytest.approx(ps.simulate(ps.build("zb-h1", 2, 3), costs, links=links).makespan)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import penstock as ps
 from emulated_ranks import blocked_starts, in_threads, run_threads
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
@@ -35,7 +35,7 @@ def edge(microbatch: int) -> Edge:
 def two(
     links: str = "", depth: int | None = None, timeout: float = 20.0
 ) -> tuple[MailboxTransport, MailboxTransport]:
-    boxes, conditions = [Mailbox(), Mailbox()], Conditions(LinkConditions.parse(links))
+    boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse(links))
     one, other = (MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in (0, 1))
     return one, other
 
@@ -133,7 +133,7 @@ def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_
 
 
 def test_a_rank_that_fails_ends_one_that_stands_still() -> None:
-    boxes, conditions = [Mailbox(), Mailbox()], Conditions(LinkConditions.parse("0:1=latency:1min"))
+    boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse("0:1=latency:1min"))
     one = MailboxTransport(boxes, 0, conditions, 60.0, depth=1)
     one.send(edge(0), 1, Payload([]))
     assert not one.send(edge(1), 1, Payload([]))
@@ -211,7 +211,7 @@ def test_every_condition_is_met(links: str, at_least: list[int], depth: int | No
 
 
 def test_ranks_in_turn_see_what_the_conditions_say() -> None:
-    make, pause = local_transports(2, Conditions(LinkConditions.parse("0:1=latency:20ms")))
+    make, pause = local_transports(2, Conditions(Links.parse("0:1=latency:20ms")))
     one, other = make(0), make(1)
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
     assert pause()

@@ -303,7 +303,7 @@ def test_simulation_times_updates_and_sends_one_message_of_gradients_a_copy() ->
 def test_update_messages_take_a_link_for_as_long_as_they_weigh() -> None:
     schedule = two_pipelines()
     costs = ps.Costs.uniform(4, b=2.0)
-    links = ps.LinkConditions.parse(["0:3=bandwidth:1GB/s"])
+    links = ps.Links.parse(["0:3=bandwidth:1GB/s"])
     heavy = replace(costs, update_bytes=[4e6] * 4)
     for given, least in ((costs, 0.0), (heavy, 4.0)):
         messages = ps.simulate(schedule, given, links=links).messages

@@ -53,7 +53,7 @@ def measure(case: dict[str, Any], steps: int, stretch: float) -> dict[str, Any]:
     schedule = ps.build(case["schedule"], num_ranks, 2 * num_ranks)
     row = [OP * num_ranks / schedule.num_stages] * schedule.num_stages
     costs = ps.Costs(row, row, row, message_bytes=[SIZE] * schedule.num_stages)
-    links = ps.LinkConditions.parse(conditions(num_ranks)[case["links"]])
+    links = ps.Links.parse(conditions(num_ranks)[case["links"]])
     wall, cpu = time.perf_counter(), time.process_time()
     run = ps.emulate(schedule, costs, links=links, dispatch=case["dispatch"], num_steps=steps, stretch=stretch)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

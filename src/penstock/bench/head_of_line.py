@@ -53,7 +53,7 @@ class Case:
     """One bar: what is trained, how, over what links, sent by what.
 
     Attributes:
-        links: what is injected, as `ps.LinkConditions.parse` reads it; "" for nothing.
+        links: what is injected, as `ps.Links.parse` reads it; "" for nothing.
         depth: of direct channels.
     """
 
@@ -126,7 +126,7 @@ def run(
 def _emulate(case: Case, steps: int, stretch: float, processes: bool) -> Emulation:
     pipeline = case.pipeline
     schedule = ps.build(case.schedule, pipeline.num_ranks, pipeline.num_microbatches)
-    links = ps.LinkConditions.parse(case.links)
+    links = ps.Links.parse(case.links)
     emulate = emulate_processes if processes else ps.emulate
     return emulate(
         schedule,

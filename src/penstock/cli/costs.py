@@ -15,7 +15,6 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import links_of, numbers
-from penstock.cost.over_time import Constant
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import read_costs
 
@@ -170,16 +169,11 @@ def late_links(texts: list[str], default_delay: float) -> ps.Links:
         Misuse: a condition that is more than that; it names the verbs that take it.
     """
     links = links_of(texts, default_delay)
-    if isinstance(links, ps.Links):
-        return links
-    delays = {}
     for pair, condition in links.conditions.items():
-        latency = condition.latency
-        if not isinstance(latency, Constant) or condition != ps.LinkCondition(latency):
+        if not condition.is_latency:
             raise Misuse(
                 f"--link {pair[0]}:{pair[1]}={condition}: a schedule is sought for lasting delays, like "
                 f"{pair[0]}:{pair[1]}=latency:20ms (or --vary of penstock plan); penstock simulate and train take "
                 "every condition"
             )
-        delays[pair] = latency.value
-    return ps.Links(delays, default_delay)
+    return links

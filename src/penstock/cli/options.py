@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.failure import Misuse
-from penstock.cost import LinkConditions, Links
+from penstock.cost import Links
 from penstock.simulation import Blocking, Decoupled
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -74,11 +74,10 @@ def link_delays(texts: list[str]) -> dict[tuple[int, int], float]:
     return delays
 
 
-def links_of(texts: list[str], default_delay: float) -> Links | LinkConditions:
+def links_of(texts: list[str], default_delay: float) -> Links:
     """Reads plain delays, or conditions like `0:1=latency:30ms+loss:1%` where any text has one."""
     if any(_CONDITION.search(text) for text in texts):
-        default = LinkConditions.of(Links({}, default_delay)).default
-        return LinkConditions.parse(texts, default)
+        return Links.parse(texts, default_delay)
     return Links(link_delays(texts), default_delay)
 
 

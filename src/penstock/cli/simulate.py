@@ -28,6 +28,7 @@ from penstock.cli.options import (
     numbers,
 )
 from penstock.cli.output import in_colour, print_json, table
+from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _as_json(
     timeline: ps.Timeline,
     costs: ps.Costs,
     assumed: str | None,
-    links: ps.Links | ps.LinkConditions,
+    links: ps.Links,
     transport: str,
 ) -> dict[str, Any]:
     plan = timeline.schedule
@@ -173,15 +174,14 @@ def _as_json(
     }
 
 
-def _links_json(links: ps.Links | ps.LinkConditions) -> dict[str, Any]:
+def _links_json(links: ps.Links) -> dict[str, Any]:
     """Plain delays in ms, and what each link does in words that say which kind of delay it is."""
-    plain = links if isinstance(links, ps.Links) else ps.Links()
-    conditions = ps.LinkConditions.of(links)
+    default = links.default or LinkCondition()
     return {
-        "default": plain.default,
-        "default_condition": str(conditions.default or ps.LinkCondition()),
-        "delays": {f"{a}:{b}": delay for (a, b), delay in plain.delays.items()},
-        "conditions": {f"{a}:{b}": str(condition) for (a, b), condition in conditions.conditions.items()},
+        "default": default.latency.at(0.0, "") if default.is_latency else None,
+        "default_condition": str(default),
+        "delays": {f"{a}:{b}": delay for (a, b), delay in links.delays.items()} if links.is_constant else {},
+        "conditions": {f"{a}:{b}": str(condition) for (a, b), condition in links.conditions.items()},
     }
 
 
@@ -230,7 +230,7 @@ def _print(
     timeline: ps.Timeline,
     costs: ps.Costs,
     assumed: str | None,
-    links: ps.Links | ps.LinkConditions,
+    links: ps.Links,
     transport: str,
 ) -> None:
     from penstock.draw.terminal import to_terminal
@@ -243,7 +243,7 @@ def _print(
             f"dispatch      {timeline.dispatch}, of "
             + ", ".join(f"{p} {ms:.10g} ms" for p, ms in timeline.considered)
         )
-    for text in ps.LinkConditions.of(links).texts():
+    for text in links.texts():
         print(f"link          {text}")
     print(f"makespan      {timeline.makespan:.10g} ms")
     print(f"span          {timeline.span:.10g} ms")

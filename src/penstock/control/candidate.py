@@ -22,7 +22,7 @@ from penstock.control.compute import Factors
 from penstock.control.configuration import Configuration, Job, fits
 from penstock.control.events import Link
 from penstock.control.runners import order_of, runner_of
-from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.passes.reorder import with_orders_of
@@ -69,7 +69,7 @@ class Measured:
         factors: how many times as long ops take as the job's costs say; see `compute`.
     """
 
-    scenarios: tuple[Links | LinkConditions, ...]
+    scenarios: tuple[Links, ...]
     typical: Links
     harshest: Links
     late: frozenset[Link] = frozenset()

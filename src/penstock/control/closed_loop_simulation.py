@@ -16,7 +16,7 @@ from penstock.control.configuration import Configuration, Job
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
-from penstock.cost import Costs, LinkConditions, Links
+from penstock.cost import Costs, Links
 from penstock.simulation import Timeline, simulate
 
 
@@ -54,7 +54,7 @@ class Rehearsal:
         return len(self.iterations) / self.ms * 60e3
 
 
-def run_once(job: Job, configuration: Configuration, links: Links | LinkConditions, at: float = 0.0) -> Timeline:
+def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0.0) -> Timeline:
     """One simulated iteration of a configuration that begins at the moment `at` (ms) of the links' conditions."""
     return simulate(
         configuration.schedule,
@@ -88,7 +88,7 @@ def measured_events(timeline: Timeline, number: int, costs: Costs) -> list[Event
 
 def rehearse(
     controller: Controller,
-    conditions: LinkConditions,
+    conditions: Links,
     *,
     until: float,
     begin: float = 0.0,

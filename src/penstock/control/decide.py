@@ -17,7 +17,7 @@ from penstock.control.candidate import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.events import undirected
 from penstock.control.runners import order_of, runner_of
-from penstock.cost import Costs, LinkCondition, LinkConditions, Links
+from penstock.cost import Costs, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
 from penstock.simulation.runner import Ran
@@ -51,13 +51,13 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
     return Scored(candidate, fmean(times), times, peaks, worst)
 
 
-def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links | LinkConditions]) -> float:
+def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) -> float:
     """Mean simulated iteration time (ms) of a configuration over scenarios of links' own paths."""
     return fmean(_tried(job, configuration, links)[0] for links in scenarios)
 
 
-def _tried(job: Job, configuration: Configuration, links: Links | LinkConditions) -> tuple[float, tuple[float, ...]]:
-    return _one(job.costs, job.depth, job.delegate_ms, configuration, LinkConditions.of(links))
+def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float, tuple[float, ...]]:
+    return _one(job.costs, job.depth, job.delegate_ms, configuration, Links.of(links))
 
 
 def choose(
@@ -117,24 +117,21 @@ def _rank(scored: Scored) -> tuple[float, int, bool]:
 
 @lru_cache(maxsize=4096)
 def _one(
-    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
+    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links
 ) -> tuple[float, tuple[float, ...]]:
     """One simulation: time and peaks."""
     ran = run_on(costs, depth, delegate_ms, configuration, conditions)
     return ran.makespan, ran.peaks
 
 
-def run_on(
-    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: LinkConditions
-) -> Ran:
+def run_on(costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links) -> Ran:
     """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time."""
     if delegate_ms and configuration.delegated:
         conditions = _through_delegates(conditions, configuration, delegate_ms)
-    links = _as_links(conditions)
-    return trial(costs, depth, configuration, conditions if links is None else links)
+    return trial(costs, depth, configuration, conditions)
 
 
-def trial(costs: Costs, depth: int, configuration: Configuration, links: Links | LinkConditions) -> Ran:
+def trial(costs: Costs, depth: int, configuration: Configuration, links: Links) -> Ran:
     """Simulates one iteration of a configuration. See `Job` for `depth`."""
     runner = runner_of(costs)
     return runner.run(
@@ -146,29 +143,17 @@ def trial(costs: Costs, depth: int, configuration: Configuration, links: Links |
     )
 
 
-def _through_delegates(conditions: LinkConditions, configuration: Configuration, added: float) -> LinkConditions:
+def _through_delegates(conditions: Links, configuration: Configuration, added: float) -> Links:
     """Conditions whose delegated links are later by `added` ms."""
     found = {}
     for link, condition in conditions.conditions.items():
         found[link] = condition
         if undirected(link) in configuration.delegated:
             found[link] = replace(condition, latency=_later(condition.latency, added))
-    return LinkConditions(found, conditions.default)
+    return Links(found, conditions.default)
 
 
 def _later(latency: OverTime, added: float) -> OverTime:
     if isinstance(latency, Trace):
         return Trace(latency.times, tuple(value + added for value in latency.values))
     return Constant(latency.at(0.0, "") + added)
-
-
-def _as_links(conditions: LinkConditions) -> Links | None:
-    """Plain delays, which are simulated faster, where nothing else is there."""
-    if conditions.base or conditions.default is not None:
-        return None
-    delays = {}
-    for link, condition in conditions.conditions.items():
-        if not isinstance(condition.latency, Constant) or condition != LinkCondition(condition.latency):
-            return None
-        delays[link] = condition.latency.value
-    return Links(delays)

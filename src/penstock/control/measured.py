@@ -19,7 +19,7 @@ from penstock.control.errors import ControlError
 from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
 from penstock.control.link import Cause, LinkChange, LinkEstimate, LinkWatch, looked_at_again
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
-from penstock.cost import LinkCondition, LinkConditions, Links
+from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant, Trace
 
 _SCENARIOS = 3
@@ -119,14 +119,14 @@ class Book:
         late, down = late_links(middle, self.job.smallest_delay), frozenset(self.down)
         if all(self._is_steady(link, delegated) for link in rows):
             steady = {link: _condition(ms, busy[link]) for link, ms in middle.items()}
-            links = LinkConditions(steady) if any(busy.values()) else Links(middle)
+            links = Links(steady) if any(busy.values()) else Links(middle)
             return Measured((links,), Links(middle), Links(middle), late, down, self.factors)
         # Iterations by how late the links were in all, and some of them evenly picked to stand for all.
         length = max(map(len, rows.values()))
         ordered = sorted(range(length), key=lambda back: sum(row[-1 - back % len(row)] for row in rows.values()))
         picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
         scenarios = tuple(
-            LinkConditions(
+            Links(
                 {link: self._scenario(link, row, back, delegated, iteration_ms, busy[link])
                  for link, row in rows.items()}
             )

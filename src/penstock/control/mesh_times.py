@@ -17,7 +17,7 @@ import numpy as np
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import run_on
 from penstock.control.runners import order_of
-from penstock.cost import LinkCondition, LinkConditions, Links
+from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
 from penstock.simulation.mesh import WEIGHT_KINDS, after_pipelines, last_gradients, require_mesh
@@ -44,8 +44,8 @@ class MeshTimes:
         ScheduleError, CostError: what `simulate_mesh` refuses.
     """
 
-    def __init__(self, job: Job, shape: Mesh, links: Links | LinkConditions, ring: Ring | None = None) -> None:
-        self.job, self.links, self.ring = job, LinkConditions.of(links), ring or Ring()
+    def __init__(self, job: Job, shape: Mesh, links: Links, ring: Ring | None = None) -> None:
+        self.job, self.links, self.ring = job, Links.of(links), ring or Ring()
         require_mesh(job.start.schedule, job.costs, shape, self.links)
         self._shape = shape
         self._joined = _joined(job)
@@ -126,7 +126,7 @@ class MeshTimes:
             for pair, each in zip(self._joined, numbers, strict=True)
             if (condition := self._conditions[each]) is not None
         }
-        conditions = LinkConditions(named, self.links.default, self.links.base)
+        conditions = Links(named, self.links.default, self.links.base)
         ran = run_on(job.costs, job.depth, job.delegate_ms, configuration, conditions)
         end, first = np.asarray(ran.arrays["end_time"]), ran.order.graph.first
         ops = [op for row in ran.order.schedule.order for op in row]

@@ -18,7 +18,7 @@ from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, undirected
 from penstock.control.reranking import Moving, Reranking, rerank
-from penstock.cost import LinkCondition, LinkConditions, Mesh, Ring
+from penstock.cost import LinkCondition, Links, Mesh, Ring
 from penstock.cost.over_time import Constant
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)
@@ -76,11 +76,11 @@ class Orchestrator:
         return found if found.ms_then <= found.ms_now - gain else None
 
     @property
-    def conditions(self) -> LinkConditions:
+    def conditions(self) -> Links:
         """Of all links between nodes, as measured."""
         usual = self._usual or LinkCondition()
         late = {link: replace(usual, latency=Constant(ms)) for link, ms in self.late.items()}
-        return LinkConditions(late, default=self._usual)
+        return Links(late, default=self._usual)
 
     def switched(self, mesh: Mesh, configuration: Configuration | None = None) -> None:
         """Nodes lie here now, and this runs."""

@@ -27,7 +27,7 @@ from penstock.control.candidate import Measured, candidates, late_links
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.mesh_times import Kind, MeshTimes
-from penstock.cost import LinkConditions, Links
+from penstock.cost import Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
 from penstock.engine.tolerance import EPSILON
@@ -96,7 +96,7 @@ class Reranking:
 def rerank(
     job: Job,
     mesh: Mesh,
-    links: Links | LinkConditions,
+    links: Links,
     *,
     ring: Ring | None = None,
     now: Configuration | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.cost import Costs, LinkCondition, LinkConditions, Links
+from penstock.cost import Costs, LinkCondition, Links
 from penstock.cost.over_time import Constant
 from penstock.dispatch import Dispatch
 from penstock.planning import slow_link_schedule
@@ -36,7 +36,7 @@ def load() -> None:
     schedule = slow_link_schedule(costs, 2)
     runner = Runner(costs, compile=True)
     order = runner.order(schedule)
-    for links in (Links({(0, 1): 1.0}), LinkConditions({(0, 1): LinkCondition(Constant(1.0), Constant(1.0))})):
+    for links in (Links({(0, 1): 1.0}), Links({(0, 1): LinkCondition(Constant(1.0), Constant(1.0))})):
         for transport in (Blocking(1), Decoupled()):
             runner.run(order, links, dispatch=Dispatch.DYNAMIC, transport=transport, caps=order.peaks)
     slow_link_schedule(costs, 2, prove=False)

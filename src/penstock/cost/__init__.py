@@ -1,6 +1,6 @@
 """Durations, memory and links: assumed, preset or measured."""
 
-from penstock.cost.conditions import LinkCondition, LinkConditions
+from penstock.cost.conditions import LinkCondition
 from penstock.cost.costs import FREED_BY_INPUT, Costs
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
@@ -10,6 +10,6 @@ from penstock.cost.ring import Ring
 from penstock.cost.uneven import Uneven
 
 __all__ = [
-    "FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "LinkConditions", "Links", "Mesh", "Ring",
+    "FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "Links", "Mesh", "Ring",
     "Uneven", "costs_preset",
 ]  # fmt: skip

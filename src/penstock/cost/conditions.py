@@ -1,12 +1,12 @@
-"""Conditions of links: what a message meets between two ranks, as a small language and a pure function.
+"""What one link does to messages, as a small language and a pure function.
 
-    0:1=latency:30ms                 messages arrive 30 ms after they left; any number may be under way
-    0:1=occupancy:5ms                the link is busy 5 ms with each message; those behind it wait
-    0:1=bandwidth:1GB/s              busy for size / bandwidth
-    0:1=loss:1%                      packets get lost and are sent again
-    0:1=occupancy:5ms+half-duplex    both directions wait for each other, as where one queue holds sends and receives
-    0:1=latency:30ms+loss:1%         several at once
-    0:1=20                           latency:20ms
+    latency:30ms                 messages arrive 30 ms after they left; any number may be under way
+    occupancy:5ms                the link is busy 5 ms with each message; those behind it wait
+    bandwidth:1GB/s              busy for size / bandwidth
+    loss:1%                      packets get lost and are sent again
+    occupancy:5ms+half-duplex    both directions wait for each other, as where one queue holds sends and receives
+    latency:30ms+loss:1%         several at once
+    20                           latency:20ms
 
 Latency and occupancy are the two things that "delay" may mean, and they differ in kind: a late link delays each
 message once, a busy one delays the tenth message ten times. Each may change over time (see `over_time`).
@@ -19,16 +19,12 @@ message once, a busy one delays the tenth message ten times. Each may change ove
 from __future__ import annotations
 
 import math
-import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
 from penstock.cost.errors import CostError
-from penstock.cost.links import Links
 from penstock.cost.over_time import (
     RATE,
     TIME,
@@ -145,6 +141,11 @@ class LinkCondition:
             raise CostError("a bandwidth that may be 0 lets no message pass; give one above 0 (uniform, not normal)")
 
     @property
+    def is_latency(self) -> bool:
+        """Whether it is a latency that lasts, and nothing else: a message of any size is late by so many ms."""
+        return self == LinkCondition(self.latency) and isinstance(self.latency, Constant)
+
+    @property
     def is_steady(self) -> bool:
         """Whether it is the same at any time, and nothing is drawn by lots."""
         rate = NOTHING if self.bandwidth is None else self.bandwidth
@@ -222,124 +223,3 @@ def _read_loss(text: str) -> Loss:
             f"a loss of {text!r}: write it like 1%, or 1%,200ms to say what sending again takes"
         ) from None
     return Loss(value, read_quantity(retry, TIME) if comma else None, int(seed or 0))
-
-
-_LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class LinkConditions:
-    """Conditions of links by their two ranks.
-
-    `{(0, 1): ...}` is about both directions, each with a queue of its own; to tell them apart give both, (0, 1) and
-    (1, 0). A link named once has the same latency, occupancy and bandwidth both ways at any moment.
-
-    Attributes:
-        default: of all other links; None: messages pass at once.
-        base: ms that every message takes besides, on any link: what the network itself takes.
-
-    Raises:
-        CostError: a link that is not named by two different ranks.
-    """
-
-    conditions: Mapping[tuple[int, int], LinkCondition] = field(default_factory=dict)
-    default: LinkCondition | None = None
-    base: float = 0.0
-
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.base < math.inf:
-            raise CostError(f"a base of {self.base:g} ms: give a number of at least 0")
-        for link in self.conditions:
-            if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
-                raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")
-            if link[0] == link[1]:
-                raise CostError(f"link {link[0]}:{link[1]} joins a rank to itself; name two ranks")
-        object.__setattr__(self, "conditions", dict(self.conditions))
-
-    def __hash__(self) -> int:
-        return hash((frozenset(self.conditions.items()), self.default, self.base))
-
-    @classmethod
-    def parse(cls, texts: str | Iterable[str], default: LinkCondition | None = None) -> LinkConditions:
-        """Reads `0:1=latency:30ms` and the like, one a link; a single string may hold several, apart by blanks.
-
-        Raises:
-            CostError: names the text and the rule it breaks.
-        """
-        found: dict[tuple[int, int], LinkCondition] = {}
-        for text in shlex.split(texts) if isinstance(texts, str) else texts:
-            match = _LINK.fullmatch(text)
-            if match is None:
-                raise CostError(f"link {text!r}: write RANK:RANK=CONDITION, like 0:1=20 or 0:1=latency:30ms+loss:1%")
-            pair = int(match["a"]), int(match["b"])
-            if pair in found:
-                raise CostError(f"link {text!r}: link {pair[0]}:{pair[1]} is given twice")
-            try:
-                found[pair] = LinkCondition.parse(match["rest"])
-                cls({pair: found[pair]})
-            except CostError as error:
-                raise CostError(f"link {text!r}: {error}") from None
-        return cls(found, default)
-
-    @classmethod
-    def of(cls, links: Links | LinkConditions | None) -> LinkConditions:
-        """Plain delays as latencies; conditions as they are."""
-        if isinstance(links, LinkConditions):
-            return links
-        links = Links() if links is None else links
-        if not isinstance(links, Links):
-            raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
-        default = LinkCondition(Constant(float(links.default))) if links.default else None
-        return cls({pair: LinkCondition(Constant(float(ms))) for pair, ms in links.delays.items()}, default)
-
-    def texts(self) -> list[str]:
-        """What `parse` reads, one a link (the default aside)."""
-        return [f"{a}:{b}={condition}" for (a, b), condition in self.conditions.items()]
-
-    def __str__(self) -> str:
-        return shlex.join(self.texts())
-
-    def named(self, source: int, target: int) -> tuple[str, LinkCondition | None]:
-        """What holds from `source` to `target`, and the link's name as it was given."""
-        for a, b in ((source, target), (target, source)):
-            if (a, b) in self.conditions:
-                return f"{a}:{b}", self.conditions[a, b]
-        return f"{min(source, target)}:{max(source, target)}", self.default
-
-    def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: Queue) -> Passage:
-        """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
-        name, condition = self.named(source, target)
-        if condition is None:
-            arrived = max(now + self.base, queue.last_arrival)
-            return Passage(now, arrived, Queue(queue.free_at, arrived, queue.num_sent + 1))
-        left, arrived, after = condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
-        return Passage(left, arrived + self.base, after)
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raises CostError for a link that names a rank which is not there."""
-        for a, b in self.conditions:
-            if not (0 <= a < num_ranks and 0 <= b < num_ranks):
-                raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")
-
-
-class Lines:
-    """The queues of all directions of a run: what the simulator and the transports pass messages through.
-
-    They last as long as this is used, over several runs one after the other too.
-    """
-
-    def __init__(self, conditions: LinkConditions) -> None:
-        self.conditions = conditions
-        self._queues: dict[tuple[int, int], Queue] = {}
-
-    def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
-        """Takes up a message; returns when it arrives."""
-        condition = self.conditions.named(source, target)[1]
-        both = condition is not None and condition.half_duplex
-        way = (min(source, target), max(source, target)) if both else (source, target)
-        queue = self._queues.get(way, Queue())
-        passage = self.conditions.delay_of(source, target, num_bytes, now, queue)
-        self._queues[way] = passage.queue
-        return passage.arrived

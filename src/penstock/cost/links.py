@@ -1,61 +1,231 @@
-"""Links: how late a message between two ranks arrives.
+"""Links: what messages meet between ranks.
 
-A delay here is pure latency: any number of messages may be under way at once.
+Links({(0, 1): 20.0})                     messages between ranks 0 and 1 arrive 20 ms late, both ways
+Links({(0, 1): 20.0, (1, 0): 0.0})        from 0 to 1 alone
+Links({(0, 1): "latency:30ms+loss:1%"})   any condition, in the language of `cost.conditions`
+Links.parse("0:1=20 2:3=occupancy:5ms")   the same as a text
+Links(default=0.5)                        every link
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+import reprlib
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 
+from penstock.cost.conditions import LinkCondition, Passage, Queue
 from penstock.cost.errors import CostError
-from penstock.schedule.short_repr import short_repr
+from penstock.cost.over_time import Constant
+
+_LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)
+Given = float | str | LinkCondition
+"""What one link may be given as: milliseconds of latency, a text, or a condition."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Links:
-    """Delays in milliseconds.
+    """What messages meet between ranks: a delay in milliseconds, or a condition, by link.
 
-    `Links({(0, 1): 20.0})` makes both directions between ranks 0 and 1 late by 20; to tell them apart
-    give both, (0, 1) and (1, 0). All other links have the `default`.
+    `Links({(0, 1): 20.0})` is about both directions between ranks 0 and 1, each with a queue of its own; to tell
+    them apart give both, (0, 1) and (1, 0). A link named once has the same latency, occupancy and bandwidth both
+    ways at any moment. A delay is pure latency: any number of messages may be under way at once.
+
+    Args:
+        conditions: by two ranks, a delay in ms, a text like "latency:30ms+loss:1%", or a `LinkCondition`.
+        default: of all other links.
+        base: ms that every message takes besides, on any link: what the network itself takes.
+
+    Attributes:
+        conditions: the `LinkCondition` of each link that was given.
+        default: of all other links; None where messages pass at once.
 
     Raises:
-        CostError: a negative or non-finite delay, or a link from a rank to itself.
+        CostError: a negative or non-finite delay, a text that is no condition, or a link that is not named by two
+            different ranks.
+
+    Examples:
+        >>> links = Links({(0, 1): 20.0}, default=1.0)
+        >>> links.delay(1, 0), links.delay(1, 2)
+        (20.0, 1.0)
+        >>> links == Links.parse("0:1=latency:20ms", default=1.0)
+        True
     """
 
-    delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    default: float = 0.0
+    conditions: Mapping[tuple[int, int], LinkCondition] = field(default_factory=dict)
+    default: LinkCondition | None = None
+    base: float = 0.0
 
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        _check_delay("the default delay", self.default)
-        if not isinstance(self.delays, Mapping):
-            raise CostError(f"delays are {type(self.delays).__name__}: give them by link, like {{(0, 1): 20.0}}")
-        for link, delay in self.delays.items():
+    def __init__(
+        self,
+        conditions: Mapping[tuple[int, int], Given] | None = None,
+        default: Given | None = None,
+        base: float = 0.0,
+    ) -> None:
+        given = {} if conditions is None else conditions
+        if not isinstance(given, Mapping):
+            raise CostError(f"delays are {type(given).__name__}: give them by link, like {{(0, 1): 20.0}}")
+        found: dict[tuple[int, int], LinkCondition] = {}
+        for link, value in given.items():
             if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):
                 raise CostError(f"link {link!r}: name it by its two ranks, like (0, 1)")
             if link[0] == link[1]:
                 raise CostError(f"link {link[0]}:{link[1]} joins a rank to itself; name two ranks")
-            _check_delay(f"the delay of link {link[0]}:{link[1]}", delay)
-        object.__setattr__(self, "delays", dict(self.delays))
+            found[int(link[0]), int(link[1])] = _condition(f"the delay of link {link[0]}:{link[1]}", value)
+        nothing = default is None or (isinstance(default, Real) and default == 0)
+        if not isinstance(base, Real) or not 0 <= float(base) < math.inf:
+            raise CostError(f"a base of {base!r} ms: give a number of at least 0")
+        object.__setattr__(self, "conditions", found)
+        object.__setattr__(self, "default", None if nothing else _condition("the default delay", default))
+        object.__setattr__(self, "base", float(base))
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.conditions.items()), self.default, self.base))
+
+    def __repr__(self) -> str:
+        shown = reprlib.Repr()
+        shown.maxdict, shown.maxstring = 6, 160
+        parts = (
+            [shown.repr({link: _plain(each) for link, each in self.conditions.items()})] if self.conditions else []
+        )
+        if self.default is not None:
+            parts.append(f"default={shown.repr(_plain(self.default))}")
+        if self.base:
+            parts.append(f"base={self.base!r}")
+        return f"Links({', '.join(parts)})"
+
+    @classmethod
+    def parse(cls, texts: str | Iterable[str], default: Given | None = None) -> Links:
+        """Reads `0:1=latency:30ms` and the like, one per link; a single string may hold several, apart by blanks.
+
+        Raises:
+            CostError: names the text and the rule it breaks.
+        """
+        found: dict[tuple[int, int], LinkCondition] = {}
+        for text in shlex.split(texts) if isinstance(texts, str) else texts:
+            match = _LINK.fullmatch(text)
+            if match is None:
+                raise CostError(f"link {text!r}: write RANK:RANK=CONDITION, like 0:1=20 or 0:1=latency:30ms+loss:1%")
+            pair = int(match["a"]), int(match["b"])
+            if pair in found:
+                raise CostError(f"link {text!r}: link {pair[0]}:{pair[1]} is given twice")
+            try:
+                found[pair] = LinkCondition.parse(match["rest"])
+                cls({pair: found[pair]})
+            except CostError as error:
+                raise CostError(f"link {text!r}: {error}") from None
+        return cls(found, default)
+
+    @classmethod
+    def of(cls, links: Links | None) -> Links:
+        """No links where None is given. Raises CostError for anything else than links."""
+        if links is not None and not isinstance(links, Links):
+            raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
+        return cls() if links is None else links
+
+    def __str__(self) -> str:
+        return shlex.join(self.texts())
+
+    def texts(self) -> list[str]:
+        """What `parse` reads, one per link (the default aside)."""
+        return [f"{a}:{b}={condition}" for (a, b), condition in self.conditions.items()]
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether each link has a latency that lasts, and nothing else."""
+        return not self.base and all(
+            each is None or each.is_latency for each in (self.default, *self.conditions.values())
+        )
+
+    def require_constant(self, what: str) -> None:
+        """Raises CostError, naming a link, unless all are latencies that last, which `what` needs."""
+        if self.is_constant:
+            return
+        wrong = next((text for text, each in zip(self.texts(), self.conditions.values()) if not each.is_latency), "")
+        wrong = wrong or (f"base={self.base:g}ms" if self.base else f"default={self.default}")
+        raise CostError(
+            f"{what} takes delays that last, like 0:1=latency:20ms, and the links have {wrong}; give a delay that "
+            "stands for it, and simulate the result under what really holds"
+        )
+
+    @cached_property
+    def delays(self) -> dict[tuple[int, int], float]:
+        """Milliseconds by link, of links that are constant. Raises CostError for others."""
+        self.require_constant("a table of delays")
+        return {link: each.latency.at(0.0, "") for link, each in self.conditions.items()}
 
     def delay(self, source: int, target: int) -> float:
-        """Milliseconds from the end of an op on `source` to its message's arrival on `target`."""
+        """Milliseconds from the end of an op on `source` to its message's arrival on `target`.
+
+        Raises:
+            CostError: links that are not constant: what a message takes depends on when it is sent.
+        """
         there = self.delays.get((source, target))
         if there is not None:
-            return float(there)
-        return float(self.delays.get((target, source), self.default))
+            return there
+        otherwise = 0.0 if self.default is None else self.default.latency.at(0.0, "")
+        return self.delays.get((target, source), otherwise)
+
+    def named(self, source: int, target: int) -> tuple[str, LinkCondition | None]:
+        """What holds from `source` to `target`, and the link's name as it was given."""
+        for a, b in ((source, target), (target, source)):
+            if (a, b) in self.conditions:
+                return f"{a}:{b}", self.conditions[a, b]
+        return f"{min(source, target)}:{max(source, target)}", self.default
+
+    def delay_of(self, source: int, target: int, num_bytes: float, now: float, queue: Queue) -> Passage:
+        """When a message of `num_bytes` handed over at `now` (ms) arrives, as `LinkCondition.delay_of`."""
+        name, condition = self.named(source, target)
+        if condition is None:
+            arrived = max(now + self.base, queue.last_arrival)
+            return Passage(now, arrived, Queue(queue.free_at, arrived, queue.num_sent + 1))
+        left, arrived, after = condition.delay_of(num_bytes, now, queue, name, f"{source}>{target}")
+        return Passage(left, arrived + self.base, after)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises CostError for a link that names a rank which is not there."""
-        for a, b in self.delays:
+        for a, b in self.conditions:
             if not (0 <= a < num_ranks and 0 <= b < num_ranks):
                 raise CostError(f"link {a}:{b}: ranks go from 0 to {num_ranks - 1}")
 
 
-def _check_delay(name: str, delay: object) -> None:
-    if not isinstance(delay, Real) or not 0 <= float(delay) < math.inf:
-        raise CostError(f"{name} is {delay!r}: give milliseconds of at least 0")
+def _condition(name: str, value: object) -> LinkCondition:
+    if isinstance(value, LinkCondition):
+        return value
+    if isinstance(value, Real) and 0 <= float(value) < math.inf:
+        return LinkCondition(Constant(float(value)))
+    if isinstance(value, str):
+        try:
+            return LinkCondition.parse(value)
+        except CostError as error:
+            raise CostError(f"{name} is {value!r}: {error}") from None
+    raise CostError(f"{name} is {value!r}: give milliseconds of at least 0, or a text like 'latency:30ms+loss:1%'")
+
+
+def _plain(condition: LinkCondition) -> float | str:
+    return condition.latency.at(0.0, "") if condition.is_latency else str(condition)
+
+
+class Lines:
+    """The queues of all directions of a run: what the simulator and the transports pass messages through.
+
+    They last as long as this is used, over several runs one after the other too.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._queues: dict[tuple[int, int], Queue] = {}
+
+    def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
+        """Takes up a message; returns when it arrives."""
+        condition = self.links.named(source, target)[1]
+        both = condition is not None and condition.half_duplex
+        way = (min(source, target), max(source, target)) if both else (source, target)
+        queue = self._queues.get(way, Queue())
+        passage = self.links.delay_of(source, target, num_bytes, now, queue)
+        self._queues[way] = passage.queue
+        return passage.arrived

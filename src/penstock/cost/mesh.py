@@ -17,8 +17,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.cost.conditions import LinkCondition, LinkConditions
+from penstock.cost.conditions import LinkCondition
 from penstock.cost.errors import CostError
+from penstock.cost.links import Links
 from penstock.schedule.short_repr import short_repr
 
 Node = int
@@ -136,7 +137,7 @@ class Mesh:
         places = ((node, self.coordinate(node)[0], then.coordinate(node)[0]) for node in self.moved(then))
         return tuple((node, rank) for node, before, rank in places if before != rank)
 
-    def links_of(self, conditions: LinkConditions, replica: int) -> LinkConditions:
+    def links_of(self, conditions: Links, replica: int) -> Links:
         """The conditions of a replica's links by its ranks, from those between nodes."""
         rank_of = {node: rank for rank, node in enumerate(self.pipeline(replica))}
         inside = {
@@ -146,7 +147,7 @@ class Mesh:
         }
         return replace(conditions, conditions=inside)
 
-    def ring_links(self, conditions: LinkConditions, rank: int) -> tuple[LinkCondition | None, ...]:
+    def ring_links(self, conditions: Links, rank: int) -> tuple[LinkCondition | None, ...]:
         """The condition of each link of a rank's ring, from each node to the next."""
         return tuple(conditions.named(a, b)[1] for a, b in _round(self.ring(rank)))
 

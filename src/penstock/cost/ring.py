@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.cost.conditions import LinkCondition, LinkConditions, Queue
+from penstock.cost.conditions import LinkCondition, Queue
 from penstock.cost.errors import CostError
+from penstock.cost.links import Links
 from penstock.schedule.short_repr import short_repr
 
 
@@ -85,7 +86,7 @@ def _all_reduce_ms(
     count, size = ring.chunks(num_bytes, num)
     under_way = ring.under_way
     conditions = [
-        LinkConditions({(member, (member + 1) % num): link} if link is not None else {}, base=base)
+        Links({(member, (member + 1) % num): link} if link is not None else {}, base=base)
         for member, link in enumerate(links)
     ]
     queues = [Queue(begin, begin)] * num

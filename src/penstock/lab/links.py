@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from penstock.cost import CostError, LinkCondition, LinkConditions
+from penstock.cost import CostError, LinkCondition, Links
 from penstock.cost.over_time import Trace
 from penstock.lab.errors import LabMisuse
 from penstock.lab.layout import Layout, NetworkWay
@@ -78,7 +78,7 @@ def read_links(texts: Iterable[str], layout: Layout) -> dict[NetworkWay, LinkCon
         by_network.setdefault(nic, []).append(f"{match['pair']}={match['rest']}")
     found: dict[NetworkWay, LinkCondition] = {}
     for nic, of_network in sorted(by_network.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        conditions = LinkConditions.parse(of_network)
+        conditions = Links.parse(of_network)
         for (a, b), condition in conditions.conditions.items():
             layout.check(a)
             layout.check(b)

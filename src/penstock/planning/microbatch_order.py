@@ -23,7 +23,7 @@ from numbers import Real
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, LinkConditions, Links, Uneven
+from penstock.cost import CostError, Costs, Links, Uneven
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
 from penstock.engine.timing import Timer
@@ -98,7 +98,7 @@ def order_microbatches(
     schedule: Schedule,
     costs: Costs,
     *,
-    links: Links | LinkConditions | None = None,
+    links: Links | None = None,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
     noise: float = 0.0,
@@ -179,7 +179,7 @@ class OrderSearch:
         self,
         schedule: Schedule,
         costs: Costs,
-        links: Links | LinkConditions | None = None,
+        links: Links | None = None,
         *,
         transport: Transport | str = "decoupled",
         max_held: float | Sequence[float] | None = None,
@@ -189,9 +189,7 @@ class OrderSearch:
         require_costs(costs)
         if costs.num_stages != schedule.num_stages:
             raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
-        self.costs, self._links = costs, Links() if links is None else links
-        if not isinstance(self._links, Links | LinkConditions):
-            raise CostError(f"links are {type(links).__name__}: give ps.Links or ps.LinkConditions")
+        self.costs, self._links = costs, Links.of(links)
         self._links.check_ranks(schedule.num_ranks)
         self._transport = as_transport(transport)
         self._dispatches = tuple(Policy.of(each).dispatch for each in dispatches)
@@ -346,7 +344,7 @@ class OrderSearch:
 
     def _ran(self, order: Array, lowered: Order, dispatch: Dispatch) -> Ran:
         runner = self._runner
-        if self.costs.factors.message and isinstance(self._links, LinkConditions):
+        if self.costs.factors.message and not self._links.is_constant:
             sizes = {
                 kind: self.costs.factors.table("message", kind, self.costs.num_stages, len(order))[:, order].tolist()
                 for kind in "FB"
@@ -358,7 +356,7 @@ class OrderSearch:
     def _frozen_timer(self, plain: Order) -> Timer | None:
         """What times the frozen order by one sweep; None where links and ops are more than delays and rows."""
         alone = len(plain.ints["gang_first"]) == 1 and not plain.graph.has_streams
-        if not isinstance(self._links, Links) or self._transport != Decoupled() or not alone:
+        if not self._links.is_constant or self._transport != Decoupled() or not alone:
             return None
         num = plain.num_ranks
         delays = np.array([self._links.delay(a, b) if a != b else 0.0 for a in range(num) for b in range(num)])

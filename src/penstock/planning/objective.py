@@ -35,6 +35,8 @@ class Expected:
             raise CostError("an expected makespan needs at least one sample of link delays")
         if wrong := next((sample for sample in self.samples if not isinstance(sample, Links)), None):
             raise CostError(f"a sample of link delays is {wrong!r}: give ps.Links")
+        for sample in self.samples:
+            sample.require_constant("a sample of link delays")
 
     @classmethod
     def drawn(cls, draw: Callable[[random.Random], Links], num_samples: int = 16, seed: int = 0) -> Expected:

@@ -136,10 +136,9 @@ def plan(
             for even ones.
     """
     began = time.perf_counter()
-    links = Links() if links is None else links
+    links = Links.of(links)
     require_costs(costs)
-    if not isinstance(links, Links):
-        raise CostError(f"links are {type(links).__name__}: ps.plan takes ps.Links, delays that last")
+    links.require_constant("ps.plan")
     placement = _placement(costs, num_ranks, num_microbatches, placement)
     goal, mode = read_objective(objective), as_dispatch(dispatch)
     for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):

@@ -20,7 +20,7 @@ from penstock.control.compute import Factors, scaled
 from penstock.control.configuration import Configuration, Job
 from penstock.control.events import Link, OpTimes, undirected
 from penstock.control.robust_statistics import deviation
-from penstock.cost import Costs, LinkCondition, LinkConditions
+from penstock.cost import Costs, LinkCondition, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.simulation import Timeline
 
@@ -60,7 +60,7 @@ class Hindsight:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._known: dict[tuple[str, LinkConditions, Factors], Timeline] = {}
+        self._known: dict[tuple[str, Links, Factors], Timeline] = {}
 
     def run(self, configuration: Configuration, seen: Seen, ran: Configuration) -> Timeline | None:
         """The timeline of `configuration` under the links of an iteration that ran `ran`; None where a link that it
@@ -76,9 +76,9 @@ class Hindsight:
 
     def healthy(self, configuration: Configuration) -> Timeline:
         """The timeline with no link late."""
-        return run_once(self._job, configuration, LinkConditions())
+        return run_once(self._job, configuration, Links())
 
-    def _conditions(self, configuration: Configuration, seen: Seen, ran: Configuration) -> LinkConditions:
+    def _conditions(self, configuration: Configuration, seen: Seen, ran: Configuration) -> Links:
         found = {}
         for link, times in sorted(seen.times.items()):
             way = undirected(link)
@@ -87,7 +87,7 @@ class Hindsight:
             delays = tuple(_digits(max(0.0, ms + added - busy)) for ms in times)
             if delays:
                 found[link] = LinkCondition(self._latency(delays, seen.ms), Constant(busy))
-        return LinkConditions(found)
+        return Links(found)
 
     def _latency(self, delays: tuple[float, ...], ms: float) -> OverTime:
         """The delays evenly laid over the iteration, or their median where they hardly differ."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.control import Configuration
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.dispatch import Dispatch
 from penstock.runtime.adapt import Agent, Steering, steer
 from penstock.runtime.arguments import require_arguments
@@ -154,7 +154,7 @@ class Pipeline:
         transport: str = "host",
         depth: int | None = None,
         ops: Mapping[str, OpFunction] | None = None,
-        links: LinkConditions | None = None,
+        links: Links | None = None,
         steering: Steering | None = None,
         delegates: DelegateOptions | None = None,
         zero: bool = True,

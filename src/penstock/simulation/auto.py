@@ -18,8 +18,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, LinkConditions, Links
-from penstock.cost.conditions import Lines
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
@@ -64,7 +64,7 @@ def choose_policy(
     schedule: Schedule,
     costs: Costs,
     *,
-    links: Links | LinkConditions | None = None,
+    links: Links | None = None,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
     jitter: float = 0.0,
@@ -91,14 +91,14 @@ def choose_policy(
     order = runner.order(schedule)
     draws = jittered(order, jitter, num_draws, seed) if jitter else ()
     caps = frozen_caps(order.graph, order.change.tolist(), max_held)
-    given = Links() if links is None else links
+    given = Links.of(links)
     return choose(runner, order, given, as_transport(transport), caps, draws=draws, policies=policies)
 
 
 def choose(
     runner: Runner,
     order: Order,
-    links: Links | LinkConditions | Lines,
+    links: Links | Lines,
     transport: Transport,
     caps: Sequence[float],
     *,

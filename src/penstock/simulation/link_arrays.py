@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost import Costs, LinkConditions, Links
-from penstock.cost.conditions import Lines
+from penstock.cost import Costs, Links
+from penstock.cost.links import Lines
 from penstock.cost.over_time import Constant, Trace
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.transport import Blocking, Transport
@@ -24,7 +24,7 @@ class Passed:
     arrays: dict[str, Array]
 
 
-def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, links_at: float) -> Passed:
+def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) -> Passed:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
     num_rows = order.num_rows
     edges, sources, on = order.crossing
@@ -38,7 +38,7 @@ def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, li
         "line_last": np.zeros(1),
     }
     used = np.unique(on).tolist()
-    if isinstance(links, Links):
+    if isinstance(links, Links) and links.is_constant:
         arrays["delay"] = np.zeros(num_rows**2)
         for link in used:
             arrays["delay"][link] = links.delay(*order.ends(link))
@@ -77,7 +77,7 @@ def passed(order: Order, links: Links | LinkConditions | Lines, costs: Costs, li
     return Passed(True, links.base, None, arrays)
 
 
-def _is_plain(links: LinkConditions, used: Sequence[tuple[int, int]]) -> bool:
+def _is_plain(links: Links, used: Sequence[tuple[int, int]]) -> bool:
     """Whether nothing is drawn by lots, only latencies change over time, and no two directions share a queue."""
     for ends in used:
         condition = links.named(*ends)[1]

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine import memory
 from penstock.schedule import Schedule, count_versions
@@ -88,7 +88,7 @@ def footprint(
     costs: Costs,
     zero: bool = True,
     masters: bool = False,
-    links: Links | LinkConditions | None = None,
+    links: Links | None = None,
     dispatch: Dispatch | str = "frozen",
 ) -> Footprint:
     """What each rank holds at most while `schedule` runs over `costs`.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost import CostError, Costs, Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
 from penstock.dispatch import Dispatch
@@ -79,7 +79,7 @@ def simulate_mesh(
     costs: Costs,
     mesh: Mesh,
     *,
-    links: Links | LinkConditions | None = None,
+    links: Links | None = None,
     ring: Ring | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
@@ -99,7 +99,7 @@ def simulate_mesh(
         CostError: as `simulate`; a link that names a node which is not there; several replicas and no bytes.
     """
     schedule = remove_communication(schedule)
-    conditions = LinkConditions.of(links)
+    conditions = Links.of(links)
     require_mesh(schedule, costs, mesh, conditions)
     replicas = tuple(
         simulate(
@@ -125,7 +125,7 @@ def simulate_mesh(
     return MeshTimeline(mesh, replicas, reductions, iteration)
 
 
-def require_mesh(schedule: Schedule, costs: Costs, mesh: Mesh, conditions: LinkConditions) -> None:
+def require_mesh(schedule: Schedule, costs: Costs, mesh: Mesh, conditions: Links) -> None:
     """Raises what `simulate_mesh` says of a schedule or costs that do not go with a mesh."""
     if schedule.num_ranks != mesh.pp:
         raise ScheduleError(
@@ -178,7 +178,7 @@ def after_pipelines(
     ends: Sequence[Sequence[float]],
     costs: Costs,
     mesh: Mesh,
-    conditions: LinkConditions,
+    conditions: Links,
     ring: Ring,
     ring_ms: Callable[[int, float, float], float] | None = None,
 ) -> tuple[tuple[TimedReduction, ...], float]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, LinkConditions, Links
-from penstock.cost.conditions import Lines
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import OpGraph
@@ -120,7 +120,7 @@ class Runner:
     def run(
         self,
         order: Order,
-        links: Links | LinkConditions | Lines,
+        links: Links | Lines,
         *,
         dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
         transport: Transport,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 
-from penstock.cost import CostError, Costs, LinkConditions, Links
-from penstock.cost.conditions import Lines
+from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
+from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.send_recv import remove_communication
@@ -29,7 +29,7 @@ def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    links: Links | LinkConditions | Lines | None = None,
+    links: Links | Lines | None = None,
     dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
     max_held: float | Sequence[float] | None = None,
@@ -64,13 +64,11 @@ def simulate(
     """
     schedule = remove_communication(schedule)
     costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
-    links = Links() if links is None else links
+    through_lines = links if isinstance(links, Lines) else Links.of(links)
     require_costs(costs)
-    if not isinstance(links, Links | LinkConditions | Lines):
-        raise CostError(f"links are {type(links).__name__}: give ps.Links, like ps.Links({{(0, 1): 20.0}})")
     if costs.num_stages != schedule.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
-    (links.conditions if isinstance(links, Lines) else links).check_ranks(schedule.num_ranks)
+    (through_lines.links if isinstance(through_lines, Lines) else through_lines).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
     order = runner.lowered(schedule)
@@ -84,11 +82,11 @@ def simulate(
     through = as_transport(transport)
     considered: tuple[tuple[str, float], ...] = ()
     if policy is None:
-        choice = choose(runner, order, links, through, caps or (), links_at=links_at)
+        choice = choose(runner, order, through_lines, through, caps or (), links_at=links_at)
         policy, considered = choice.policy, tuple(choice.means.items())
     ran = runner.run(
         order,
-        links,
+        through_lines,
         dispatch=policy,
         transport=through,
         caps=caps,

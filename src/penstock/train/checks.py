@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import CostError, LinkConditions
+from penstock.cost import CostError, Links
 from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, ScheduleError, check
@@ -44,12 +44,12 @@ def check_choices(settings: Any, choices: Mapping[str, Sequence[str]]) -> None:
             raise SettingsError(f"no {name} {value!r}; choose {head} or {words[-1]}")
 
 
-def read_links(text: str | None, ranks: int) -> LinkConditions | None:
+def read_links(text: str | None, ranks: int) -> Links | None:
     """The conditions to inject. Raises SettingsError for those that make no sense."""
     if text is None:
         return None
     try:
-        conditions = LinkConditions.parse(text)
+        conditions = Links.parse(text)
         conditions.check_ranks(ranks)
     except (CostError, ValueError) as error:
         raise SettingsError(f"--link: {error}") from None

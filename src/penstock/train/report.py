@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import Costs, LinkConditions
+from penstock.cost import Costs, Links
 from penstock.simulation import Blocking, Decoupled, Timeline, simulate
 from penstock.train.quality import Quality
 from penstock.train.steered import Steered
@@ -145,7 +145,7 @@ class Report:
 
 
 def timing_report(
-    measured: Timeline, costs: Costs, links: LinkConditions | None = None, transport: Decoupled | Blocking | str = ""
+    measured: Timeline, costs: Costs, links: Links | None = None, transport: Decoupled | Blocking | str = ""
 ) -> tuple[TimingReport, Timeline]:
     """Simulates what was measured, with the costs read off the run and the conditions injected into it."""
     simulated = simulate(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from penstock.cost import LinkConditions
+from penstock.cost import Links
 from penstock.schedule import Schedule
 from penstock.train.asynchronous import check_updates
 from penstock.train.checks import SettingsError, check_known, read_links, read_schedule
@@ -32,7 +32,7 @@ class RunSettings:
     drain_every: int | None
     zero: str
 
-    def link_conditions(self) -> LinkConditions | None:
+    def link_conditions(self) -> Links | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""
         return read_links(self.link, self.ranks)
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from penstock.cost.conditions import LinkCondition, LinkConditions
+from penstock.cost.conditions import LinkCondition
 from penstock.cost.costs import Costs
 from penstock.cost.cut import partition
 from penstock.cost.errors import CostError
+from penstock.cost.links import Links
 from penstock.cost.over_time import Constant
 from penstock.cost.presets.accelerator import A800, A800_HEADS_OF_50, DEVICES, H800, Accelerator
 from penstock.cost.presets.bert import BERTShape
@@ -127,9 +128,9 @@ class CostPreset:
             optimizer_bytes=[OPTIMIZER_BYTES * count for count in parameters],
         )
 
-    def links(self) -> LinkConditions:
+    def links(self) -> Links:
         """All links as fast as the device's."""
-        return LinkConditions(default=LinkCondition(bandwidth=Constant(self.device.link_gb * 1e9)))
+        return Links(default=LinkCondition(bandwidth=Constant(self.device.link_gb * 1e9)))
 
     def state_bytes(self, num_stages: int | None = None) -> list[float]:
         """What weights, gradients and the optimizer's state take on each device of a stage, one copy of it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.control import Configuration
-from penstock.cost import CostError, Costs, LinkConditions, Links
+from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.runtime.adapt import Steering
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
@@ -53,7 +53,7 @@ class Emulation:
     simulated: tuple[Timeline, ...]
     calibrated: tuple[Timeline, ...]
     own_latency: float
-    conditions: LinkConditions
+    conditions: Links
     starts: tuple[float, ...]
     late: Lateness
     stretch: float
@@ -87,7 +87,7 @@ def emulate(
     schedule: Schedule,
     costs: Costs,
     *,
-    links: Links | LinkConditions | None = None,
+    links: Links | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     max_held: float | Sequence[float] | None = None,
     num_steps: int = 1,
@@ -147,7 +147,7 @@ def emulate(
     )
 
 
-def _own_latency(timelines: Sequence[Timeline], conditions: LinkConditions) -> float:
+def _own_latency(timelines: Sequence[Timeline], conditions: Links) -> float:
     """The median time from an op's end to the start of the op that stood waiting for its message."""
     found = []
     for timeline in timelines:

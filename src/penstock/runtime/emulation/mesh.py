@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
-from penstock.cost import Costs, LinkCondition, LinkConditions, Links, Mesh, Ring
+from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
 from penstock.runtime.emulation.plan import EmulatedPlan, plan_of
 from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks
@@ -126,13 +126,13 @@ class EmulatedMesh:
         costs: Costs,
         mesh: Mesh,
         *,
-        links: Links | LinkConditions | None = None,
+        links: Links | None = None,
         ring: Ring | None = None,
         stretch: float = 1.0,
         depth: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self.link_conditions, self._ring = LinkConditions.of(links), ring or Ring()
+        self.link_conditions, self._ring = Links.of(links), ring or Ring()
         self._costs, self._stretch, self._timeout, self._depth = costs, stretch, timeout, depth
         self._choice = TransportChoice() if depth is None else TransportChoice("direct", depth)
         self._replicas: list[ThreadRanks] = []
@@ -243,7 +243,7 @@ class EmulatedMesh:
         around: dict[tuple[int, int], LinkCondition] = {
             (member, (member + 1) % self.mesh.dp): link for member, link in enumerate(links) if link is not None
         }
-        conditions = Conditions(LinkConditions(around, base=self.link_conditions.base), self._stretch)
+        conditions = Conditions(Links(around, base=self.link_conditions.base), self._stretch)
         return EmulatedRing(self._ring, conditions, self.mesh.dp, self._timeout)
 
     def _rings_and_update(

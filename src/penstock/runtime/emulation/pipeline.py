@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.control import Configuration
-from penstock.cost import CostError, Costs, LinkConditions, Links
-from penstock.cost.conditions import Lines
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import Steering, steer
 from penstock.runtime.compatibility import require_steerable
@@ -84,7 +84,7 @@ class EmulatedPipeline:
         schedule: Schedule,
         costs: Costs,
         *,
-        links: Links | LinkConditions | None = None,
+        links: Links | None = None,
         dispatch: Dispatch | str = Dispatch.FROZEN,
         max_held: float | Sequence[float] | None = None,
         stretch: float = 1.0,
@@ -98,7 +98,7 @@ class EmulatedPipeline:
         schedule = remove_communication(schedule)
         check(schedule)
         require_steerable(schedule, steering)
-        conditions = LinkConditions.of(links)
+        conditions = Links.of(links)
         conditions.check_ranks(schedule.num_ranks)
         if costs.num_stages != schedule.num_stages:
             raise CostError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from penstock.control import Event
-from penstock.cost import Costs, LinkConditions
+from penstock.cost import Costs, Links
 from penstock.runtime.adapt import Agent, MeasuredStep, Offer, Readied
 from penstock.runtime.compatibility import require_runnable
 from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
@@ -41,7 +41,7 @@ class Emulated:
     """What stays the same over an emulated run."""
 
     costs: Costs
-    conditions: LinkConditions
+    conditions: Links
     stretch: float
     timeout: float
     choice: TransportChoice
@@ -210,7 +210,7 @@ class ProcessRanks:
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)
         self._tags = Tags.of(schedule)
-        nothing = Conditions(LinkConditions())
+        nothing = Conditions(Links())
         self._transport: Any = run.choice.make(
             peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
         )

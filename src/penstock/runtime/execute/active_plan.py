@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.control import Configuration
-from penstock.cost import Costs, LinkConditions
+from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import Steering
 from penstock.runtime.errors import RuntimeFailure
@@ -136,7 +136,7 @@ def dispatch_of(
     schedule: Schedule,
     costs: Costs | None,
     choice: TransportChoice,
-    links: LinkConditions | None = None,
+    links: Links | None = None,
     max_held: float | Sequence[float] | None = None,
 ) -> Dispatch:
     """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.cost.conditions import Lines, LinkConditions
+from penstock.cost.links import Lines, Links
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import Outgoing
@@ -41,7 +41,7 @@ class Conditions:
         origin: when the conditions' time starts, in nanoseconds of the monotonic clock; now where not given.
     """
 
-    def __init__(self, conditions: LinkConditions, stretch: float = 1.0, origin: int | None = None) -> None:
+    def __init__(self, conditions: Links, stretch: float = 1.0, origin: int | None = None) -> None:
         self._lines = Lines(conditions)
         self._takes_up = threading.Lock()  # half-duplex queues have senders in two threads
         self._stretch = stretch * 1e6
@@ -49,7 +49,7 @@ class Conditions:
 
     def require_own_queues(self) -> None:
         """Raises RuntimeFailure where both directions of a link share a queue."""
-        shared = [f"{a}:{b}" for (a, b), each in self._lines.conditions.conditions.items() if each.half_duplex]
+        shared = [f"{a}:{b}" for (a, b), each in self._lines.links.conditions.items() if each.half_duplex]
         if shared:
             raise RuntimeFailure(
                 f"link {shared[0]} is half-duplex: both directions share a queue, which the processes at its ends "
@@ -58,7 +58,7 @@ class Conditions:
 
     def hold(self, source: int, target: int) -> bool:
         """Whether there is a condition from one rank to another at all."""
-        return self._lines.conditions.named(source, target)[1] is not None
+        return self._lines.links.named(source, target)[1] is not None
 
     def due(self, source: int, target: int, num_bytes: float, sent: int | None = None) -> int:
         """When a message sent at `sent`, or now, is to arrive, in nanoseconds of the monotonic clock. Takes it up."""

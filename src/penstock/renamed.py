@@ -1,0 +1,21 @@
+"""Names that version 0.2 gave up at the top level, each with what to write instead."""
+
+from __future__ import annotations
+
+import sys
+
+NAMES: dict[str, str] = {
+    "LinkCondition": "ps.Links, whose links take texts: ps.Links({(0, 1): 'latency:30ms+loss:1%'}), or "
+    "penstock.cost.LinkCondition",
+    "LinkConditions": "ps.Links, which reads conditions too: ps.Links.parse('0:1=latency:30ms+loss:1%')",
+}
+
+
+def missing(name: str, known: list[str]) -> Exception:
+    """What `penstock.NAME` and `from penstock import NAME` raise where there is no such name (any more)."""
+    if name not in NAMES:
+        return AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(known)}")
+    message = f"ps.{name} is gone since 0.2; use {NAMES[name]}"
+    # `from penstock import NAME` replaces an AttributeError by one that says less. It asks by importlib first.
+    importing = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+    return ImportError(message, name=f"penstock.{name}") if importing else AttributeError(message)
