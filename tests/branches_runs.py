@@ -36,14 +36,14 @@ class Plain(nn.Module):
         return self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
-GRAPHS: dict[str, ps.StageGraph] = {
-    "a fork that joins": ps.StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3))),
-    "two towers": ps.StageGraph(5, ((0, 1), (2, 3), (1, 4), (3, 4))),
-    "a skip": ps.StageGraph(4, ((0, 1), (1, 2), (0, 3), (2, 3))),
-    "smaller microbatches in one tower": ps.StageGraph(
+GRAPHS: dict[str, ps.schedule.StageGraph] = {
+    "a fork that joins": ps.schedule.StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3))),
+    "two towers": ps.schedule.StageGraph(5, ((0, 1), (2, 3), (1, 4), (3, 4))),
+    "a skip": ps.schedule.StageGraph(4, ((0, 1), (1, 2), (0, 3), (2, 3))),
+    "smaller microbatches in one tower": ps.schedule.StageGraph(
         5, ((0, 1), (2, 3), (1, 4), (3, 4)), num_microbatches=(8, 8, 4, 4, 4)
     ),
-    "a large loss": ps.StageGraph(5, ((0, 1), (2, 3), (1, 4), (3, 4)), num_microbatches=(8, 8, 8, 8, 2)),
+    "a large loss": ps.schedule.StageGraph(5, ((0, 1), (2, 3), (1, 4), (3, 4)), num_microbatches=(8, 8, 8, 8, 2)),
 }
 EVEN = [name for name, graph in GRAPHS.items() if not graph.num_microbatches]
 NUM = 8

@@ -528,7 +528,7 @@ def called(model: Any, value: Any, seed: int | None) -> Any:
         return model(value)
 
 
-def compare(call: ps.OpCall) -> None:
+def compare(call: ps.runtime.OpCall) -> None:
     """What a gather does: a loss of all that both branches ended in."""
     call.add_loss(apart(call.gather()))
 

@@ -74,7 +74,7 @@ def of_towers(values: dict[tuple[int, int], Tensor]) -> tuple[Tensor, Tensor]:
     return image, text
 
 
-def compare(call: ps.OpCall) -> None:
+def compare(call: ps.runtime.OpCall) -> None:
     """A gather whose ranks all work out the loss."""
     assert call.ranks == (1, 3)
     assert {m // EVERY for m in call.microbatches} == {call.index}
@@ -87,11 +87,11 @@ class Apart:
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}
 
-    def gather(self, call: ps.OpCall) -> Any:
+    def gather(self, call: ps.runtime.OpCall) -> Any:
         self.found[call.index] = gathering = call.gathering()
         return gathering
 
-    def lose(self, call: ps.OpCall) -> None:
+    def lose(self, call: ps.runtime.OpCall) -> None:
         assert call.ranks == (call.rank,)
         assert len(call.outputs) == EVERY
         call.add_loss(contrast(*of_towers(self.found[call.index].result)))

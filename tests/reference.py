@@ -31,7 +31,7 @@ def pipeline_of(schedule: ps.Schedule, kind: str, number: int) -> int:
     return number % schedule.placement.num_pipelines if kind == "U" else 0
 
 
-def registered_of(schedule: ps.Schedule) -> dict[tuple[str, int], ps.Registered]:
+def registered_of(schedule: ps.Schedule) -> dict[tuple[str, int], ps.schedule.Registered]:
     graph = schedule.stage_graph
     return {} if graph is None else {(r.kind, r.stage): r for r in graph.registered}
 

@@ -14,14 +14,16 @@ from penstock.schedule.dependencies import predecessors
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 
 
-def program(*ops: ps.NewOp, split: bool = False, each: int = 1, stages: ps.StageGraph | None = None) -> ps.Program:
+def program(
+    *ops: ps.NewOp, split: bool = False, each: int = 1, stages: ps.schedule.StageGraph | None = None
+) -> ps.Program:
     """Over four ranks with `each` stages, eight microbatches."""
     place = ps.placements.circular(NUM_RANKS, NUM_RANKS * each)
     return ps.Program(place, NUM_MICROBATCHES, ps.Rules("backward-first"), split=split, ops=ops, stages=stages)
 
 
-def chain(*needs: ps.Needs) -> ps.StageGraph:
-    return ps.StageGraph(NUM_RANKS, tuple((s, s + 1) for s in range(NUM_RANKS - 1)), needs=needs)
+def chain(*needs: ps.schedule.Needs) -> ps.schedule.StageGraph:
+    return ps.schedule.StageGraph(NUM_RANKS, tuple((s, s + 1) for s in range(NUM_RANKS - 1)), needs=needs)
 
 
 CASES: dict[str, Callable[[], ps.Program]] = {
@@ -44,10 +46,10 @@ CASES: dict[str, Callable[[], ps.Program]] = {
     ),
     "needs besides the chain's, and twice": lambda: program(
         stages=chain(
-            ps.Needs(("F", 0), ("F", 1)),
-            ps.Needs(("B", 1), ("B", 0)),
-            ps.Needs(("F", 3), ("B", 0), 4, 4),
-            ps.Needs(("F", 3), ("B", 0), 4, 4),
+            ps.schedule.Needs(("F", 0), ("F", 1)),
+            ps.schedule.Needs(("B", 1), ("B", 0)),
+            ps.schedule.Needs(("F", 3), ("B", 0), 4, 4),
+            ps.schedule.Needs(("F", 3), ("B", 0), 4, 4),
         ),
     ),
     "two stages a rank": lambda: program(

@@ -16,12 +16,12 @@ import penstock as ps
 WIDTH, TOKENS = 8, 12
 
 
-def grid(num_parts: int, num_slices: int) -> ps.StageGraph:
+def grid(num_parts: int, num_slices: int) -> ps.schedule.StageGraph:
     """Each slice comes after itself in the part before, and after the slice before in its own part."""
     stages = range(num_parts * num_slices)
     down = [(s, s + num_slices) for s in stages if s + num_slices in stages]
     along = [(s, s + 1) for s in stages if (s + 1) % num_slices]
-    return ps.StageGraph(len(stages), tuple(sorted(down + along)))
+    return ps.schedule.StageGraph(len(stages), tuple(sorted(down + along)))
 
 
 def sliced(num_parts: int, num_slices: int, num_microbatches: int, split: bool = False) -> ps.Program:
@@ -30,7 +30,7 @@ def sliced(num_parts: int, num_slices: int, num_microbatches: int, split: bool =
     cap = [(num_parts - part + 1) * num_slices - 1 for part in range(num_parts)]
     each = 1 / num_slices
     costs = ps.Costs.uniform(placement.num_stages, each, each, each, activation=each)
-    rules = ps.Rules(max_in_flight=cap, forward=ps.by_microbatch())
+    rules = ps.Rules(max_in_flight=cap, forward=ps.program.by_microbatch())
     stages = grid(num_parts, num_slices)
     return ps.Program(placement, num_microbatches, rules, split, costs, stages=stages, name="seq1f1b")
 

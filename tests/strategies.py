@@ -21,7 +21,7 @@ RUN_TOGETHER = ("distmm", "mllm")
 @st.composite
 def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 10) -> ps.Schedule:
     """A valid schedule of small size, of any library kind in which each op is one rank's."""
-    name = draw(st.sampled_from([name for name in ps.SCHEDULES if name not in RUN_TOGETHER]))
+    name = draw(st.sampled_from([name for name in ps.library.SCHEDULES if name not in RUN_TOGETHER]))
     p = draw(st.integers(1, max_ranks))
     n = draw(st.integers(1, max_microbatches))
     options: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def any_schedules(draw: st.DrawFn) -> ps.Schedule:
         st.sets(st.tuples(st.sampled_from("FB"), st.integers(0, num_stages - 1), st.integers(0, len(pipelines) - 1)))
     ):
         own = schedule.microbatches_of(kind, stage, pipeline)
-        orders.append(ps.MicrobatchOrder(kind, stage, tuple(draw(st.permutations(own))), pipeline))
+        orders.append(ps.schedule.MicrobatchOrder(kind, stage, tuple(draw(st.permutations(own))), pipeline))
     return replace(schedule, microbatch_orders=tuple(orders))
 
 

@@ -200,7 +200,7 @@ def unlike_the_loop(
     for number, (x, y) in enumerate(batches(num, num_steps)):
         loop.step(list(x.split(2)), list(y.split(2)))
         pipe.step(x, y)
-        if (counted := pipe.mismatch()) != ps.count_mismatch(schedule):
+        if (counted := pipe.mismatch()) != ps.schedule.count_mismatch(schedule):
             found.append(f"step {number}: mismatch {counted}")
         for name, parameter in pipe.named_parameters():
             if not torch.equal(parameter, loop.versions[name][-1]):

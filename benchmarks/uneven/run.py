@@ -70,11 +70,13 @@ def measured(schedule: ps.Schedule, factors: Sequence[float]) -> dict[str, float
     ]
     held = Runner(by_size).order(schedule).peaks
     found = {
-        "rules": ps.order_microbatches(schedule, by_count, compile=True),
-        "moves": ps.order_microbatches(schedule, by_count, compile=True, time_limit=MOVES_S),
-        "size, own: rules": ps.order_microbatches(schedule, by_size, compile=True),
-        "size: rules": ps.order_microbatches(schedule, by_size, compile=True, max_held=max(held)),
-        "size: moves": ps.order_microbatches(schedule, by_size, compile=True, max_held=max(held), time_limit=MOVES_S),
+        "rules": ps.planning.order_microbatches(schedule, by_count, compile=True),
+        "moves": ps.planning.order_microbatches(schedule, by_count, compile=True, time_limit=MOVES_S),
+        "size, own: rules": ps.planning.order_microbatches(schedule, by_size, compile=True),
+        "size: rules": ps.planning.order_microbatches(schedule, by_size, compile=True, max_held=max(held)),
+        "size: moves": ps.planning.order_microbatches(
+            schedule, by_size, compile=True, max_held=max(held), time_limit=MOVES_S
+        ),
     }
     ways = {"arrival": found["rules"].arrival, "dispatch": min(runs)}
     ways |= {way: each.makespan for way, each in found.items()}
@@ -92,7 +94,7 @@ def under_errors(schedule: ps.Schedule, factors: Sequence[float], seed: int) -> 
     error = np.random.default_rng([seed, 99]).lognormal(0, ERROR, len(factors))
     even = costs_of(schedule)
     predicted, real = (replace(even, uneven=list(each)) for each in (np.array(factors) * error, factors))
-    planned = ps.order_microbatches(schedule, predicted, noise=NOISE, compile=True)
+    planned = ps.planning.order_microbatches(schedule, predicted, noise=NOISE, compile=True)
     runner = Runner(real, compile=True)
     times = [
         runner.run(
@@ -123,7 +125,7 @@ def timed() -> dict[str, Any]:
         took = []
         for seed in range(NUM_DRAWS + 1):
             costs = replace(costs_of(schedule), uneven=drawn(0.6, 4 * num_ranks, seed))
-            took.append(1e3 * ps.order_microbatches(schedule, costs, compile=True).seconds)
+            took.append(1e3 * ps.planning.order_microbatches(schedule, costs, compile=True).seconds)
         found[f"{name}, {num_ranks} ranks"] = {"median": round(median(took[1:]), 2), "most": round(max(took[1:]), 2)}
     return {"cases": [], "ms": found}
 

@@ -177,7 +177,7 @@ class Passes:
             return ps.build(method.schedule, NUM_STAGES, self._window)
         if method.rule is not None:
             found = ps.build(method.schedule, NUM_STAGES, num, window=self._window)
-            return replace(found, updates=ps.Updates(self._window, rule=method.rule))
+            return replace(found, updates=ps.schedule.Updates(self._window, rule=method.rule))
         return ps.build(method.schedule, NUM_STAGES, num, window=self._window, **method.options)
 
     def train(self, batches: range) -> list[float]:

@@ -48,7 +48,7 @@ def setups() -> list[Setup]:
     return [Setup(model, num_ranks, batch) for model in MODELS for num_ranks, batch in DEPTHS.items()]
 
 
-def held(trial: Trial, zero: bool = True) -> ps.Footprint:
+def held(trial: Trial, zero: bool = True) -> ps.simulation.Footprint:
     """What each rank holds in a trial."""
     parameters = [weights / 2 for weights in trial.costs.weight_bytes]
     costs = replace(trial.costs, optimizer_bytes=[STEPPED_BYTES * count for count in parameters])

@@ -90,13 +90,13 @@ def trial_of(method: str, setup: Setup, zero: bool = True) -> Trial:
 
 def _drained(method: str, setup: Setup, zero: bool) -> Trial:
     schedule = ps.build(method, setup.num_ranks, setup.window)
-    schedule = ps.with_updates(schedule, setup.window)
+    schedule = ps.schedule.with_updates(schedule, setup.window)
     return _of(method, setup, schedule, setup.costs(schedule.num_stages))
 
 
 def _chimera(method: str, setup: Setup, zero: bool) -> Trial:
     """Two copies: the owner steps and sends parameters, as AMDP's does."""
-    schedule = ps.repeat_windows(ps.build(method, setup.num_ranks, setup.window), 1)
+    schedule = ps.passes.repeat_windows(ps.build(method, setup.num_ranks, setup.window), 1)
     return _of(method, setup, schedule, setup.costs(copies=2, zero=zero))
 
 

@@ -3,7 +3,8 @@
     python experiments/amdp/mismatch.py              a few minutes
 
 d ranks, an update gathers n microbatches. Numbers are the share of the time that ranks are busy amid many updates;
-no schedule here stops all ranks at an update: a stage goes on when its own is done (`ps.repeat_windows`). Costs:
+no schedule here stops all ranks at an update: a stage goes on when its own is done
+(`ps.passes.repeat_windows`). Costs:
 
     even            F = I = W on all stages, B = I + W
     I over W        F 1, I 1.2, W 0.8: the attention's scores have no weights
@@ -194,7 +195,7 @@ def states(schedule: ps.Schedule, costs: ps.Costs) -> list[float]:
 
     As `ps.footprint` has it, which also simulates the messages under way: they are left out here.
     """
-    versions, buffers = ps.count_versions(schedule), count_buffers(schedule)
+    versions, buffers = ps.schedule.count_versions(schedule), count_buffers(schedule)
     found = [0.0] * schedule.num_ranks
     for pipeline, ranks in enumerate(schedule.placement.pipelines):
         for stage, rank in enumerate(ranks):
@@ -265,7 +266,7 @@ def planned(cell: Cell, memory: float, seconds: float) -> Iterator[Row]:
 def _each_way(cell: Cell, name: str, window: ps.Schedule, costs: ps.Costs, memory: float) -> Iterator[Row]:
     """By the order given, and by readiness under all the memory, or under its own peaks where these are higher."""
     kind = {"kind": "split" if window.splits_backward() else "whole"}
-    timed = Timed(cell, name, ps.repeat_windows(window, cell.num_windows(STEADY)))
+    timed = Timed(cell, name, ps.passes.repeat_windows(window, cell.num_windows(STEADY)))
     yield timed.row() | kind
     room = _room(window, costs, memory)
     yield timed.row("dynamic", [max(pair) for pair in zip(room, timed.own_peaks, strict=True)]) | kind

@@ -1,8 +1,8 @@
 """The best there is without mismatch: synchronous schedules window after window, no barrier between them.
 
-A stage goes on with the next window as soon as its own update is done (`ps.repeat_windows`). Of those of the library,
-frozen in their own order or in the one that dynamic dispatch takes, the fastest by simulation; ranks may hold as many
-activations as AMDP's fullest does.
+A stage goes on with the next window as soon as its own update is done (`ps.passes.repeat_windows`). Of those of the
+library, frozen in their own order or in the one that dynamic dispatch takes, the fastest by simulation; ranks may
+hold as many activations as AMDP's fullest does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _orders(setup: Setup, within: float) -> Iterator[Trial]:
             one = ps.build(name, setup.num_ranks, setup.window, **options)
         except ps.ScheduleError:  # not for so few microbatches
             continue
-        schedule = ps.repeat_windows(one, num_windows(setup.window, setup.num_ranks))
+        schedule = ps.passes.repeat_windows(one, num_windows(setup.window, setup.num_ranks))
         costs = setup.costs(schedule.num_stages, schedule.placement.num_pipelines)
         for dispatch in ("frozen", "dynamic"):
             timeline = ps.simulate(schedule, costs, links=setup.links, dispatch=dispatch)

@@ -145,8 +145,8 @@ def rows(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[Row]:
                 "gradients": max(rank.gradients for rank in held),
                 "activations": max(activations),
                 "least_activations": min(activations),
-                "mismatch": max(ps.count_mismatch(schedule).values()),
-                "versions": max(ps.count_versions(schedule).values()),
+                "mismatch": max(ps.schedule.count_mismatch(schedule).values()),
+                "versions": max(ps.schedule.count_versions(schedule).values()),
                 **{f"paper_{column}": getattr(method, column)(d, n) for column in COLUMNS},
                 **{f"right_{column}": formula(d, n) for column, formula in method.right.items()},
             }

@@ -58,7 +58,7 @@ class Grid:
         pairs = list(product(depths, depths))
         limits: list[float | None] = [None]
         if self.wider:
-            pairs += [(pick(), pick()) for pick in (ps.earliest_first, ps.by_microbatch)]
+            pairs += [(pick(), pick()) for pick in (ps.program.earliest_first, ps.program.by_microbatch)]
             a_rank = placement.num_pipelines * (placement.num_stages - 2) / num_ranks
             limits += [a_rank * most for k in (2, 3, 4, 6) if (most := num_ranks * k / 2) < num_microbatches]
         for kinds, (forward, backward), most in product(("backward-first", "interleaved"), pairs, limits):

@@ -110,7 +110,7 @@ def rank(folder: Path) -> None:
             stages, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, mesh=device_mesh, timeout=TIMEOUT
         )
 
-    placed = ps.Placed(make, ps.Mesh(pp=2, dp=2))
+    placed = ps.runtime.Placed(make, ps.Mesh(pp=2, dp=2))
     weights = 4.0 * 2 * (width * width + width)
     costs = ps.Costs.uniform(2, f=2.0, i=2.0, w=2.0)
     costs = ps.Costs(costs.f, costs.i, costs.w, gradient_bytes=[weights] * 2)
@@ -121,7 +121,7 @@ def rank(folder: Path) -> None:
         may_replan=False,
         least_delay=2.0,
     )
-    orchestrator = Orchestrator(job, placed.mesh, ring=ps.Ring(window=2e6))
+    orchestrator = Orchestrator(job, placed.mesh, ring=ps.cost.Ring(window=2e6))
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
     for step in range(order.steps):

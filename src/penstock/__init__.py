@@ -6,157 +6,79 @@
     ps.check(s)
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
-`ps.Pipeline` runs a schedule; it, `DelegateOptions`, `device_mesh`, `EmulatedMesh`, `EmulatedPipeline`, `emulate`,
-`OpCall`, `Placed`, `split`, `Split`, `Steering` and `StepResult` import torch, when they are first used.
+What planning, proving, drawing and running need lies here; the rest in the submodules (`ps.program`, `ps.passes`,
+`ps.runtime`, ...), which are imported when they are first used. `ps.Pipeline`, its options, `ps.emulate`, `ps.split`
+and `ps.StepResult` are the runtime's, and import torch then.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, Links, Mesh, Ring, Uneven, costs_preset
+from penstock.cost import CostError, Costs, Links, Mesh
 from penstock.formats import load, save
-from penstock.library import SCHEDULES, build
-from penstock.passes import repeat_windows
-from penstock.planning import Expected, Plan, order_microbatches, plan
-from penstock.program import (
-    Branch,
-    NewOp,
-    Program,
-    Rules,
-    Step,
-    Stepper,
-    View,
-    breadth_first,
-    by_microbatch,
-    depth_first,
-    earliest_first,
-    placements,
-)
+from penstock.library import build
+from penstock.planning import Plan, plan
+from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
 from penstock.renamed import missing
-from penstock.schedule import (
-    MicrobatchOrder,
-    Needs,
-    Op,
-    Placement,
-    Registered,
-    Schedule,
-    ScheduleError,
-    StageGraph,
-    Updates,
-    check,
-    count_mismatch,
-    count_versions,
-    declare_order,
-    parse,
-    with_updates,
-)
-from penstock.simulation import (
-    Blocking,
-    Decoupled,
-    Footprint,
-    MeshTimeline,
-    Timeline,
-    footprint,
-    simulate,
-    simulate_mesh,
-)
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
+from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
-    from penstock.runtime import (
-        DelegateOptions,
-        EmulatedMesh,
-        EmulatedPipeline,
-        OpCall,
-        Pipeline,
-        Placed,
-        Steering,
-        StepResult,
-        device_mesh,
-        emulate,
-    )
-    from penstock.runtime.stage.partitioning import Split, split
+    from penstock.runtime import DelegateOptions, Pipeline, RuntimeFailure, Steering, StepResult, emulate, split
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
-    "SCHEDULES",
     "Blocking",
     "Branch",
     "CostError",
     "Costs",
-    "Expected",
-    "Decoupled",
     "DelegateOptions",
-    "EmulatedMesh",
-    "EmulatedPipeline",
-    "Footprint",
     "Links",
     "Mesh",
-    "MeshTimeline",
-    "MicrobatchOrder",
-    "Needs",
     "NewOp",
     "Op",
-    "OpCall",
     "Pipeline",
-    "Placed",
     "Placement",
     "Plan",
     "Program",
-    "Registered",
-    "Ring",
     "Rules",
+    "RuntimeFailure",
     "Schedule",
     "ScheduleError",
-    "Split",
-    "StageGraph",
     "Steering",
-    "Step",
     "StepResult",
-    "Stepper",
     "Timeline",
-    "Uneven",
-    "Updates",
-    "View",
     "breadth_first",
     "build",
-    "by_microbatch",
     "check",
-    "costs_preset",
-    "count_mismatch",
-    "count_versions",
-    "declare_order",
     "depth_first",
-    "device_mesh",
-    "earliest_first",
     "emulate",
     "footprint",
     "load",
-    "order_microbatches",
     "parse",
     "placements",
     "plan",
-    "repeat_windows",
     "save",
     "simulate",
-    "simulate_mesh",
     "split",
-    "with_updates",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all that is not imported above is the runtime's
-        if name in ("Split", "split"):  # `runtime.split` is the split backward
-            import penstock.runtime.stage.partitioning
-
-            return getattr(penstock.runtime.stage.partitioning, name)
-        import penstock.runtime
-
-        return getattr(penstock.runtime, name)
+        return getattr(import_module("penstock.runtime"), name)
+    if name in _submodules():
+        return import_module(f"penstock.{name}")
     raise missing(name, __all__)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_submodules()})
+
+
+def _submodules() -> set[str]:
+    return {each.name for each in iter_modules(__path__) if not each.name.startswith("_")}

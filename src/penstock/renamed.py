@@ -10,6 +10,20 @@ NAMES: dict[str, str] = {
     "LinkConditions": "ps.Links, which reads conditions too: ps.Links.parse('0:1=latency:30ms+loss:1%')",
 }
 
+_MOVED = {
+    "cost": "Ring Uneven costs_preset",
+    "library": "SCHEDULES",
+    "passes": "repeat_windows",
+    "planning": "Expected order_microbatches",
+    "program": "Step Stepper View by_microbatch earliest_first",
+    "runtime": "EmulatedMesh EmulatedPipeline OpCall Placed Split device_mesh",
+    "schedule": "MicrobatchOrder Needs Registered StageGraph Updates count_mismatch count_versions declare_order "
+    "with_updates",
+    "simulation": "Decoupled Footprint MeshTimeline simulate_mesh",
+}
+"""Names that lie in a submodule now."""
+NAMES |= {name: f"ps.{module}.{name}" for module, names in _MOVED.items() for name in names.split()}
+
 
 def missing(name: str, known: list[str]) -> Exception:
     """What `penstock.NAME` and `from penstock import NAME` raise where there is no such name (any more)."""

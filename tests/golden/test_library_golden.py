@@ -38,16 +38,16 @@ SIZES: dict[str, list[tuple[int, int, dict]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_grid(name: str, golden: Callable[[str, str], None]) -> None:
     schedules = [ps.build(name, ranks, microbatches, **options) for ranks, microbatches, options in SIZES[name]]
     golden(f"library/{name}.txt", "\n\n".join(map(str, schedules)) + "\n")
 
 
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_the_docstring_draws_the_schedule(name: str) -> None:
     """What the drawing shows of each row is how the row begins, bubbles aside."""
-    function = ps.SCHEDULES[name]
+    function = ps.library.SCHEDULES[name]
     lines = [line.split("|", 1)[1] for line in str(function.__doc__).splitlines() if line.strip().startswith("rank ")]
     drawn = [[cell for cell in line.replace("...", "").split() if cell != "."] for line in lines]
     if name == "mllm":

@@ -70,7 +70,7 @@ def test_updates_and_several_pipelines_run_in_the_order_of_the_schedule() -> Non
 def through_lines(rank: int) -> bool:
     """The transport of NCCL, over gloo: a rank is at both ends of channels between the same stages."""
     schedule, costs = build("amdp")
-    with ps.EmulatedPipeline(schedule, costs, timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(schedule, costs, timeout=20) as pipe:
         ranks: Any = pipe._ranks
         assert isinstance(ranks.peers, GroupPeers)
         ranks._transport.close()

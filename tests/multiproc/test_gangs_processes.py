@@ -93,7 +93,7 @@ def hindered(rank: int, asynchronous: bool, stands_still: bool) -> None:
     program = runs.towers(asynchronous)
     functions = dict(program.callables)
 
-    def hinder(call: ps.OpCall) -> None:
+    def hinder(call: ps.runtime.OpCall) -> None:
         if not stands_still:
             raise ValueError("no gather here")
         time.sleep(3)

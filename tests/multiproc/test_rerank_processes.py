@@ -143,4 +143,4 @@ def test_what_cannot_be_moved_is_refused_everywhere_alike() -> None:
         assert "of the same model" in model or "build both from one model" in model
         assert "build fresh stages in `make`" in fresh
         assert "has 3 processes, torch.distributed has 2" in processes
-        assert "build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in order
+        assert "build the mesh with ps.runtime.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in order

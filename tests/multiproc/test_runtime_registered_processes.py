@@ -54,7 +54,7 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
     schedule = CASES[name]().build()
     called: list[ps.Op] = []
 
-    def function(call: ps.OpCall) -> None:
+    def function(call: ps.runtime.OpCall) -> None:
         called.append(call.op)
         meddle(call)
         time.sleep(0.002)
@@ -100,7 +100,7 @@ def test_as_the_plain_loop_and_in_place() -> None:
     assert [len(o.value) for o in outcomes] == [3 * len(CASES)] * NUM_RANKS
 
 
-def fails_at_the_second(call: ps.OpCall) -> None:
+def fails_at_the_second(call: ps.runtime.OpCall) -> None:
     if call.index == 1:
         raise ValueError("the disk is full")
 
@@ -129,7 +129,7 @@ def takes_too_long(rank: int, folder: Path) -> None:
     """In the second step ASK takes until rank 3 has given up."""
     calls = iter(("answers", "stands still"))
 
-    def ask(call: ps.OpCall) -> None:
+    def ask(call: ps.runtime.OpCall) -> None:
         if next(calls) == "stands still":
             appears(folder / "gave up")
 

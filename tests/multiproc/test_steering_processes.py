@@ -154,7 +154,7 @@ def emulated(rank: int, transport: str) -> list[Any]:
     costs = ps.Costs([4.0] * NUM_RANKS, [4.0] * NUM_RANKS, [4.0] * NUM_RANKS, message_bytes=[50_000] * NUM_RANKS)
     links = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
     found: list[Any] = []
-    with ps.EmulatedPipeline(
+    with ps.runtime.EmulatedPipeline(
         ps.build("zb", NUM_RANKS, 6), costs, links=links, transport=transport, steering=ps.Steering(), timeout=30
     ) as pipe:
         for _ in range(80):

@@ -40,8 +40,8 @@ def updates(rank: int) -> dict[str, list[str]]:
         "pipedream": run(ps.build("pipedream", 4, 8, window=1), runs.ADAM, "functions"),
         "pipedream-2bw": run(double, runs.ADAM, "functions"),
         "pipedream-2bw, over delegates": run(double, runs.ADAM, transport="delegate"),
-        "windows of chimera": run(ps.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM),
-        "windows of zb-v": run(ps.repeat_windows(ps.build("zb-v", 4, 8), 3), runs.ADAM, "functions"),
+        "windows of chimera": run(ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM),
+        "windows of zb-v": run(ps.passes.repeat_windows(ps.build("zb-v", 4, 8), 3), runs.ADAM, "functions"),
     }
 
 

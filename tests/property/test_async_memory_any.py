@@ -59,4 +59,4 @@ def test_no_rank_ever_holds_more_than_the_limit(data: st.DataObject) -> None:
 @given(st.data())
 def test_the_steps_build_the_same(data: st.DataObject) -> None:
     program = data.draw(offloading())
-    assert ps.Stepper(program).run() == program.build()
+    assert ps.program.Stepper(program).run() == program.build()

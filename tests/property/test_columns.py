@@ -47,7 +47,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         schedule = with_recompute(schedule)
     order = draw(st.sampled_from([None, None, "ascending", "reversed"]))
     if order is not None:
-        schedule = ps.declare_order(schedule, forward="ascending", backward=order)
+        schedule = ps.schedule.declare_order(schedule, forward="ascending", backward=order)
     return schedule
 
 

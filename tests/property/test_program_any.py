@@ -38,8 +38,10 @@ def any_placements(draw: st.DrawFn) -> ps.Placement:
 
 @st.composite
 def traversals(draw: st.DrawFn, strict: bool) -> Traversal:
-    pick = draw(st.sampled_from([ps.breadth_first, ps.depth_first, ps.earliest_first, ps.by_microbatch]))
-    if pick in (ps.earliest_first, ps.by_microbatch):
+    pick = draw(
+        st.sampled_from([ps.breadth_first, ps.depth_first, ps.program.earliest_first, ps.program.by_microbatch])
+    )
+    if pick in (ps.program.earliest_first, ps.program.by_microbatch):
         return pick(deepest_first=draw(st.booleans()))
     return pick(draw(st.none() | st.integers(1, 4)), strict=strict and draw(st.booleans()))
 
@@ -143,7 +145,7 @@ def holds(case: Case) -> None:
     assert plain.makespan == pytest.approx(timeline.makespan, rel=1e-9)
     assert max(timeline.peak_activations) <= case.memory * (1 + 1e-9)
 
-    stepped = ps.Stepper(program)
+    stepped = ps.program.Stepper(program)
     steps = list(stepped)
     assert stepped.schedule().order == schedule.order
     assert [step.time for step in steps] == sorted(step.time for step in steps)
@@ -183,7 +185,7 @@ def test_a_function_that_allows_everything_changes_nothing(case: Case) -> None:
     assert isinstance(rules, ps.Rules)
     asked: list[ps.Op] = []
 
-    def check(view: ps.View, op: ps.Op) -> bool:
+    def check(view: ps.program.View, op: ps.Op) -> bool:
         assert view.ready_since(op) <= view.time
         assert op in view.upcoming()
         assert not view.has_run(op)
@@ -247,6 +249,6 @@ def test_branches_with_registered_ops_come_out_and_go_round_through_text_and_jso
         assert listed.schedule("program").order == schedule.order
         timeline = ps.simulate(schedule, program.all_costs, links=program.links or ps.Links())
         assert listed.makespan == pytest.approx(timeline.makespan, rel=1e-9)
-    assert ps.Stepper(program).run().order == schedule.order
+    assert ps.program.Stepper(program).run().order == schedule.order
     assert ps.parse(str(schedule)) == schedule
     assert native.from_json(native.to_json(schedule)) == schedule

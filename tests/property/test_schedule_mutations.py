@@ -17,11 +17,11 @@ EACH = 300
 
 
 def test_every_library_schedule_is_edited() -> None:
-    assert set(BASES) == set(ps.SCHEDULES)
+    assert set(BASES) == set(ps.library.SCHEDULES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_edits_are_refused_by_name_or_run_to_their_end(name: str) -> None:
     rng = random.Random(name)
     ran = refused = 0

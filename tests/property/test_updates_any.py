@@ -40,7 +40,7 @@ def amdp_schedules(draw: st.DrawFn, mismatch: tuple[int, int] = (0, 1)) -> tuple
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(1, 10))
 def test_lemma_1_of_one_pipeline_that_updates_after_every_backward(d: int, num_microbatches: int, n: int) -> None:
     schedule = ps.build("pipedream", d, num_microbatches, window=1, in_flight=n)
-    found = ps.count_mismatch(schedule)
+    found = ps.schedule.count_mismatch(schedule)
     # The first microbatches meet fewer: no update came before theirs.
     assert found == {(i, 0, m): min(m, min(n, d - i) - 1) for i in range(d) for m in range(num_microbatches)}
     ps.check(schedule, max_mismatch=min(n, d) - 1)
@@ -53,7 +53,7 @@ def test_lemma_1_of_one_pipeline_that_updates_after_every_backward(d: int, num_m
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 8))
 def test_two_buffers_are_enough_where_a_window_is_no_shorter_than_the_pipeline(d: int, num: int, more: int) -> None:
     window = d + more
-    found = ps.count_mismatch(ps.build("pipedream-2bw", d, num, window=window))
+    found = ps.schedule.count_mismatch(ps.build("pipedream-2bw", d, num, window=window))
     for (i, _, m), between in found.items():
         # Those whose forward comes before the update of the window before theirs.
         assert between == (m >= window and m % window < d - 1 - i)
@@ -67,7 +67,7 @@ def test_amdp_keeps_lemma_1_with_any_times_and_windows(built: tuple[ps.Schedule,
     updates = schedule.updates
     assert updates is not None
     n = (updates.max_mismatch or 0) + 1
-    counted = ps.count_mismatch(schedule)
+    counted = ps.schedule.count_mismatch(schedule)
     assert counted == counted_again(schedule)
     for (stage, _, m), between in counted.items():
         assert between <= min(n, d - stage) - 1
@@ -95,7 +95,7 @@ def test_amdp_keeps_the_bound_it_is_given(built: tuple[ps.Schedule, int]) -> Non
     updates = schedule.updates
     assert updates is not None
     assert updates.max_mismatch is not None
-    for (_, _, m), between in ps.count_mismatch(schedule).items():
+    for (_, _, m), between in ps.schedule.count_mismatch(schedule).items():
         assert between <= updates.max_mismatch
         assert not between or m % updates.window < d * updates.max_mismatch
 
@@ -158,7 +158,7 @@ def test_check_and_a_second_account_agree_on_updates_out_of_place(
     row.insert(data.draw(st.integers(0, len(row))), op)
     rows = [*schedule.order[:rank], tuple(row), *schedule.order[rank + 1 :]]
     changed = replace(
-        schedule, order=tuple(rows), updates=ps.Updates(schedule.updates.window if schedule.updates else 1)
+        schedule, order=tuple(rows), updates=ps.schedule.Updates(schedule.updates.window if schedule.updates else 1)
     )
     refused = reference.refusal(changed)
     assert refused is None or refused.rule in ("order", "deadlock")

@@ -14,7 +14,7 @@ from penstock.library import ASYNCHRONOUS
 
 pytestmark = pytest.mark.unit
 
-SYNCHRONOUS = [name for name in ps.SCHEDULES if name not in ASYNCHRONOUS]
+SYNCHRONOUS = [name for name in ps.library.SCHEDULES if name not in ASYNCHRONOUS]
 ASSUMED = "F = I = W = 0.5 ms per stage, 1 ms for each rank's share of the model"
 
 
@@ -27,7 +27,7 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(run(capsys, *words, "--json"))
 
 
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_every_schedule_is_timed_over_the_same_model(name: str) -> None:
     # 4 ranks, 8 microbatches: F, I and W of a rank's share of the model take 1 ms each, however it is cut.
     assert ps.simulate(ps.build(name, 4, 8)).busy == pytest.approx([24.0] * 4)
@@ -53,7 +53,9 @@ def test_stages_of_a_third_keep_their_order(ranks: int, stages: int) -> None:
 
 
 def test_a_program_is_listed_over_what_it_is_simulated_with() -> None:
-    *_, last = ps.Stepper(program := ps.Program(ps.placements.v_shape(4), 8, ps.Rules(max_in_flight=8), split=True))
+    *_, last = ps.program.Stepper(
+        program := ps.Program(ps.placements.v_shape(4), 8, ps.Rules(max_in_flight=8), split=True)
+    )
     assert last.time <= ps.simulate(program.build()).makespan <= last.time + 0.5
 
 

@@ -136,7 +136,7 @@ def test_a_slow_link_to_the_host_costs_time_and_no_memory() -> None:
 
 def test_steps_are_those_of_the_build() -> None:
     program = offloading(ps.placements.v_shape(2), 6, 3, stages=(0, 3), share=0.5)
-    assert ps.Stepper(program).run() == program.build()
+    assert ps.program.Stepper(program).run() == program.build()
 
 
 def test_limits_that_no_schedule_can_say_are_refused() -> None:
@@ -156,7 +156,7 @@ def test_what_it_holds_is_a_number() -> None:
     with pytest.raises(
         ps.ScheduleError, match="kind OFFLOAD of stage 0 holds nan: give a number of stage activations"
     ):
-        ps.Registered("OFFLOAD", 0, 1, holds=float("nan"))
+        ps.schedule.Registered("OFFLOAD", 0, 1, holds=float("nan"))
 
 
 @pytest.mark.parametrize("kind", ["A2A", "H2D", "GATHER2", "E1", "LOSS_2"])
@@ -174,4 +174,4 @@ def test_kinds_may_have_digits(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["2A", "a2a", "AB", "F", "_A2", "A2_", ""])
 def test_other_names_are_refused(kind: str) -> None:
     with pytest.raises(ps.ScheduleError, match="give an upper-case letter or word"):
-        ps.Registered(kind, 0, 1)
+        ps.schedule.Registered(kind, 0, 1)

@@ -20,7 +20,7 @@ RUNS = runs.RUNS
 def test_the_mismatch_counted_is_the_one_proved(name: str) -> None:
     schedule = RUNS[name].build()
     _, losses, mismatch, _ = runs.trained(name, 8)
-    assert mismatch == ps.count_mismatch(schedule)
+    assert mismatch == ps.schedule.count_mismatch(schedule)
     assert schedule.updates is not None
     assert max(mismatch.values()) <= (schedule.updates.max_mismatch or 0)
     assert len(losses) >= 8
@@ -72,7 +72,7 @@ def test_split_backwards_keep_the_windows_apart(name: str) -> None:
     whole = {"zb-h1": "1f1b", "chimera": "chimera"}[name]
     found = []
     for each, options in ((whole, {}), (name, {} if name == "zb-h1" else {"backward": "split"})):
-        schedule = ps.repeat_windows(ps.build(each, 4, 8, **options), 3)
+        schedule = ps.passes.repeat_windows(ps.build(each, 4, 8, **options), 3)
         pipe = ps.Pipeline(runs.model_of(4), schedule, loss_fn=runs.MSE, optimizer=runs.ADAM)
         for step in range(2):
             pipe.step(*runs.batch_of(schedule.num_microbatches, step))

@@ -21,7 +21,7 @@ def test_split_backwards(name: str) -> None:
     assert not runs.wrong(name, split=True, exact=name in runs.EVEN)
 
 
-def pipeline(graph: ps.StageGraph, **options: object) -> ps.Pipeline:
+def pipeline(graph: ps.schedule.StageGraph, **options: object) -> ps.Pipeline:
     schedule = ps.Program(ps.placements.one_to_one(graph.num_stages), 8, stages=graph).build()
     stages = [runs.Joined() if len(sources) == 2 else runs.Plain() for sources in graph.sources]
     return ps.Pipeline(stages, schedule, loss_fn=runs.MSE, **options)
@@ -29,11 +29,11 @@ def pipeline(graph: ps.StageGraph, **options: object) -> ps.Pipeline:
 
 def test_a_branch_that_leads_nowhere_is_refused() -> None:
     with pytest.raises(RuntimeFailure, match="stages 1, 2 feed no other stage, and the loss is one stage's; lead"):
-        pipeline(ps.StageGraph(3, ((0, 1), (0, 2))))
+        pipeline(ps.schedule.StageGraph(3, ((0, 1), (0, 2))))
 
 
 def test_microbatches_that_do_not_match_are_refused() -> None:
-    graph = ps.StageGraph(3, ((0, 2), (1, 2)), num_microbatches=(8, 6, 6))
+    graph = ps.schedule.StageGraph(3, ((0, 2), (1, 2)), num_microbatches=(8, 6, 6))
     with pytest.raises(RuntimeFailure, match="stage 0 works on 8 microbatches and stage 2, which it feeds, on 6"):
         pipeline(graph)
 
@@ -68,7 +68,7 @@ def test_a_list_cannot_be_cut_again_for_the_loss() -> None:
 
 def test_towers_that_are_updated_in_the_order() -> None:
     """Updates as ops of a graph with branches, against the same windows one after the other."""
-    schedule = ps.repeat_windows(runs.schedule_of("two towers"), 2)
+    schedule = ps.passes.repeat_windows(runs.schedule_of("two towers"), 2)
     torch.manual_seed(0)
     pipes = [
         ps.Pipeline(runs.stages_of("two towers"), each, loss_fn=runs.MSE, optimizer=runs.ADAM)

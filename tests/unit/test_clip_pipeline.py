@@ -133,7 +133,7 @@ def samples(num: int) -> dict[str, Any]:
 
 def test_a_stage_with_more_microbatches_than_any_that_the_batch_goes_into() -> None:
     """Its split backwards looked for shapes of microbatches that no tower has."""
-    graph = ps.StageGraph(3, ((0, 2), (1, 2)), num_microbatches=(2, 2, 8))
+    graph = ps.schedule.StageGraph(3, ((0, 2), (1, 2)), num_microbatches=(2, 2, 8))
     built = ps.Program(ps.placements.one_to_one(3), 8, stages=graph, split=True).build()
     pipe = ps.Pipeline([Plain(), Plain(), Joined()], built, loss_fn=torch.nn.MSELoss())
     result = pipe.step({0: torch.randn(16, 6), 1: torch.randn(16, 6)}, torch.randn(16, 6), update=False)

@@ -110,8 +110,8 @@ def test_emulated_ops_and_messages_do_too() -> None:
 
 
 def test_lengths_scale_all_three_and_are_1_in_the_mean() -> None:
-    uneven = ps.Uneven.lengths([512, 1536])
-    assert uneven == ps.Uneven([0.5, 1.5], [0.5, 1.5], [0.5, 1.5])
+    uneven = ps.cost.Uneven.lengths([512, 1536])
+    assert uneven == ps.cost.Uneven([0.5, 1.5], [0.5, 1.5], [0.5, 1.5])
     costs = replace(COSTS, message_bytes=[8, 0], uneven=uneven)
     assert costs.duration("W", 1, 1) == 15
     assert costs.memory_change("F", 0, 0) == 0.5
@@ -162,7 +162,7 @@ def test_factors_that_make_no_sense(uneven: object, said: str) -> None:
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1, -2], "ab", [float("inf")]])
 def test_lengths_that_make_no_sense(lengths: list[float]) -> None:
     with pytest.raises(ps.CostError):
-        ps.Uneven.lengths(lengths)
+        ps.cost.Uneven.lengths(lengths)
 
 
 def test_files_hold_them() -> None:

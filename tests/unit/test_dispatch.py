@@ -97,7 +97,7 @@ def test_finished_and_held() -> None:
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 def test_a_log_replays_to_the_same_decisions(name: str, dispatch: Dispatch) -> None:
     schedule = ps.build(name, 2, 4)
     first = _drive(schedule, dispatch)

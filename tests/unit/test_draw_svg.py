@@ -23,7 +23,7 @@ def bars(root: ET.Element) -> list[ET.Element]:
     return [e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None]
 
 
-@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+@pytest.mark.parametrize("name", list(ps.library.SCHEDULES))
 def test_every_op_of_every_library_schedule_is_a_bar_with_a_tooltip(name: str) -> None:
     schedule = ps.build(name, 4, 8)
     root = ET.fromstring(to_svg(schedule))

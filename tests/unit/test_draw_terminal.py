@@ -19,7 +19,7 @@ def rows(text: str) -> list[str]:
     return [line for line in ESCAPE.sub("", text).splitlines() if line.startswith("rank")]
 
 
-@pytest.mark.parametrize("name", list(ps.SCHEDULES))
+@pytest.mark.parametrize("name", list(ps.library.SCHEDULES))
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("color", [True, False])
 def test_rows_stay_within_the_width(name: str, width: int, color: bool) -> None:

@@ -20,7 +20,7 @@ from penstock.runtime.transport.conditioned import Conditions
 pytestmark = pytest.mark.unit
 
 COSTS = ps.Costs([2, 2], [2, 2], [2, 2], other={"U": 1.0}, weight_bytes=[4e6, 6e6])
-RING = ps.Ring(1e6, num_chunks=2)
+RING = ps.cost.Ring(1e6, num_chunks=2)
 
 
 def configuration(name: str = "zb", dispatch: str = "frozen") -> Configuration:

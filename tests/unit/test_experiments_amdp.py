@@ -131,10 +131,11 @@ def test_a_steady_share_is_that_of_a_long_run(load: Any) -> None:
     module = load("mismatch")
     (cell,) = module.cells(module.COSTINGS[2:3], depths=(4,), per_rank=(2,))
     window = ps.build("1f1b", 4, 8)
-    short = module.Timed(cell, "1f1b", ps.repeat_windows(window, cell.num_windows(module.STEADY))).row()
+    short = module.Timed(cell, "1f1b", ps.passes.repeat_windows(window, cell.num_windows(module.STEADY))).row()
     costs = cell.costs(4)
     first, then = (
-        ps.simulate(ps.repeat_windows(window, num), costs, links=cell.costing.links).makespan for num in (10, 50)
+        ps.simulate(ps.passes.repeat_windows(window, num), costs, links=cell.costing.links).makespan
+        for num in (10, 50)
     )
     work = 8 * (sum(costs.f) + sum(costs.b))
     assert short["busy"] == pytest.approx(work * 40 / (4 * (then - first)))

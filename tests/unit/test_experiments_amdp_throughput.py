@@ -66,7 +66,7 @@ def test_steady_throughput_leaves_out_filling_and_draining(load: Any) -> None:
 
 def test_a_drained_step_counts_whole(load: Any) -> None:
     methods = load("methods")
-    schedule = ps.with_updates(ps.build("1f1b", 4, 8), 8)
+    schedule = ps.schedule.with_updates(ps.build("1f1b", 4, 8), 8)
     trial = methods.Trial("1f1b", schedule, ps.Costs.uniform(4, 1.0, 1.0, 1.0), ps.Links(), 8, 3000)
     assert trial.ktokens(methods.simulate(trial)) == pytest.approx(8 * 3000 / (8 * 3 + 3 * 3))
 

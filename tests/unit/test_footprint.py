@@ -126,7 +126,7 @@ rank 1 | 0F1 0F3 0F5 0B1 0B5 0B3 0F7 0B7 1F0 1F2 1B0 1B2 1U0 0U1 1F4 1B4 1F6 1B6
 
 
 def test_split_backwards_give_gradients_at_w() -> None:
-    schedule = ps.with_updates(ps.build("zb-h1", 2, 4), 2)
+    schedule = ps.schedule.with_updates(ps.build("zb-h1", 2, 4), 2)
     assert set(count_buffers(schedule).values()) == {1}
     costs = replace(uniform(2), freed_by_input=0.0)
     held = ps.footprint(schedule, costs)
@@ -134,7 +134,7 @@ def test_split_backwards_give_gradients_at_w() -> None:
 
 
 def test_messages_are_held_by_the_sender_until_they_arrive_and_then_by_the_receiver() -> None:
-    schedule = ps.with_updates(ps.build("gpipe", 2, 2), 2)
+    schedule = ps.schedule.with_updates(ps.build("gpipe", 2, 2), 2)
     costs = replace(uniform(2), message_bytes=[5.0, 0.0])
     there = ps.footprint(schedule, costs)
     # Rank 1 runs F0 on arrival, and keeps what it reads until the op's end; then F1 the same. F1's message comes as

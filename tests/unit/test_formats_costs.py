@@ -66,7 +66,7 @@ def test_written_costs_are_read_back() -> None:
     state = {"weight_bytes": [20, 22], "gradient_bytes": [40, 44], "optimizer_bytes": [120, 132]}
     other = {("U", 0): 2.5, ("U", 1): 3.5, "GATHER": 1.0}
     full = ps.Costs([1, 2], [1, 2], [1, 2], freed_by_input=0.25, kept_by_recompute=0.1, other=other, **rows, **state)
-    for costs in (ps.Costs.uniform(3), full, ps.costs_preset("amdp-gpt", 4), ps.costs_preset("gpt2-7b")):
+    for costs in (ps.Costs.uniform(3), full, ps.cost.costs_preset("amdp-gpt", 4), ps.cost.costs_preset("gpt2-7b")):
         read = costs_from_json(costs_to_json(costs), costs.num_stages)
         assert read == costs
         assert costs_to_json(read) == costs_to_json(costs)

@@ -25,7 +25,7 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 @pytest.mark.parametrize("ending", [".json", ".txt"])
 def test_files_give_back_what_was_saved(name: str, ending: str, tmp_path: Path) -> None:
     schedule = ps.build(name, 4, 8)

@@ -107,7 +107,7 @@ def test_all_ranks_begin_it_together_and_the_order_on_their_streams_is_proved() 
         ps.ScheduleError, match="GATHER1 of stage 0 comes before it, at step 2, but the order of GATHER"
     ):
         ps.check(crossed)
-    kinds = tuple(ps.Registered(kind, 0, 1, (0, 1), asynchronous=True) for kind in ("GATHER", "MERGE"))
+    kinds = tuple(ps.schedule.Registered(kind, 0, 1, (0, 1), asynchronous=True) for kind in ("GATHER", "MERGE"))
     rows = tuple(
         tuple(ps.Op("MERGE", 0, 0) if op == ps.Op("GATHER", 0, 1) else op for op in row) for row in crossed.order
     )
@@ -142,7 +142,7 @@ def test_any_of_them_is_listed_timed_proved_and_kept_alike(seed: int) -> None:
         listed = Lister(graph).list_by_rules(program.tables(graph))
         schedule = program.build()
         ps.check(schedule)
-        assert ps.Stepper(program).run().order == schedule.order
+        assert ps.program.Stepper(program).run().order == schedule.order
         for dispatch in ("frozen", "dynamic"):
             timeline = ps.simulate(schedule, program.all_costs, dispatch=dispatch)
             ps.check(timeline.executed())
@@ -313,7 +313,7 @@ def test_a_stage_of_several_ranks_runs_on_the_first_of_them_in_one_process(tied:
     assert plain[1] == shared[1]
 
 
-def lost(call: ps.OpCall) -> None:
+def lost(call: ps.runtime.OpCall) -> None:
     """An op that gives no loss."""
 
 
@@ -375,7 +375,7 @@ def test_what_cannot_be_is_refused() -> None:
             RuntimeFailure, match="run together, or that run beside others, and steering plans for ops"
         ):
             ps.emulate(schedule, Costs.uniform(4), steering=ps.Steering())
-    ends = ps.StageGraph(2, ())
+    ends = ps.schedule.StageGraph(2, ())
     schedule = ps.Program(ps.placements.one_to_one(2), 2, stages=ends).build()
     with pytest.raises(RuntimeFailure, match="stages 0, 1 feed no other stage, and the loss is one stage's"):
         ps.Pipeline([nn.Linear(2, 2) for _ in range(2)], schedule, loss_fn=nn.MSELoss())

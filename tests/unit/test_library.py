@@ -116,7 +116,7 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
     ("name", "options", "message"),
     [
         ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
-        ("qqq", {}, f"no schedule named 'qqq'; there are {', '.join(ps.SCHEDULES)}"),
+        ("qqq", {}, f"no schedule named 'qqq'; there are {', '.join(ps.library.SCHEDULES)}"),
         ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
         ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, memory_limit"),
         (
@@ -144,7 +144,7 @@ def test_wrong_options_say_what_was_given_and_the_rule(name: str, options: dict,
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("name", ps.SCHEDULES)
+@pytest.mark.parametrize("name", ps.library.SCHEDULES)
 @pytest.mark.parametrize(("p", "n", "what"), [(0, 4, "ranks"), (4, 0, "microbatches"), (-1, 4, "ranks")])
 def test_counts_are_at_least_one(name: str, p: int, n: int, what: str) -> None:
     with pytest.raises(ps.ScheduleError, match=f"{name} needs at least 1 of {what}, got"):

@@ -66,7 +66,7 @@ def test_looped_bfs(p: int, n: int) -> None:
 
 @pytest.mark.parametrize(("p", "n"), SIZES)
 def test_zb_h1(p: int, n: int) -> None:
-    def late(view: ps.View, op: ps.Op) -> bool:
+    def late(view: ps.program.View, op: ps.Op) -> bool:
         """W of a microbatch waits for I of the one that is `stage` later."""
         return op.kind != "W" or view.started("I", op.stage) > min(op.microbatch + op.stage, n - 1)
 
@@ -109,7 +109,7 @@ def test_distmm(size: int, n: int, every: int) -> None:
 def test_amdp_oldest_first_is_near_the_library_s_own(d: int, busy: float) -> None:
     """What was ready first is not told to the language; the earlier block and microbatch first comes close to it."""
 
-    def oldest(view: ps.View, ready: tuple[ps.Op, ...]) -> ps.Op:
+    def oldest(view: ps.program.View, ready: tuple[ps.Op, ...]) -> ps.Op:
         return min(ready, key=lambda op: (op.microbatch // d, op.kind == "F", op.microbatch))
 
     rules = ps.Rules(max_in_flight={0: 4}, choose=oldest)

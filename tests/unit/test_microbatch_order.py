@@ -80,8 +80,8 @@ def test_the_error_says_what_came_first_what_is_expected_and_how_to_declare() ->
     assert str(error) == (
         "rank 0, step 5, B1 of stage 0: B2 of stage 0 comes before it, at step 4, but the order of B of stage 0, "
         "which I, W and R keep too, is 0 1 2. Sums depend on it: keep the order, or declare another with "
-        "ps.declare_order(schedule, backward=[...]), for a file with ps.load(..., declare_order=True) or penstock "
-        "convert --declare-order (rule: microbatches)\n"
+        "ps.schedule.declare_order(schedule, backward=[...]), for a file with ps.load(..., declare_order=True) or "
+        "penstock convert --declare-order (rule: microbatches)\n"
         "  rank 0 | F0 F1 F2 B0 B2 B1\n"
         "                          ^^"
     )
@@ -91,7 +91,7 @@ def test_a_declared_order_is_asked_for() -> None:
     ps.check(one_by_one())
     ascending = replace(one_by_one(), microbatch_orders=())
     assert refusal(ascending).rule == "microbatches"
-    assert refusal(ps.declare_order(ps.build("gpipe", 2, 4), backward="reversed")).rule == "microbatches"
+    assert refusal(ps.schedule.declare_order(ps.build("gpipe", 2, 4), backward="reversed")).rule == "microbatches"
     mixed = ps.parse(HEAD + "order of B on stage 0: 2 1 0\nrank 0 | F0 F1 F2 I2 B1 W2 B0")
     assert refusal(mixed).op == ps.Op("W", 0, 2)
 
@@ -110,7 +110,7 @@ def test_with_several_pipelines_each_has_its_own_order() -> None:
 
 def test_an_order_that_says_nothing_is_none() -> None:
     base = ps.build("zb-v", 2, 4)
-    same = ps.declare_order(base, range(4), "ascending")
+    same = ps.schedule.declare_order(base, range(4), "ascending")
     assert same == base
     assert hash(same) == hash(base)
     assert schedule_digest(same) == schedule_digest(base)
@@ -120,7 +120,7 @@ def test_an_order_that_says_nothing_is_none() -> None:
 
 def test_the_order_is_part_of_the_value() -> None:
     base = ps.build("gpipe", 2, 3)
-    declared = ps.declare_order(base, backward=np.array([2, 1, 0]))
+    declared = ps.schedule.declare_order(base, backward=np.array([2, 1, 0]))
     assert declared.order == base.order
     assert declared != base
     assert schedule_digest(declared) != schedule_digest(base)
@@ -133,19 +133,27 @@ def test_the_order_is_part_of_the_value() -> None:
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
-        ([ps.MicrobatchOrder("B", 0, (0, 2, 1))], None),
-        ([ps.MicrobatchOrder("B", 0, (0, 2))], "is 0 2, and 1 is missing; give each of its microbatches once"),
-        ([ps.MicrobatchOrder("B", 0, (0, 2, 1, 3))], "3 is none of them"),
-        ([ps.MicrobatchOrder("F", 1, (0, 2, 1, 1))], "some are there twice"),
-        ([ps.MicrobatchOrder("W", 0, (0, 2, 1))], "declared for W of stage 0: declare that of F, that of B"),
-        ([ps.MicrobatchOrder("U", 0, (0, 2, 1))], "declared for U of stage 0"),
-        ([ps.MicrobatchOrder("GATHER", 0, (1, 0))], "declared for GATHER of stage 0"),
-        ([ps.MicrobatchOrder("F", 5, (0, 2, 1))], "stage 5, which is not there"),
-        ([ps.MicrobatchOrder("F", 0, (0, 2, 1), 1)], "in pipeline 1, where there are none"),
-        ([ps.MicrobatchOrder("F", 0, (0, 2, 1)), ps.MicrobatchOrder("F", 0, (2, 0, 1))], "is declared twice"),
+        ([ps.schedule.MicrobatchOrder("B", 0, (0, 2, 1))], None),
+        (
+            [ps.schedule.MicrobatchOrder("B", 0, (0, 2))],
+            "is 0 2, and 1 is missing; give each of its microbatches once",
+        ),
+        ([ps.schedule.MicrobatchOrder("B", 0, (0, 2, 1, 3))], "3 is none of them"),
+        ([ps.schedule.MicrobatchOrder("F", 1, (0, 2, 1, 1))], "some are there twice"),
+        ([ps.schedule.MicrobatchOrder("W", 0, (0, 2, 1))], "declared for W of stage 0: declare that of F, that of B"),
+        ([ps.schedule.MicrobatchOrder("U", 0, (0, 2, 1))], "declared for U of stage 0"),
+        ([ps.schedule.MicrobatchOrder("GATHER", 0, (1, 0))], "declared for GATHER of stage 0"),
+        ([ps.schedule.MicrobatchOrder("F", 5, (0, 2, 1))], "stage 5, which is not there"),
+        ([ps.schedule.MicrobatchOrder("F", 0, (0, 2, 1), 1)], "in pipeline 1, where there are none"),
+        (
+            [ps.schedule.MicrobatchOrder("F", 0, (0, 2, 1)), ps.schedule.MicrobatchOrder("F", 0, (2, 0, 1))],
+            "is declared twice",
+        ),
     ],
 )
-def test_declarations_that_make_no_sense_are_refused(orders: list[ps.MicrobatchOrder], message: str | None) -> None:
+def test_declarations_that_make_no_sense_are_refused(
+    orders: list[ps.schedule.MicrobatchOrder], message: str | None
+) -> None:
     base = ps.build("gpipe", 2, 3)
     if message is None:
         assert replace(base, microbatch_orders=tuple(orders)).microbatch_orders == tuple(orders)
@@ -159,20 +167,20 @@ def test_declarations_that_make_no_sense_are_refused(orders: list[ps.MicrobatchO
 def test_orders_that_are_none_are_refused(order: object) -> None:
     base = ps.build("gpipe", 2, 3)
     if order is None:
-        assert ps.declare_order(base, order) == base
+        assert ps.schedule.declare_order(base, order) == base
         return
     with pytest.raises(ps.ScheduleError):
-        ps.declare_order(base, order)  # type: ignore[arg-type]
+        ps.schedule.declare_order(base, order)  # type: ignore[arg-type]
 
 
 def test_stages_with_numbers_of_their_own() -> None:
-    graph = ps.StageGraph(2, ((0, 1),), num_microbatches=(4, 2))
+    graph = ps.schedule.StageGraph(2, ((0, 1),), num_microbatches=(4, 2))
     base = ps.Program(ps.placements.one_to_one(2), 4, stages=graph).build()
     moved = reorder_microbatches(base, [1, 0], [1, 0], stages=[1])
     assert moved.microbatches_of("B", 1) == (1, 0)
     assert list(moved.microbatches_of("B", 0)) == [0, 1, 2, 3]
     with pytest.raises(ps.ScheduleError, match="2 is missing"):
-        ps.declare_order(base, [1, 0])
+        ps.schedule.declare_order(base, [1, 0])
 
 
 def test_registered_ops_have_an_order_too() -> None:
@@ -181,11 +189,11 @@ def test_registered_ops_have_an_order_too() -> None:
             for row in base.order]  # fmt: skip
     swapped = replace(base, order=tuple(map(tuple, rows)))
     assert refusal(swapped).rule in ("order", "microbatches")
-    graph = ps.StageGraph(1, (), registered=(ps.Registered("LOG", 0, 2),))
+    graph = ps.schedule.StageGraph(1, (), registered=(ps.schedule.Registered("LOG", 0, 2),))
     logs = replace(ps.parse(HEAD + "rank 0 | F0 F1 F2 B0 B1 B2 "), stage_graph=graph)
     logs = replace(logs, order=((*logs.order[0], ps.Op("LOG", 0, 1), ps.Op("LOG", 0, 0)),))
     assert "the order of LOG of stage 0 is 0 1" in str(refusal(logs))
-    declared = replace(logs, microbatch_orders=(ps.MicrobatchOrder("LOG", 0, (1, 0)),))
+    declared = replace(logs, microbatch_orders=(ps.schedule.MicrobatchOrder("LOG", 0, (1, 0)),))
     ps.check(declared)
     assert declare_shown_order(logs) == declared
     assert ps.parse(str(declared)) == from_json(to_json(declared)) == declared
@@ -258,7 +266,7 @@ def test_passes_keep_the_order() -> None:
     for made in (split, merge_gradients(split), retime(split, links=ps.Links({(0, 1): 3.0})),
                  recompute(schedule, ps.Costs.uniform(3), 2), add_communication(schedule),
                  remove_communication(add_communication(schedule)), add_reductions(schedule),
-                 ps.with_updates(schedule, 6)):  # fmt: skip
+                 ps.schedule.with_updates(schedule, 6)):  # fmt: skip
         assert made.microbatch_orders == orders
         ps.check(made)
 
@@ -277,12 +285,12 @@ def test_an_order_that_does_not_fit_the_rows_is_refused() -> None:
     with pytest.raises(ps.ScheduleError, match="it needs F3 of stage 0, which comes later"):
         reorder_microbatches(ps.build("1f1b", 2, 4), backward="reversed")
     with pytest.raises(ps.ScheduleError, match="of stage 0, which comes later"):
-        reorder_microbatches(ps.with_updates(ps.build("1f1b", 2, 4), 2), [3, 1, 2, 0], [3, 1, 2, 0])
+        reorder_microbatches(ps.schedule.with_updates(ps.build("1f1b", 2, 4), 2), [3, 1, 2, 0], [3, 1, 2, 0])
 
 
 def test_windows_repeat_the_order() -> None:
     step = reorder_microbatches(ps.build("gpipe", 2, 3), [1, 2, 0], "reversed")
-    twice = ps.repeat_windows(step, 2)
+    twice = ps.passes.repeat_windows(step, 2)
     assert twice.microbatches_of("F", 0) == (1, 2, 0, 4, 5, 3)
     assert twice.microbatches_of("B", 1) == (2, 1, 0, 5, 4, 3)
 
@@ -339,7 +347,7 @@ def test_windows_with_updates_between_are_steps_in_their_order() -> None:
         ordered_step(plain, x[part], y[part], step, 1)
         optimizer.step()
         optimizer.zero_grad()
-    pipe = ps.Pipeline(stages, ps.repeat_windows(step, 2), loss_fn=MSE, optimizer=SGD)
+    pipe = ps.Pipeline(stages, ps.passes.repeat_windows(step, 2), loss_fn=MSE, optimizer=SGD)
     pipe.step(x, y)
     mine = {n: p.detach() for n, p in pipe.named_parameters()}
     pipe.close()

@@ -152,7 +152,7 @@ def test_held_activations_are_counted() -> None:
 
 
 def test_implied_messages_match_the_recorded_ones() -> None:
-    for name in ps.SCHEDULES:
+    for name in ps.library.SCHEDULES:
         t = ps.simulate(ps.build(name, 4, 8))
         implied = messages_of(replace(t, messages=()))
         assert {(m.source, m.target) for m in implied} == {(m.source, m.target) for m in t.messages}

@@ -94,7 +94,7 @@ def test_a_stage_that_joins_says_what_it_is_called_with(seed: int) -> None:
     """Its arguments come by the stages' numbers, however the edges were given."""
     edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
     random.Random(seed).shuffle(edges)
-    program = ps.Program(ps.placements.one_to_one(4), 8, stages=ps.StageGraph(4, tuple(edges)))
+    program = ps.Program(ps.placements.one_to_one(4), 8, stages=ps.schedule.StageGraph(4, tuple(edges)))
     one, two = (Do(lambda ls, x, k=k: ls[0](x)[:, :k], lin(6, 6)) for k in (2, 3))
     seen = []
 

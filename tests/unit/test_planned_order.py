@@ -109,8 +109,8 @@ def test_messages_of_each_size_take_their_time() -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "said"),
     [
-        (ps.with_updates(ps.build("1f1b", 2, 4), window=4, max_mismatch=0), {}, "follows from its number"),
-        (ps.declare_order(ps.build("gpipe", 2, 4), backward="reversed"), {}, "declares an order"),
+        (ps.schedule.with_updates(ps.build("1f1b", 2, 4), window=4, max_mismatch=0), {}, "follows from its number"),
+        (ps.schedule.declare_order(ps.build("gpipe", 2, 4), backward="reversed"), {}, "declares an order"),
         (ps.build("1f1b", 2, 4), {"noise": -1}, "noise is -1"),
         (ps.build("1f1b", 2, 4), {"time_limit": float("nan")}, "time_limit is nan"),
         (ps.build("1f1b", 2, 4), {"max_held": [1]}, "1 entries"),
@@ -179,7 +179,7 @@ def test_a_memory_limit_counts_the_heaviest_microbatch() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"objective": "span"}, {"objective": ps.Expected((ps.Links(), ps.Links({(0, 1): 5.0})))}],
+    [{"objective": "span"}, {"objective": ps.planning.Expected((ps.Links(), ps.Links({(0, 1): 5.0})))}],
 )
 def test_what_is_planned_for_even_microbatches_alone(options: dict) -> None:
     with pytest.raises(ps.CostError, match="cost alike"):

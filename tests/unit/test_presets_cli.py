@@ -49,7 +49,7 @@ def written(folder: Path, *profiles: dict[str, Any]) -> Path:
 
 
 def test_a_preset_is_timed_planned_and_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    costs = ps.costs_preset("gpt2-7b", num_stages=4)
+    costs = ps.cost.costs_preset("gpt2-7b", num_stages=4)
     timed = told(capsys, "simulate zb --ranks 4 --microbatches 12 --costs gpt2-7b")
     assert timed["costs"]["f"] == list(costs.f)
     assert timed["makespan"] == ps.simulate(ps.build("zb", 4, 12), costs).makespan

@@ -253,8 +253,8 @@ def test_traversals_of_backwards(name: str) -> None:
 def test_earliest_first_and_lowest_microbatch_first() -> None:
     # Stage 0 is ready from the start; by microbatch, stage 2 comes before stage 0's later microbatches.
     placement = ps.placements.circular(2, 4)
-    first_come = ps.Program(placement, 4, ps.Rules("forward-first", forward=ps.earliest_first()))
-    lowest = ps.Program(placement, 4, ps.Rules("forward-first", forward=ps.by_microbatch()))
+    first_come = ps.Program(placement, 4, ps.Rules("forward-first", forward=ps.program.earliest_first()))
+    lowest = ps.Program(placement, 4, ps.Rules("forward-first", forward=ps.program.by_microbatch()))
     assert grid(first_come).startswith("rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3")
     assert grid(lowest).startswith("rank 0 | 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3")
 

@@ -37,7 +37,7 @@ def one_op(*args: Any, **more: Any) -> ps.Schedule:
     return build(ops=[ps.NewOp(*args, **more)])
 
 
-def raises(view: ps.View, op: ps.Op) -> bool:
+def raises(view: ps.program.View, op: ps.Op) -> bool:
     raise KeyError("mine")
 
 
@@ -129,13 +129,17 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "name": (lambda: build(name="a b"), "name", "use letters, digits"),
     # stages and branches
     "cycle": (
-        lambda: build(stages=ps.StageGraph(2, ((0, 1), (1, 0)))),
+        lambda: build(stages=ps.schedule.StageGraph(2, ((0, 1), (1, 0)))),
         "stages",
         "the stages form a cycle, 0 -> 1 -> 0",
     ),
-    "edge to nowhere": (lambda: build(stages=ps.StageGraph(2, ((0, 5),))), "stages", "edge 0 -> 5 names a stage"),
+    "edge to nowhere": (
+        lambda: build(stages=ps.schedule.StageGraph(2, ((0, 5),))),
+        "stages",
+        "edge 0 -> 5 names a stage",
+    ),
     "graph of another size": (
-        lambda: build(stages=ps.StageGraph(3, ((0, 1),))),
+        lambda: build(stages=ps.schedule.StageGraph(3, ((0, 1),))),
         "stages",
         "the stage graph has 3 stages, the placement 2",
     ),
@@ -339,7 +343,7 @@ def test_the_error_of_a_function_keeps_its_cause_and_its_place() -> None:
 
 
 def test_a_schedule_error_of_a_function_comes_through_as_it_is() -> None:
-    def refuse(view: ps.View, op: ps.Op) -> bool:
+    def refuse(view: ps.program.View, op: ps.Op) -> bool:
         raise ps.ScheduleError("not with me", rule="mine")
 
     with pytest.raises(ps.ScheduleError, match=r"^not with me$"):
@@ -350,9 +354,9 @@ def test_stepping_ends_in_the_same_error_as_building() -> None:
     program = ps.Program(one_to_one(2), 4, ps.Rules(warmup=[1, 3], max_in_flight=[2, 3]))
     with pytest.raises(ps.ScheduleError) as built:
         program.build()
-    steps: list[ps.Step] = []
+    steps: list[ps.program.Step] = []
     with pytest.raises(ps.ScheduleError) as stepped:
-        steps.extend(ps.Stepper(program))
+        steps.extend(ps.program.Stepper(program))
     assert str(stepped.value) == str(built.value)
     chosen = [str(step.chosen) for step in steps if step.chosen is not None]
     assert chosen == ["0F0", "0F1", "1F0", "1F1"]

@@ -14,7 +14,7 @@ ONE = ps.placements.one_to_one
 
 
 def story(program: ps.Program) -> str:
-    return "\n".join(map(str, ps.Stepper(program)))
+    return "\n".join(map(str, ps.program.Stepper(program)))
 
 
 def test_every_decision_says_what_was_ready_and_why_nothing_else_ran() -> None:
@@ -60,7 +60,7 @@ def test_every_decision_says_what_was_ready_and_why_nothing_else_ran() -> None:
 
 def reasons(program: ps.Program) -> set[str]:
     """What is said of the ops that were not chosen, without the times."""
-    return {c.reason for step in ps.Stepper(program) for c in step.candidates if c.op != step.chosen}
+    return {c.reason for step in ps.program.Stepper(program) for c in step.candidates if c.op != step.chosen}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_each_reason(program: ps.Program, reason: str) -> None:
 
 
 def test_the_ready_queue_is_what_could_have_run() -> None:
-    steps = list(ps.Stepper(ps.Program(ONE(1), 2)))
+    steps = list(ps.program.Stepper(ps.Program(ONE(1), 2)))
     assert [list(map(str, step.ready)) for step in steps] == [["0F0"], ["0B0", "0F1"], ["0F1"], ["0B1"]]
     assert [str(step.chosen) for step in steps] == ["0F0", "0B0", "0F1", "0B1"]
     assert [step.time for step in steps] == [0, 1, 3, 4]
@@ -133,7 +133,7 @@ def test_the_ready_queue_is_what_could_have_run() -> None:
 
 def test_stepping_may_stop_and_go_on() -> None:
     program = ps.Program(ONE(2), 3, ps.Rules(max_in_flight=[2, 1]))
-    stepper = ps.Stepper(program)
+    stepper = ps.program.Stepper(program)
     first = list(itertools.islice(stepper, 4))
     part = stepper.schedule()
     assert [step.chosen for step in first if step.chosen] == [op for row in part.order for op in row] == [
@@ -148,7 +148,7 @@ def test_stepping_may_stop_and_go_on() -> None:
 def test_functions_see_the_moment_and_all_ranks() -> None:
     seen: list[tuple[float, int]] = []
 
-    def check(view: ps.View, op: ps.Op) -> bool:
+    def check(view: ps.program.View, op: ps.Op) -> bool:
         seen.append((view.time, view.rank))
         ran = [view.ran(rank) for rank in (0, 1)]
         assert [view.steps(rank) for rank in (0, 1)] == [len(row) for row in ran]
@@ -174,7 +174,7 @@ def test_functions_see_the_moment_and_all_ranks() -> None:
 def test_an_op_has_run_when_it_has_ended_whatever_its_rank_does_then() -> None:
     answers: list[tuple[float, bool, bool]] = []
 
-    def check(view: ps.View, op: ps.Op) -> bool:
+    def check(view: ps.program.View, op: ps.Op) -> bool:
         if view.rank == 1:
             answers.append((view.time, view.has_run(ps.Op("F", 0, 0)), view.has_run(ps.Op("F", 0, 1))))
         return True
@@ -189,12 +189,12 @@ def test_who_was_told_to_wait_is_asked_again_and_time_never_goes_back() -> None:
     """Rank 1 lets its forwards wait until rank 0 has run all of its own; nothing that it waits for wakes it."""
     asked: list[float] = []
 
-    def check(view: ps.View, op: ps.Op) -> bool:
+    def check(view: ps.program.View, op: ps.Op) -> bool:
         asked.append(view.time)
         return view.rank == 0 or op.kind == "B" or view.has_run(ps.Op("F", 0, 3))
 
     program = ps.Program(ONE(2), 4, ps.Rules(check=check))
-    stepper = ps.Stepper(program)
+    stepper = ps.program.Stepper(program)
     times = {step.chosen: step.time for step in stepper if step.chosen is not None}
     # Rank 0 is busy with a backward at 7, but its forwards ended long ago.
     assert (times[ps.Op("F", 1, 0)], times[ps.Op("F", 1, 1)]) == (4.0, 7.0)
@@ -203,10 +203,12 @@ def test_who_was_told_to_wait_is_asked_again_and_time_never_goes_back() -> None:
 
 
 def test_a_wait_ends_at_the_end_of_an_op_on_another_rank() -> None:
-    def check(view: ps.View, op: ps.Op) -> bool:
+    def check(view: ps.program.View, op: ps.Op) -> bool:
         return op != ps.Op("F", 0, 1) or view.has_run(ps.Op("B", 1, 0))
 
-    steps = list(ps.Stepper(ps.Program(ONE(2), 2, ps.Rules(check=check), costs=ps.Costs([1, 1], [2, 2], [2, 2]))))
+    steps = list(
+        ps.program.Stepper(ps.Program(ONE(2), 2, ps.Rules(check=check), costs=ps.Costs([1, 1], [2, 2], [2, 2])))
+    )
     # B0 of stage 1 ends at 6: rank 0 may then run F1, and takes B0 of stage 0 first.
     assert [(step.time, str(step.chosen)) for step in steps if step.rank == 0 and step.chosen] == [
         (0, "0F0"), (6, "0B0"), (10, "0F1"), (16, "0B1")
@@ -216,7 +218,7 @@ def test_a_wait_ends_at_the_end_of_an_op_on_another_rank() -> None:
 def test_limits_by_function_count_what_the_rank_holds() -> None:
     asked: list[ps.Op] = []
 
-    def growing(view: ps.View, op: ps.Op) -> float:
+    def growing(view: ps.program.View, op: ps.Op) -> float:
         asked.append(op)
         return 1 if op.microbatch < 4 else 3
 
@@ -229,7 +231,7 @@ def test_limits_by_function_count_what_the_rank_holds() -> None:
 def test_choose_is_given_the_ready_ops_in_the_order_of_the_rules() -> None:
     offered: list[Sequence[str]] = []
 
-    def first(view: ps.View, ready: tuple[ps.Op, ...]) -> ps.Op:
+    def first(view: ps.program.View, ready: tuple[ps.Op, ...]) -> ps.Op:
         offered.append(tuple(map(str, ready)))
         return ready[0]
 
@@ -242,13 +244,13 @@ def test_choose_is_given_the_ready_ops_in_the_order_of_the_rules() -> None:
 
 
 def test_idling_by_choice_lasts_until_something_happens() -> None:
-    def patient(view: ps.View, ready: tuple[ps.Op, ...]) -> ps.Op | None:
+    def patient(view: ps.program.View, ready: tuple[ps.Op, ...]) -> ps.Op | None:
         return None if view.rank == 1 and view.started("F", 0) < 3 else ready[0]
 
     schedule = ps.Program(ONE(2), 3, ps.Rules("forward-first", choose=patient)).build()
     steps = [
         step
-        for step in ps.Stepper(ps.Program(ONE(2), 3, ps.Rules("forward-first", choose=patient)))
+        for step in ps.program.Stepper(ps.Program(ONE(2), 3, ps.Rules("forward-first", choose=patient)))
         if step.rank == 1
     ]
     assert steps[0].chosen is None

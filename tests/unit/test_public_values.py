@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock import renamed
 from penstock.cost import LinkCondition
 from penstock.planning.program_search import search_space
 from penstock.runtime.mesh.consistency import schedule_digest
@@ -25,19 +26,21 @@ def large_values() -> Iterator[Any]:
     """Public values with much in them."""
     schedule = ps.build("1f1b", 8, 64)
     updating = ps.build("pipedream-2bw", 8, 64, window=16)
-    costs = ps.costs_preset("gpt2-7b")
+    costs = ps.cost.costs_preset("gpt2-7b")
     program = ps.Program(ps.placements.circular(16, 256), 4, ps.Rules(warmup=list(range(16))))
     yield from (schedule, schedule.placement, schedule.graph, updating, updating.updates, program, program.rules)
-    yield from (ps.simulate(schedule), ps.simulate_mesh(ps.build("zb", 4, 12), costs, ps.Mesh(pp=4, dp=2)))
+    yield from (ps.simulate(schedule), ps.simulation.simulate_mesh(ps.build("zb", 4, 12), costs, ps.Mesh(pp=4, dp=2)))
     yield from (ps.Costs.uniform(1000), ps.Costs.uniform(1000, f=1 / 3, i=1 / 3, w=1 / 3), costs)
     yield ps.Links({(rank, rank + 1): rank / 3 for rank in range(1000)})
     yield ps.Links.parse(" ".join(f"{a}:{a + 1}=latency:30ms+loss:1%" for a in range(200)))
     steps = ",".join(f"{second}s/{second}ms" for second in range(300))
     yield LinkCondition.parse(f"latency:steps:{steps}")
     yield ps.Blocking(2, frozenset((a, b) for a in range(40) for b in range(40) if a != b))
-    yield ps.Expected.drawn(lambda random: ps.Links({(a, a + 1): random.random() for a in range(60)}), 200, 0)
-    yield ps.footprint(ps.build("amdp", 16, 64, window=16), ps.costs_preset("amdp-gpt", num_stages=16))
-    yield next(iter(ps.Stepper(program)))
+    yield ps.planning.Expected.drawn(
+        lambda random: ps.Links({(a, a + 1): random.random() for a in range(60)}), 200, 0
+    )
+    yield ps.footprint(ps.build("amdp", 16, 64, window=16), ps.cost.costs_preset("amdp-gpt", num_stages=16))
+    yield next(iter(ps.program.Stepper(program)))
     found = search_space(ps.Costs.uniform(4), 2, 4)
     yield from (found, found.best)
     yield ps.plan(ps.Costs.uniform(4), 4, 16, time_limit=0.05)
@@ -82,3 +85,20 @@ def test_dir_has_every_public_name() -> None:
 def test_dir_loads_no_torch() -> None:
     code = "import sys, penstock as ps; dir(ps); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_top_level_is_what_planning_proving_drawing_and_running_need() -> None:
+    assert len(ps.__all__) <= 36
+    assert sorted(ps.__all__) == list(ps.__all__)
+    for name in ps.__all__:
+        assert getattr(ps, name) is not None
+    assert set(ps.__all__) <= set(dir(ps))
+    assert {"cost", "planning", "program", "runtime", "simulation"} <= set(dir(ps))
+
+
+def test_names_that_moved_are_where_the_error_says() -> None:
+    for name, where in renamed.NAMES.items():
+        with pytest.raises(AttributeError, match=f"ps.{name} is gone since 0.2; use "):
+            getattr(ps, name)
+        if where == f"ps.{where.split('.')[1]}.{name}":
+            assert getattr(getattr(ps, where.split(".")[1]), name) is not None

@@ -61,7 +61,7 @@ def test_two_stages_train_as_worked_out_by_hand(name: str) -> None:
         require_equal(pipe, by_hand.weights)
         assert len(result.window_losses) == num_updates
     assert pipe.num_updates == 2 * num_updates
-    assert pipe.mismatch() == ps.count_mismatch(schedule)
+    assert pipe.mismatch() == ps.schedule.count_mismatch(schedule)
 
 
 @pytest.mark.parametrize("zero", [True, False])
@@ -70,7 +70,7 @@ def test_amdp_trains_as_worked_out_by_hand(zero: bool) -> None:
     d, n, num = 4, 8, 32
     draw = np.random.default_rng(2)
     schedule = ps.build("amdp", d, num, window=n)
-    assert max(ps.count_mismatch(schedule).values()) == 1
+    assert max(ps.schedule.count_mismatch(schedule).values()) == 1
     weights = [[draw.uniform(0.5, 1.5, 2) for _ in "uv"] for _ in range(d)]
     optimizers = [[Sgd(0.75) for _ in "uv"] for _ in range(d)]
     pipe = ps.Pipeline([Scale(*w) for w in weights], schedule, loss_fn=squared, optimizer=sgd(0.75), zero=zero)
@@ -105,7 +105,7 @@ def test_amdp_trains_as_worked_out_by_hand(zero: bool) -> None:
         require_equal(pipe, weights)
         by_window = [np.mean(losses[k * n : (k + 1) * n]) for k in range(num // n)]
         np.testing.assert_allclose(result.window_losses.numpy(), by_window, rtol=1e-14)
-    assert pipe.mismatch() == ps.count_mismatch(schedule)
+    assert pipe.mismatch() == ps.schedule.count_mismatch(schedule)
 
 
 def updates_before(schedule: Schedule) -> dict[tuple[str, int, int], int]:

@@ -51,7 +51,7 @@ def test_as_the_plain_loop_and_in_place(name: str, dispatch: str, monkeypatch: p
     schedule = CASES[name]().build()
     called: list[ps.Op] = []
 
-    def function(call: ps.OpCall) -> None:
+    def function(call: ps.runtime.OpCall) -> None:
         called.append(call.op)
         meddle(call)
 
@@ -71,7 +71,7 @@ def test_as_the_plain_loop_and_in_place(name: str, dispatch: str, monkeypatch: p
 
 
 def test_what_a_function_is_told() -> None:
-    calls: list[ps.OpCall] = []
+    calls: list[ps.runtime.OpCall] = []
     snapshot = ps.NewOp(
         "SNAPSHOT", 1, after={("F", 1): 2}, before={("B", 1): 2}, run=lambda call: calls.append(call) or 7
     )
@@ -93,7 +93,7 @@ def test_what_a_function_is_told() -> None:
 
 
 def test_evaluation_leaves_them_out() -> None:
-    calls: list[ps.OpCall] = []
+    calls: list[ps.runtime.OpCall] = []
     made = CASES["before a stage of another rank"]()
     schedule = made.build()
     pipe = pipeline(schedule, ops={"FETCH": calls.append})
@@ -114,7 +114,7 @@ def test_a_function_may_change_the_model() -> None:
     schedule = made.build()
     plain, piped = model(schedule.num_stages), model(schedule.num_stages)
 
-    def double(call: ps.OpCall) -> None:
+    def double(call: ps.runtime.OpCall) -> None:
         with torch.no_grad():
             for parameter in call.module.parameters():
                 parameter.mul_(2)
@@ -128,7 +128,7 @@ def test_a_function_may_change_the_model() -> None:
     assert not differences(gradients(plain), gradients(piped))
 
 
-def fails_at_the_second(call: ps.OpCall) -> None:
+def fails_at_the_second(call: ps.runtime.OpCall) -> None:
     if call.index == 1:
         raise ValueError("the disk is full")
 

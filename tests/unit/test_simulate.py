@@ -131,7 +131,7 @@ def test_gpipe_frozen_and_dynamic_agree_without_delays() -> None:
 
 
 def test_forward_only_runs() -> None:
-    for name in ps.SCHEDULES:
+    for name in ps.library.SCHEDULES:
         schedule = ps.build(name, 2, 4).forward_only()
         timeline = ps.simulate(schedule)
         assert len(timeline.ops) == schedule.num_ops

@@ -8,7 +8,7 @@ import penstock as ps
 from penstock.library import ASYNCHRONOUS
 from penstock.planning.program_search import fold, placements_of, search_space
 
-SYNCHRONOUS = [n for n in ps.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
+SYNCHRONOUS = [n for n in ps.library.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

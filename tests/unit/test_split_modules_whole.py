@@ -24,7 +24,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CAN_BE_CUT = [name for name, own in MODELS.items() if not own.refused]
 
 
-def split(own: Own, model: nn.Module, inputs: Any) -> ps.Split:
+def split(own: Own, model: nn.Module, inputs: Any) -> ps.runtime.Split:
     return ps.split(model, STAGES, example=cut(inputs, 4)[0] if own.example else None)
 
 

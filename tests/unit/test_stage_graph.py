@@ -8,16 +8,16 @@ import penstock as ps
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import peak_in_flight
 
-GATHER = ps.Registered("GATHER", 1, 2, (1, 3))
-TOWERS = ps.StageGraph(
+GATHER = ps.schedule.Registered("GATHER", 1, 2, (1, 3))
+TOWERS = ps.schedule.StageGraph(
     4,
     ((0, 1), (2, 3)),
     registered=(GATHER,),
     needs=(
-        ps.Needs(("F", 1), ("GATHER", 1), num_before=2),
-        ps.Needs(("F", 3), ("GATHER", 1), num_before=2),
-        ps.Needs(("GATHER", 1), ("B", 1), num_after=2),
-        ps.Needs(("GATHER", 1), ("B", 3), num_after=2),
+        ps.schedule.Needs(("F", 1), ("GATHER", 1), num_before=2),
+        ps.schedule.Needs(("F", 3), ("GATHER", 1), num_before=2),
+        ps.schedule.Needs(("GATHER", 1), ("B", 1), num_after=2),
+        ps.schedule.Needs(("GATHER", 1), ("B", 3), num_after=2),
     ),
 )
 
@@ -122,15 +122,18 @@ def test_what_is_wrong_is_named(schedule: ps.Schedule, rule: str, message: str) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.StageGraph(3, ((0, 1), (1, 2), (2, 1))), "cycle, 1 -> 2 -> 1"),
-        (lambda: ps.StageGraph(2, ((0, 2),)), "edge 0 -> 2 names a stage that is not there"),
-        (lambda: ps.StageGraph(2, ((0, 1), (0, 1))), "an edge is there twice"),
-        (lambda: ps.StageGraph(2, ((0, 1),), (4,)), "give one count a stage"),
-        (lambda: ps.Registered("F", 0, 1), "other than F, B"),
-        (lambda: ps.Registered("gather", 0, 1), "upper-case"),
-        (lambda: ps.Registered("GATHER", 0, 0), "has 0 ops: give at least 1"),
-        (lambda: ps.Needs(("F", 0), ("B", 0), 0, 1), "both are at least 1"),
-        (lambda: ps.StageGraph(1, (), needs=(ps.Needs(("F", 0), ("SYNC", 0)),)), "kind SYNC is not registered"),
+        (lambda: ps.schedule.StageGraph(3, ((0, 1), (1, 2), (2, 1))), "cycle, 1 -> 2 -> 1"),
+        (lambda: ps.schedule.StageGraph(2, ((0, 2),)), "edge 0 -> 2 names a stage that is not there"),
+        (lambda: ps.schedule.StageGraph(2, ((0, 1), (0, 1))), "an edge is there twice"),
+        (lambda: ps.schedule.StageGraph(2, ((0, 1),), (4,)), "give one count a stage"),
+        (lambda: ps.schedule.Registered("F", 0, 1), "other than F, B"),
+        (lambda: ps.schedule.Registered("gather", 0, 1), "upper-case"),
+        (lambda: ps.schedule.Registered("GATHER", 0, 0), "has 0 ops: give at least 1"),
+        (lambda: ps.schedule.Needs(("F", 0), ("B", 0), 0, 1), "both are at least 1"),
+        (
+            lambda: ps.schedule.StageGraph(1, (), needs=(ps.schedule.Needs(("F", 0), ("SYNC", 0)),)),
+            "kind SYNC is not registered",
+        ),
         (lambda: ps.Placement(((0, 1),), ((0, (1, 0)),)), "must have it on 1, not on 0"),
         (lambda: ps.Placement(((0, 1),), ((0, (0,)),)), "name at least two"),
         (lambda: ps.Schedule("x", ps.Placement(((0,),)), ((),), (0,), None, TOWERS), "4 stages, the placement 1"),
@@ -142,8 +145,11 @@ def test_contradictions_are_refused(make: type, message: str) -> None:
 
 
 def test_counts_that_do_not_meet_are_refused() -> None:
-    graph = ps.StageGraph(
-        1, (), registered=(ps.Registered("SYNC", 0, 2),), needs=(ps.Needs(("F", 0), ("SYNC", 0), 3),)
+    graph = ps.schedule.StageGraph(
+        1,
+        (),
+        registered=(ps.schedule.Registered("SYNC", 0, 2),),
+        needs=(ps.schedule.Needs(("F", 0), ("SYNC", 0), 3),),
     )
     order = rows("0F0 0F1 0F2 0F3 0SYNC0 0SYNC1 0B0 0B1 0B2 0B3")
     schedule = ps.Schedule("x", ps.Placement(((0,),)), order, (0,) * 4, None, graph)
@@ -152,7 +158,7 @@ def test_counts_that_do_not_meet_are_refused() -> None:
 
 
 def test_stages_with_microbatches_of_other_sizes() -> None:
-    graph = ps.StageGraph(2, ((0, 1),), num_microbatches=(4, 2))
+    graph = ps.schedule.StageGraph(2, ((0, 1),), num_microbatches=(4, 2))
     order = rows("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1")
     schedule = ps.Schedule("halves", ps.Placement(((0, 1),)), order, (0,) * 4, None, graph)
     ps.check(schedule)

@@ -217,13 +217,13 @@ def test_options_that_make_no_sense() -> None:
         ps.Steering(patience=0.0)
     zb = ps.build("zb", 2, 2)
     with pytest.raises(ControlError, match="least_gain is -1"):
-        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(least_gain=-1.0))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(least_gain=-1.0))
     with pytest.raises(ps.ScheduleError, match="cap is 1"):
-        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(max_held=1.0))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(max_held=1.0))
     with pytest.raises(ps.ScheduleError, match="dispatch 'any'"):
-        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(dispatches=("any",)))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(dispatches=("any",)))
     with pytest.raises(RuntimeFailure, match="give another folder"):
-        ps.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(folder="/proc/nowhere"))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(folder="/proc/nowhere"))
 
 
 def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
     steering = ps.Steering(folder=tmp_path, max_held=limits)
-    with ps.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, steering=steering, timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(
+        ZB, COSTS, links=LATE, transport=transport, steering=steering, timeout=20
+    ) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:
             assert len(steps) < 80, (pipe.decisions, pipe.notices)
@@ -82,7 +84,9 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
     zero = ps.Links.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
     with running(kind) as server:
         steering = ps.Steering(store=server.address, folder=tmp_path)
-        with ps.EmulatedPipeline(ZB, COSTS, links=zero, transport="direct", steering=steering, timeout=20) as pipe:
+        with ps.runtime.EmulatedPipeline(
+            ZB, COSTS, links=zero, transport="direct", steering=steering, timeout=20
+        ) as pipe:
             pipe.step()
             server.signal(signal.SIGSTOP)
             for _ in range(25):
@@ -102,7 +106,7 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
         steering = ps.Steering(store=server.address, patience=0.5)
-        with ps.EmulatedPipeline(ZB, COSTS, steering=steering, timeout=20) as pipe:
+        with ps.runtime.EmulatedPipeline(ZB, COSTS, steering=steering, timeout=20) as pipe:
             pipe.step()
             server.kill()
             for _ in range(60):
@@ -118,7 +122,7 @@ def test_a_store_that_is_gone_for_good_is_said_once() -> None:
 
 def test_by_hand_switches_and_switches_back() -> None:
     other = ps.build("1f1b", NUM_RANKS, 6)
-    with ps.EmulatedPipeline(ZB, COSTS, transport="direct", timeout=20) as pipe:
+    with ps.runtime.EmulatedPipeline(ZB, COSTS, transport="direct", timeout=20) as pipe:
         start = pipe.configuration
         then = Configuration(other, "dynamic", ((1, 2),), caps(other))  # type: ignore[arg-type]
         for number, configuration in enumerate((start, then, start, then), start=1):
@@ -131,7 +135,7 @@ def test_by_hand_switches_and_switches_back() -> None:
 
 def test_a_steered_run_is_not_switched_by_hand() -> None:
     with (
-        ps.EmulatedPipeline(ZB, COSTS, steering=ps.Steering()) as pipe,
+        ps.runtime.EmulatedPipeline(ZB, COSTS, steering=ps.Steering()) as pipe,
         pytest.raises(RuntimeFailure, match="leave steering out"),
     ):
         pipe.reconfigure(pipe.configuration)
@@ -149,4 +153,4 @@ def test_a_steered_run_is_not_switched_by_hand() -> None:
 )
 def test_what_can_not_be_is_said_before_anything_runs(options: dict[str, object], rule: str) -> None:
     with pytest.raises(RuntimeFailure, match=rule):
-        ps.EmulatedPipeline(ZB, COSTS, **options)  # type: ignore[arg-type]
+        ps.runtime.EmulatedPipeline(ZB, COSTS, **options)  # type: ignore[arg-type]

@@ -33,9 +33,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"given": "functions"},
     ),
     "vnag": (lambda: ps.build("vnag", 4, 8, window=1), runs.NADAM, {}),
-    "windows of zb-h1": (lambda: ps.repeat_windows(ps.build("zb-h1", 4, 8), 3), runs.ADAM, {}),
-    "windows of chimera": (lambda: ps.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM, {}),
-    "windows of zb-v": (lambda: ps.repeat_windows(ps.build("zb-v", 2, 4), 3), runs.ADAM, {}),
+    "windows of zb-h1": (lambda: ps.passes.repeat_windows(ps.build("zb-h1", 4, 8), 3), runs.ADAM, {}),
+    "windows of chimera": (lambda: ps.passes.repeat_windows(ps.build("chimera", 4, 8), 3), runs.ADAM, {}),
+    "windows of zb-v": (lambda: ps.passes.repeat_windows(ps.build("zb-v", 2, 4), 3), runs.ADAM, {}),
 }
 
 

@@ -76,8 +76,8 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
     assert (updating["drain_every"], updating["window"]) == (8, 32 // UPDATES[schedule])
     built = ps.load(tmp_path / "run/schedule.txt")
     assert built.num_microbatches == 32
-    assert max(ps.count_mismatch(built).values()) == updating["proved"]
-    assert updating["versions"] == max(ps.count_versions(built).values())
+    assert max(ps.schedule.count_mismatch(built).values()) == updating["proved"]
+    assert updating["versions"] == max(ps.schedule.count_versions(built).values())
     assert len(report["state"]) == 4
     assert all(rank["parameters"] > 0 for rank in report["state"])
 

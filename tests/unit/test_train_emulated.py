@@ -107,7 +107,7 @@ def test_a_preset_is_emulated(place: Path, capfd: Any) -> None:
     line = "--in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --message-cap 1KB"
     assert main(f"train --device emulated {line} --out run --json".split()) == 0
     report = json.loads(capfd.readouterr().out)
-    simulated = ps.simulate(ps.build("zb", 4, 4), ps.costs_preset("gpt2-7b", 4))
+    simulated = ps.simulate(ps.build("zb", 4, 4), ps.cost.costs_preset("gpt2-7b", 4))
     assert report["simulated"] == pytest.approx(simulated.makespan)
     assert (report["costs"], report["stretch"]) == ("gpt2-7b", 0.1)
 
@@ -155,7 +155,7 @@ def test_an_asynchronous_iteration_is_a_pass(run: Run, place: Path, schedule: st
     built = ps.load(place / "run" / "schedule.txt")
     assert (report["num_microbatches"], built.num_microbatches, report["steps"]) == (8, 8, 2)
     assert (report["window"], report["dispatch"]) == (4 if schedule == "amdp" else 1, "frozen")
-    assert report["mismatch"] == max(ps.count_mismatch(built).values()) == 1
+    assert report["mismatch"] == max(ps.schedule.count_mismatch(built).values()) == 1
     shown = EmulatedReport.read(place / "run" / "report.json").to_text()
     assert "at most 1 update between F and B (proved)" in shown
     assert f"{8e3 / report['simulated']:.1f} simulated" in shown
@@ -178,7 +178,7 @@ def test_without_zero_copies_update_as_long(place: Path) -> None:
 
 
 def test_host_memory_is_activations_or_bytes() -> None:
-    costs = ps.costs_preset("gpt2-7b", 4)
+    costs = ps.cost.costs_preset("gpt2-7b", 4)
     settings = EmulatedSettings(adapt=True, host_memory="4")
     assert settings.host_units(costs) == 4 * max(costs.activation)
     assert EmulatedSettings(adapt=True, host_memory="8GB").host_units(costs) == 8e9

@@ -101,7 +101,7 @@ def test_mismatch_of_a_drawn_schedule() -> None:
         rank 1 | .  F0 B0 F1 U0 B1 F2 B2 U1 U2 . . F3 B3 U3
     """)
     ps.check(schedule)
-    assert ps.count_mismatch(schedule) == {
+    assert ps.schedule.count_mismatch(schedule) == {
         (0, 0, 0): 0, (0, 0, 1): 1, (0, 0, 2): 2, (0, 0, 3): 0,
         (1, 0, 0): 0, (1, 0, 1): 1, (1, 0, 2): 0, (1, 0, 3): 0,
     }  # fmt: skip
@@ -115,7 +115,7 @@ def test_mismatch_of_split_backwards_ends_with_the_input_gradient() -> None:
         rank 0 | F0 F1 I0 W0 I1 U0 W1 U1
     """)
     ps.check(schedule)
-    assert ps.count_mismatch(schedule) == {(0, 0, 0): 0, (0, 0, 1): 0}
+    assert ps.schedule.count_mismatch(schedule) == {(0, 0, 0): 0, (0, 0, 1): 0}
 
 
 def test_too_much_mismatch_is_told_with_the_updates_that_make_it() -> None:
@@ -137,7 +137,7 @@ def test_too_much_mismatch_is_told_with_the_updates_that_make_it() -> None:
 def test_the_schedules_own_bound_is_checked() -> None:
     schedule = ps.build("pipedream", 3, 5, window=1)
     with pytest.raises(ps.ScheduleError, match="rule: mismatch"):
-        ps.check(replace(schedule, updates=ps.Updates(1, 1)))
+        ps.check(replace(schedule, updates=ps.schedule.Updates(1, 1)))
 
 
 def broken() -> dict[str, tuple[ps.Schedule, str, str]]:
@@ -179,7 +179,7 @@ def broken() -> dict[str, tuple[ps.Schedule, str, str]]:
         ),
         "without a window": (replace(one, updates=None), "kind", "the schedule does not say what an update gathers"),
         "own counts": (
-            replace(one, stage_graph=ps.StageGraph(2, ((0, 1),), (6, 3))),
+            replace(one, stage_graph=ps.schedule.StageGraph(2, ((0, 1),), (6, 3))),
             "updates",
             "an update gathers the same window of them on every stage",
         ),
@@ -221,7 +221,7 @@ def test_options_that_make_no_sense(name: str, ranks: int, options: dict[str, ob
 @pytest.mark.parametrize("wrong", [(0, None), (4, -1), (True, None), (2.0, None), (None, 1)])
 def test_updates_that_make_no_sense(wrong: tuple[int, int | None]) -> None:
     with pytest.raises(ps.ScheduleError, match="of the updates is"):
-        ps.Updates(*wrong)
+        ps.schedule.Updates(*wrong)
 
 
 def test_text_says_the_window_and_the_bound() -> None:
@@ -260,7 +260,7 @@ def test_files_keep_the_rule(name: str) -> None:
 
 def test_what_says_no_rule_reads_the_newest_weights_and_another_rule_is_refused() -> None:
     schedule = ps.build("xpipe", 3, 7, window=3)
-    newest = replace(schedule, updates=ps.Updates(3, 1))
+    newest = replace(schedule, updates=ps.schedule.Updates(3, 1))
     value = json.loads(to_json(schedule))
     older = value | {"version": 3, "updates": {"window": 3, "max_mismatch": 1}}
     assert from_json(json.dumps(older)) == newest
@@ -358,23 +358,23 @@ def test_passes_that_cannot_keep_updates_say_so() -> None:
     with pytest.raises(ps.ScheduleError, match="torch's pipelining lacks updates as ops of the schedule"):
         to_torch_csv(schedule)
     with pytest.raises(ps.ScheduleError, match="has updates as ops"):
-        ps.with_updates(schedule, 4)
+        ps.schedule.with_updates(schedule, 4)
     with pytest.raises(ps.ScheduleError, match="schedules with one pipeline"):
-        ps.with_updates(ps.build("chimera", 4, 8), 4)
+        ps.schedule.with_updates(ps.build("chimera", 4, 8), 4)
 
 
 def test_passes_that_keep_updates() -> None:
     costs, links = ps.Costs.uniform(4), ps.Links({(0, 1): 3.0})
-    split = ps.with_updates(ps.build("zb-h1", 4, 12), 4)
+    split = ps.schedule.with_updates(ps.build("zb-h1", 4, 12), 4)
     ps.check(split)
-    before = ps.count_mismatch(split)
+    before = ps.schedule.count_mismatch(split)
     for result in (retime(split, costs, links), merge_gradients(split, costs, links)):
         ps.check(result)
-        assert ps.count_mismatch(result) == before
+        assert ps.schedule.count_mismatch(result) == before
         assert ps.simulate(result, costs, links=links).makespan <= ps.simulate(split, costs, links=links).makespan
     several = replace(ps.Costs.uniform(4, b=2.0, f=1.5), other={"U": 1.0}, take_over=[0.5] * 4)
     again = retime(two_pipelines(), several, links)
-    assert ps.count_mismatch(again) == ps.count_mismatch(two_pipelines())
+    assert ps.schedule.count_mismatch(again) == ps.schedule.count_mismatch(two_pipelines())
     assert network(again, several, links).earliest_frozen()[1] == ps.simulate(again, several, links=links).makespan
     sent = add_communication(ps.build("pipedream-2bw", 4, 8, window=4))
     ps.check(sent)
@@ -383,7 +383,7 @@ def test_passes_that_keep_updates() -> None:
 
 def test_a_synchronous_schedule_with_one_update_has_no_mismatch() -> None:
     for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo"):
-        schedule = ps.with_updates(ps.build(name, 4, 8), 8, max_mismatch=0)
+        schedule = ps.schedule.with_updates(ps.build(name, 4, 8), 8, max_mismatch=0)
         ps.check(schedule)
         assert sum(op.kind == "U" for row in schedule.order for op in row) == schedule.num_stages
 
@@ -392,6 +392,6 @@ def test_a_synchronous_schedule_with_one_update_has_no_mismatch() -> None:
 def test_amdp_puts_no_update_between_forward_and_backward_of_the_last_stage(
     d: int, b: float, u: float, window: int
 ) -> None:
-    found = ps.count_mismatch(ps.build("amdp", d, 8 * d, b=b, u=u, window=window))
+    found = ps.schedule.count_mismatch(ps.build("amdp", d, 8 * d, b=b, u=u, window=window))
     assert max(between for (stage, _, _), between in found.items() if stage == d - 1) == 0
     assert max(found.values()) == 1

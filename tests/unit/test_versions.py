@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
 
 
 def by_stage(schedule: ps.Schedule) -> list[int]:
-    found = ps.count_versions(schedule)
+    found = ps.schedule.count_versions(schedule)
     assert set(found) == {(s, k) for s in range(schedule.num_stages) for k in range(schedule.placement.num_pipelines)}
     return [found[stage, 0] for stage in range(schedule.num_stages)]
 
@@ -55,7 +55,7 @@ def test_versions_of_a_drawn_schedule() -> None:
 
 def test_without_rule_or_updates_there_is_one_version_of_every_copy() -> None:
     for schedule in (ps.build("amdp", 4, 16, window=8), ps.build("chimera", 4, 8), ps.build("pipedream", 4, 8)):
-        assert set(ps.count_versions(schedule).values()) == {1}
+        assert set(ps.schedule.count_versions(schedule).values()) == {1}
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])
@@ -63,7 +63,7 @@ def test_two_buffers_are_refused_where_windows_are_too_short(p: int) -> None:
     """The shortest is p - 1: rank 0 lets p microbatches in, and the first of window 2 must not come before U0."""
     order = ps.build("1f1b", p, 8 * p)
     for window in range(1, 2 * p):
-        schedule = ps.with_updates(order, window, rule="pipedream-2bw")
+        schedule = ps.schedule.with_updates(order, window, rule="pipedream-2bw")
         if window >= p - 1:
             ps.check(schedule)
             continue
@@ -79,6 +79,6 @@ def test_two_buffers_are_refused_where_windows_are_too_short(p: int) -> None:
 
 def test_two_buffers_with_gpipe_need_half_of_all_microbatches() -> None:
     order = ps.build("gpipe", 2, 8)
-    ps.check(ps.with_updates(order, 4, rule="pipedream-2bw"))
+    ps.check(ps.schedule.with_updates(order, 4, rule="pipedream-2bw"))
     with pytest.raises(ps.ScheduleError, match=r"Give windows of at least 4 \(rule: versions\)"):
-        ps.check(ps.with_updates(order, 3, rule="pipedream-2bw"))
+        ps.check(ps.schedule.with_updates(order, 3, rule="pipedream-2bw"))

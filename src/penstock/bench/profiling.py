@@ -43,8 +43,8 @@ def run(num_ranks: int, steps: int, blocks: int) -> list[dict[str, Any]]:
     steering = ps.Steering(dispatches=("frozen",), may_replan=False, may_delegate=False)
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     with (
-        ps.EmulatedPipeline(schedule, costs) as plain,
-        ps.EmulatedPipeline(schedule, costs, steering=steering) as ours,
+        ps.runtime.EmulatedPipeline(schedule, costs) as plain,
+        ps.runtime.EmulatedPipeline(schedule, costs, steering=steering) as ours,
     ):
         pipes = {"plain": plain, "steered": ours}
         for pipe in pipes.values():

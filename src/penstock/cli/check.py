@@ -108,7 +108,7 @@ def _updates_of(plan: ps.Schedule) -> dict[str, Any] | None:
     updates, windows = plan.updates, plan.windows
     if updates is None or windows is None:
         return None
-    counted, versions = ps.count_mismatch(plan), ps.count_versions(plan)
+    counted, versions = ps.schedule.count_mismatch(plan), ps.schedule.count_versions(plan)
     return {
         "window": updates.window,
         "num_updates": windows.num_updates,

@@ -106,7 +106,7 @@ class GivenCosts:
             return costs
         if costs.factors:
             raise Misuse(f"--costs {self.source} and --lengths both say how microbatches differ; use one of them")
-        return replace(costs, uneven=ps.Uneven.lengths(numbers("--lengths", self.lengths)))
+        return replace(costs, uneven=ps.cost.Uneven.lengths(numbers("--lengths", self.lengths)))
 
     def _even(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
         num_stages = placement.num_stages

@@ -206,7 +206,7 @@ def _limit(option: str, text: str | None) -> float | list[float] | None:
     return values[0] if len(values) == 1 else values
 
 
-def _expected(texts: list[str], links: ps.Links, num_samples: int, seed: int) -> ps.Expected:
+def _expected(texts: list[str], links: ps.Links, num_samples: int, seed: int) -> ps.planning.Expected:
     ranges = {}
     for text in texts:
         match = _VARY.fullmatch(text)
@@ -221,4 +221,4 @@ def _expected(texts: list[str], links: ps.Links, num_samples: int, seed: int) ->
         drawn = {pair: random.uniform(*ends) for pair, ends in ranges.items()}
         return ps.Links({**links.delays, **drawn}, links.default)
 
-    return ps.Expected.drawn(draw, num_samples, seed)
+    return ps.planning.Expected.drawn(draw, num_samples, seed)

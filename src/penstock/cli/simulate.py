@@ -93,7 +93,7 @@ def simulate(
     )
     emulation = None
     if emulate is not None:
-        if mode != ps.Decoupled():
+        if mode != ps.simulation.Decoupled():
             raise Misuse(f"--emulate sends messages decoupled from ops; leave out --transport {transport}")
         emulation = _emulate(emulate)(
             plan,

@@ -88,7 +88,8 @@ class Costs:
         uneven: how much more or less than this the single microbatches cost: `Uneven`, or what it is made from. One
             number per microbatch says how many times as long its ops take on every stage;
             {"time": ..., "activation": ..., "message": ...} says more. Runs, simulated or emulated, take it, and so
-            do `ps.plan` and `ps.order_microbatches`; other schedules are made as if all microbatches cost alike.
+            do `ps.plan` and `ps.planning.order_microbatches`; other schedules are made as if all microbatches cost
+            alike.
 
     The time of an update on its owner is that of kind "U" in `other`. Messages as ops (SEND_F and the like) take no
     time: `Links` says how late they arrive.

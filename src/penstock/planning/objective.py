@@ -16,7 +16,7 @@ from penstock.schedule.short_repr import short_repr
 class Expected:
     """The mean makespan over samples of link delays.
 
-        ps.Expected.drawn(lambda random: ps.Links({(0, 1): random.expovariate(1 / 20)}), num_samples=32, seed=0)
+        Expected.drawn(lambda random: ps.Links({(0, 1): random.expovariate(1 / 20)}), num_samples=32, seed=0)
 
     Attributes:
         samples: delays, each as likely as the others.
@@ -51,4 +51,4 @@ def read_objective(value: Any) -> str | Expected:
     """Raises ScheduleError unless it is "makespan", "span" or an `Expected`."""
     if isinstance(value, Expected) or value in ("makespan", "span"):
         return value
-    raise ScheduleError(f"objective {value!r}: give 'makespan', 'span' or ps.Expected(...)", rule="options")
+    raise ScheduleError(f"objective {value!r}: give 'makespan', 'span' or ps.planning.Expected(...)", rule="options")

@@ -155,7 +155,7 @@ def plan(
             what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
             raise CostError(
                 f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
-                "`uneven` out, and order the microbatches of the plan with ps.order_microbatches"
+                "`uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
             )
         return _plan_uneven(
             costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,

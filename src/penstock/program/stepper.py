@@ -1,6 +1,6 @@
 """Runs a program one decision at a time: what was ready, what was chosen, and why nothing else was.
 
-for step in ps.Stepper(program):
+for step in ps.program.Stepper(program):
     print(step)
 
 12.0 ms, rank 1: 1B0

@@ -10,6 +10,7 @@ from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.torch_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions
@@ -26,10 +27,12 @@ __all__ = [
     "Pipeline",
     "Placed",
     "RuntimeFailure",
+    "Split",
     "Stage",
     "Steering",
     "StepResult",
     "device_mesh",
     "emulate",
     "partition",
+    "split",
 ]

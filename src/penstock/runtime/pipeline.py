@@ -403,7 +403,8 @@ class Pipeline:
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates that the last step counted between its forward and backward.
 
-        What `ps.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without updates.
+        What `ps.schedule.count_mismatch(schedule)` proves, as it was run. Every rank must call it. Empty without
+        updates.
         """
         mine = {} if self._learner.updating is None else self._learner.updating.mismatch()
         return {key: count for part in self._peers.gather(mine) for key, count in part.items()}

@@ -113,7 +113,7 @@ def footprint(
     if not costs.weight_bytes:
         raise CostError(
             "the costs do not say what weights take; give weight_bytes (and gradient_bytes, optimizer_bytes), or "
-            "take the costs of a preset (ps.costs_preset)"
+            "take the costs of a preset (ps.cost.costs_preset)"
         )
     timeline = simulate(schedule, costs, links=links, dispatch=dispatch)
     versions, buffers = count_versions(schedule), count_buffers(schedule)

@@ -156,7 +156,8 @@ def _require_order(mesh: Any, names: Sequence[str]) -> None:
         if mesh[name].size() > 1 and (other := dist.get_rank(mesh.get_group(name))) != place:
             raise RuntimeFailure(
                 f"process {dist.get_rank()} lies at {name} {place} of the device mesh and is number {other} of that "
-                "group, as torch sorts groups; build the mesh with ps.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))"
+                "group, as torch sorts groups; build the mesh with "
+                "ps.runtime.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))"
             )
 
 

@@ -70,9 +70,9 @@ def _out_of_order(schedule: Schedule, rank: int, step: int, op: Op, pipeline: in
     others = ", which I, W and R keep too," if kind == BACKWARD else ""
     way = {FORWARD: "forward=[...]", BACKWARD: "backward=[...]"}.get(kind)
     declare = (
-        f"ps.declare_order(schedule, {way})"
+        f"ps.schedule.declare_order(schedule, {way})"
         if way
-        else f"microbatch_orders=(ps.MicrobatchOrder({kind!r}, {op.stage}, (...)),)"
+        else f"microbatch_orders=(ps.schedule.MicrobatchOrder({kind!r}, {op.stage}, (...)),)"
     )
     message = (
         f"{name_of(before)} comes before it, at step {schedule.order[rank].index(before)}, but the order of {queue}"
