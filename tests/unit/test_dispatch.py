@@ -186,7 +186,7 @@ def test_compiled_core_decides_alike() -> None:
             given = (
                 of["first"], of["queue_rank_first"], of["queue_first"], of["queue_ops"], head, of["priority"],
                 missing, done, following, change, rng.uniform(0, 4, 2), np.array([4.0, 4.0]),
-                rng.integers(0, 2, 2), of["gang"], np.zeros(0),
+                rng.integers(0, 2, 2), of["gang"], None,
             )  # fmt: skip
             for rank in (0, 1):
                 found = core.decide(policy, rank, *given)

@@ -49,7 +49,7 @@ def decide(
     cap: Array,
     warmup_left: Array,
     gang: Array,
-    beside: Array,
+    beside: Any,
 ) -> int:
     """The op that `rank` starts now, NOTHING where it waits. `rank` is a row: a rank, or a stream.
 
@@ -57,9 +57,10 @@ def decide(
     of them take these in the same order.
 
     `head[q]` indexes `queue_ops`; `held[rank]` and `cap[rank]` are activations; `warmup_left[rank]` is how
-    many forwards must still run before anything else may. Ops of a row are numbered in its order. `beside` is empty
-    where ranks have no streams; else it says where each op stands in the order of its rank, those of the stream among
-    the others, and then of each rank what the ops under way on it and its stream free when they end.
+    many forwards must still run before anything else may. Ops of a row are numbered in its order. `beside` is None
+    where ranks have no streams, of which compiled code then contains nothing; else it says where each op stands in
+    the order of its rank, those of the stream among the others, and then of each rank what the ops under way on it
+    and its stream free when they end.
     """
     if policy == FROZEN:
         op = next_frozen[rank]
@@ -76,7 +77,7 @@ def decide(
         if best != NOTHING and not is_preferred(policy, op, best, priority):
             continue
         if memory_change[op] > 0:
-            if len(beside) == 0:
+            if beside is None:
                 if not fits(rank, op, done, next_frozen, memory_change, held, cap):
                     continue
             elif not fits_beside(rank, op, first, done, next_frozen, memory_change, held, cap, beside):

@@ -112,9 +112,9 @@ class Graph:
         return self.num_rows > self.num_ranks
 
     @property
-    def beside(self) -> list[float]:
-        """What `core.decide` knows of streams, before a run."""
-        return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else []
+    def beside(self) -> list[float] | None:
+        """What `core.decide` knows of streams, before a run; None where there are none."""
+        return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else None
 
     def host(self, op: int) -> int:
         """The rank of an op, be it on its stream."""

@@ -42,6 +42,8 @@ from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation import engine, simulate
 from penstock.simulation import listing as rule_listing
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
 
 _LOOK = 0.02
 """Seconds between looks for machine code that another process makes."""
@@ -134,6 +136,14 @@ def _prove(problem: Problem) -> None:
     simulate(build("zb-h1", 64, 300), Costs.uniform(64))
 
 
+def _dispatch(problem: Problem) -> None:
+    """What `simulate` and plans do with ranks that pick their ops, with streams beside them and without."""
+    runner = Runner(Costs.uniform(2), compile=True)
+    for overlap in (False, True):
+        order = runner.order(build("distmm", 2, 2, overlap=overlap))
+        runner.run(order, Links(), dispatch="hinted:1", transport=Decoupled(), caps=order.peaks)
+
+
 def _build(problem: Problem) -> None:
     """What programs and library schedules do that are built by compiled code: large ones, and those a plan begins
     with."""
@@ -176,7 +186,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     listing: _begun,
     sweep: _time,
     longest_paths: _bounds,
-    engine: _prove,
+    engine: _dispatch,
     rule_listing: _build,
     forward_backward: _justify,
     anneal: _walk,

@@ -64,7 +64,7 @@ def run(
     late_ms: Array,
     line_free: Array,
     line_last: Array,
-    beside: Array,
+    beside: Any = None,
     arrival: Any = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended.
@@ -84,7 +84,6 @@ def run(
     state.
     """
     num_ops, num_rows, num_edges = len(duration), len(first) - 1, len(edge_to)
-    has_streams = len(beside) > 0
     started = ended = 0
     time = 0.0
     last_on = [-1] * num_rows
@@ -109,7 +108,7 @@ def run(
                         heapq.heappush(events, (until, num_ops + num_edges + rank))
                     continue
             start(rank, op, done, first, next_frozen, head, queue_of, priority, memory_change, held, warmup_left)
-            if not has_streams:
+            if beside is None:
                 peak[rank] = max(peak[rank], held[rank])
             else:
                 holder = rank % (num_rows // 2)
@@ -142,7 +141,7 @@ def run(
             if code < num_ops:
                 rank = rank_of[code]
                 finish(rank, code, memory_change, held)
-                if has_streams:
+                if beside is not None:
                     note_under_way(rank, -min(memory_change[code], 0.0), num_rows, num_ops, beside)
                 ended += 1
                 unsent[rank] = edge_first[code]

@@ -175,8 +175,9 @@ class Runner:
             **{name: np.zeros(num_ops) for name in ("start_time", "end_time", "free_time")},
             **{name: np.zeros(num_rows) for name in ("held", "peak", "wake")},
             "due": np.asarray(due),
-            "beside": np.array(order.graph.beside),
         }
+        if streams:
+            arrays["beside"] = np.array(order.graph.beside)
         loop: ModuleType = engine
         if use:
             loop = compiled(engine)
