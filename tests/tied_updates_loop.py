@@ -26,10 +26,16 @@ MSE = nn.MSELoss()
 class VersionsLoop:
     """Args:
     model: a stage a layer, some of which share parameters. clip_norm: of the gradient of a stage.
+    num_replicas: of the pipelines, to which each window is dealt.
     """
 
     def __init__(
-        self, model: nn.Sequential, schedule: ps.Schedule, optimizer: Callable[..., Any], clip_norm: float | None
+        self,
+        model: nn.Sequential,
+        schedule: ps.Schedule,
+        optimizer: Callable[..., Any],
+        clip_norm: float | None,
+        num_replicas: int = 1,
     ) -> None:
         assert schedule.updates is not None
         self.schedule, self.clip_norm = schedule, clip_norm
@@ -40,7 +46,11 @@ class VersionsLoop:
         """Name of a parameter of a stage -> that of the same one on the lowest stage."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.owned_as[name] = first.setdefault(id(parameter), name)
-        self.copies = [[copy.deepcopy(layer) for layer in model] for _ in range(self.num_pipelines)]
+        self.replicas = [
+            [[copy.deepcopy(layer) for layer in model] for _ in range(self.num_pipelines)]
+            for _ in range(num_replicas)
+        ]
+        self.copies = self.replicas[0]
         self.versions: dict[str, list[Tensor]] = {
             name: [model.get_parameter(name).detach().clone()] for name in dict.fromkeys(self.owned_as.values())
         }
@@ -58,9 +68,16 @@ class VersionsLoop:
         return [(name, f"{stage}.{name}", self.owned_as[f"{stage}.{name}"]) for name, _ in own]
 
     def step(self, inputs: list[Tensor], targets: list[Tensor]) -> None:
-        self.held: dict[Any, Any] = {}
-        self.gradients: dict[tuple[int, str, int], Tensor] = {}
-        self.inputs, self.targets = inputs, targets
+        windows, num = self.schedule.windows, len(self.replicas)
+        assert windows is not None
+        held: list[dict[Any, Any]] = [{} for _ in self.replicas]
+        gradients: list[dict[tuple[int, str, int], Tensor]] = [{} for _ in self.replicas]
+        self.all_gradients = gradients
+        dealt: list[list[int]] = [[] for _ in self.replicas]
+        for window in windows.ranges:
+            for r, places in enumerate(dealt):
+                first = window.start * num + r * len(window)
+                places += range(first, first + len(window))
         rows = [list(row) for row in self.schedule.order]
         done: set[Op] = set()
         while any(rows):
@@ -68,11 +85,13 @@ class VersionsLoop:
             for row in rows:
                 while row and self.is_ready(row[0], done):
                     op = row.pop(0)
-                    getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
+                    for r, places in enumerate(dealt):
+                        self.copies, self.held, self.gradients = self.replicas[r], held[r], gradients[r]
+                        self.inputs, self.targets = ([part[m] for m in places] for part in (inputs, targets))
+                        if op.kind != "U" or not r:
+                            getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
                     done.add(op)
             assert len(done) > before
-        windows = self.schedule.windows
-        assert windows is not None
         self.first_window += windows.num_updates
         for k, s, owner in self.seen:
             self.seen[k, s, owner] = self.made[k, owner]
@@ -121,7 +140,7 @@ class VersionsLoop:
         if s == len(self.copies[0]) - 1:
             windows = self.schedule.windows
             assert windows is not None
-            y = MSE(y, self.targets[m]) / len(windows.microbatches(m // self.window))
+            y = MSE(y, self.targets[m]) / (len(windows.microbatches(m // self.window)) * len(self.replicas))
         self.held["y", s, m], self.held["x", s, m] = y, x
 
     def B(self, op: Op, k: int) -> None:
@@ -160,11 +179,14 @@ class VersionsLoop:
             return
         own = [owned for _, whole, owned in self.names(s) if whole == owned]
         for name in own:
-            total = self.gradients[0, name, update]
-            for other in range(1, self.num_pipelines):
-                if (part := self.gradients.get((other, name, update))) is not None:
-                    total = total + part
-            self.masters[name].grad = total
+            sums = []
+            for gradients in self.all_gradients:
+                total = gradients[0, name, update]
+                for other in range(1, self.num_pipelines):
+                    if (part := gradients.get((other, name, update))) is not None:
+                        total = total + part
+                sums.append(total)
+            self.masters[name].grad = sum(sums[1:], sums[0])
         if self.clip_norm is not None and own:
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in own], self.clip_norm)
         self.optimizer.step()
@@ -186,11 +208,12 @@ def unlike_the_loop(
     zero: bool = True,
     clip_norm: float | None = None,
     num_steps: int = 3,
+    num_replicas: int = 1,
     **options: Any,
 ) -> list[str]:
     """What is not as in the loop after some steps, in words."""
-    model, num = tie_runs.tied_model(schedule.num_stages), schedule.num_microbatches
-    loop = VersionsLoop(copy.deepcopy(model), schedule, optimizer, clip_norm)
+    model, num = tie_runs.tied_model(schedule.num_stages), schedule.num_microbatches * num_replicas
+    loop = VersionsLoop(copy.deepcopy(model), schedule, optimizer, clip_norm, num_replicas)
     source, tied = tie_runs.as_given(model, given)
     pipe = ps.Pipeline(
         source, schedule, loss_fn=MSE, optimizer=optimizer, zero=zero, clip_norm=clip_norm, tied=tied, timeout=20,
