@@ -67,6 +67,15 @@ def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
+    """Without mismatch both are the synchronous run; embedding and head share their weight."""
+    options = f"{GPT} --schedule amdp --tied --max-mismatch 0 --steps 4 --drain-every 2 --sample 0 --data {text}"
+    ended(tmp_path / "mesh", f"{options} --pp 2 --dp 2 --microbatches 4 --sharding zero1")
+    ended(tmp_path / "one", f"{options} --ranks 2 --microbatches 8 --in-process")
+    assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_towers_under_torchrun(tmp_path: Path) -> None:
     """torchrun says how many processes there are, and so the ranks of a pipeline."""
     expected = one_process(tmp_path / "one", f"{CLIP} --pp 2 --dp 2")

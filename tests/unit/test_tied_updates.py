@@ -103,3 +103,24 @@ def test_a_prediction_of_what_another_stage_owns_is_refused() -> None:
     said = tie_runs.refused(tie_runs.tied_model(4), schedule)
     assert "are one parameter, and rule 'xpipe' predicts on stage 2 what" in said
     assert "stage 0 alone has" in said
+
+
+@pytest.mark.parametrize(("name", "then"), [("amdp", "amdp"), ("pipedream-2bw", "pipedream-2bw"), ("amdp", "1f1b")])
+def test_what_a_run_with_updates_has_made_is_handed_over_amid_a_window(name: str, then: str, tmp_path: Path) -> None:
+    """To another pipeline, as a checkpoint would bring it there."""
+    data = loop.batches(16, 3)
+
+    def made(name: str) -> ps.Pipeline:
+        schedule = ps.build(name, 4, 16, **({} if name == "1f1b" else {"window": 4}))
+        return ps.Pipeline(tie_runs.tied_model(4), schedule, loss_fn=loop.MSE, optimizer=runs.ADAM)
+
+    first, loaded, handed = made(name), made(then), made(then)
+    first.step(*data[0])
+    first.step(*data[1], update=False)
+    loaded.load(first.save(tmp_path))
+    handed.step(*data[2])  # what it has learned is given up
+    first.hand_over(handed)
+    assert handed.num_updates == loaded.num_updates == 7
+    for pipe in (loaded, handed):
+        pipe.step(*data[2])
+    assert not runs.unlike(*({n: p.detach() for n, p in pipe.named_parameters()} for pipe in (loaded, handed)))

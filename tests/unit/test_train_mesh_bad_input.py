@@ -41,8 +41,12 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, zero1 or fsdp"]),
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
     "sharding of copies": (f"{SIZES} --schedule chimera --ranks 2 --dp 2 --sharding fsdp", ["chimera", "zero1"]),
-    "asynchronous replicas": ("--schedule amdp --dp 2", ["amdp", "leave out --dp 2"]),
-    "asynchronous shards": ("--schedule vnag --tp 2", ["vnag", "leave out --tp 2"]),
+    "asynchronous and fully sharded": ("--schedule amdp --dp 2 --sharding fsdp", ["amdp", "give --sharding zero1"]),
+    "asynchronous replicas in one process": ("--schedule amdp --dp 2 --in-process", ["leave out --in-process"]),
+    "asynchronous shards": (
+        "--schedule vnag --tp 2",
+        ["vnag", "versions of whole parameters", "--tp 2 shares layers out"],
+    ),
     "delegates of a mesh": (
         "--adapt --delegates 2 --dp 2",
         ["--delegates", "moves nodes", "leave it out, or --dp 2"],

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.runtime.adapt import Steering
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers, Peers
+from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.tied import Tie
@@ -98,6 +98,43 @@ def require_dense(
     else:
         return
     raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
+
+
+def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool, has_conditions: bool) -> None:
+    """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
+    if mesh.is_flat:
+        return
+    what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
+    if schedule.updates is not None and mesh.num_shards > 1:
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, which keep versions of whole parameters, and {what} has "
+            "parts of them; leave tp out, or use a schedule without updates as ops"
+        )
+    if schedule.updates is not None and mesh.sharding == "fsdp":
+        raise RuntimeFailure(
+            f"{schedule.name} has its updates in the order, after each of which all replicas would have to gather "
+            'what it stepped, for the next op reads it; sharding="zero1" shares out the optimizer\'s state alone'
+        )
+    if schedule.updates is not None and mesh.sharding == "zero1":
+        rule = rule_of(schedule.updates.rule)
+        if any(rule.most_steps(schedule, stage) for stage in range(schedule.num_stages)):
+            raise RuntimeFailure(
+                f"rule {rule.name!r} predicts weights from the optimizer's state, of which each replica has a part; "
+                "use sharding=\"none\", or rule 'none' or 'pipedream', which predict nothing"
+            )
+    if schedule.updates is not None and has_conditions and isinstance(mesh.pipeline, LocalPeers):
+        raise RuntimeFailure(
+            f"links= changes when the ranks of this process take turns, and so in which order the updates of "
+            f"{schedule.name} come, which all {mesh.num_replicas} replicas have to make alike; leave links out, or "
+            "give each rank a process"
+        )
+    if steered:
+        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
+    if mesh.num_shards > 1 and schedule.placement.shared:
+        raise RuntimeFailure(
+            f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "
+            f"{what} would cut it again; use one of both"
+        )
 
 
 def require_steerable(schedule: Schedule, steering: Steering | None) -> None:

@@ -62,7 +62,7 @@ class Placed:
             The new pipeline; the old one is closed.
 
         Raises:
-            RuntimeFailure: a mesh of other sizes, updates as ops, or a pipeline of another model.
+            RuntimeFailure: a mesh of other sizes, or a pipeline of another model.
         """
         if (then.pp, then.dp, then.tp) != (self.mesh.pp, self.mesh.dp, self.mesh.tp):
             raise RuntimeFailure(

@@ -26,6 +26,7 @@ from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.compatibility import (
     check_once,
     require_dense,
+    require_meshable,
     require_runnable,
     require_steerable,
     require_tied_updates,
@@ -51,7 +52,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.consistency import require_same, schedule_digest
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.mesh.process_mesh import read_mesh, require_meshable
+from penstock.runtime.mesh.process_mesh import read_mesh
 from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions
 from penstock.runtime.parameters.given_optimizer import kept_groups
 from penstock.runtime.parameters.local_model import LocalModel
@@ -195,7 +196,7 @@ class Pipeline:
         check_once(schedule, place.everyone)
         self._costs = known = steering.costs if steering is not None else None
         chosen = dispatch_of(dispatch, schedule, known, self._choice)
-        require_meshable(place, schedule, steering is not None)
+        require_meshable(place, schedule, steering is not None, links is not None)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, steering)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -535,7 +536,7 @@ class Pipeline:
 
         It may run another schedule, over the same processes in other places; every process must call this. Each
         fetches only what it does not hold itself; returns the bytes that this one fetched. Raises RuntimeFailure
-        where they are not of one model, or updates are ops.
+        where they are not of one model.
         """
         self._life.require_open()
         fetched = hand_over(self._learner, then._learner, self._mesh.everyone)

@@ -22,10 +22,15 @@ def check_mesh(settings: Settings) -> None:
     if settings.is_flat:
         return
     option = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
-    if settings.is_asynchronous:
+    if settings.is_asynchronous and settings.tp > 1:
         raise SettingsError(
-            f"{settings.schedule} has its updates among the other ops, each on its stage alone, and runs in one "
-            f"replica of whole layers; leave out {option}, or give a schedule without such updates"
+            f"{settings.schedule} has its updates among the other ops, which keep versions of whole parameters, and "
+            f"{option} shares layers out; leave it out, or give a schedule without such updates"
+        )
+    if settings.is_asynchronous and settings.sharding == "fsdp":
+        raise SettingsError(
+            f"{settings.schedule} has its updates among the other ops, after each of which all replicas would have "
+            "to gather what it stepped; give --sharding zero1, which shares out the optimizer's state alone"
         )
     for name in ("store", "host_memory", "delegates", "interfaces"):
         if settings.adapt and getattr(settings, name) is not None:
@@ -73,6 +78,11 @@ def _check_in_process(settings: Settings) -> None:
     if settings.sharding != "none":
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"
+        )
+    if settings.is_asynchronous:
+        raise SettingsError(
+            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and the updates of "
+            f"{settings.schedule} would come between other ones; leave out --in-process"
         )
     if is_schedule_file(settings.schedule):
         raise SettingsError(

@@ -80,7 +80,12 @@ class RankRun:
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
         self.training = Training(
-            self.pipe, settings.passes, inputs.data.batches, settings.learning_rate, settings.is_asynchronous
+            self.pipe,
+            settings.passes,
+            inputs.data.batches,
+            settings.learning_rate,
+            settings.is_asynchronous,
+            settings.dp // settings.replicas_here,
         )
         self.stop = StopRequest()
         self.interrupted = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ class PassDone(NamedTuple):
 class Training:
     """Where a run stands, and its next pass.
 
+    Args:
+        replicas: of the pipeline, to which each step's batch is dealt.
+
     Attributes:
         steps: done so far. gathered: microbatches in the window that is open; 0 between windows.
     """
@@ -47,8 +51,12 @@ class Training:
         batches: TaskBatches,
         rate: Callable[[int], float],
         is_asynchronous: bool,
+        replicas: int = 1,
     ) -> None:
         self.pipe, self.passes, self.rate = pipe, passes, rate
+        self._of_all = replace(
+            passes, microbatches=passes.microbatches * replicas, window=passes.window * replicas
+        )  # what all replicas run together
         self.steps = self.gathered = 0
         self._batches = batches
         self._proved = count_mismatch(pipe.schedule) if is_asynchronous else None
@@ -99,15 +107,15 @@ class Training:
         rates = passes.rates(steps.start, self.rate)
         result = self.pipe.step(inputs, targets, rates=rates, update=passes.closes(self.gathered))
         self._check_mismatch()
-        weights = passes.weights([len(each) for each in inputs])
+        weights = self._of_all.weights([len(each) for each in inputs])
         shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
-        return [float(_total(part)) for part in shares.split(passes.microbatches)], None
+        return [float(_total(part)) for part in shares.split(self._of_all.microbatches)], None
 
     def evaluate(self, batch: Example) -> float:
         """The loss of a batch, cut as one of a step."""
         inputs, targets = batch
         if self._proved is not None:  # a pass would cut it into all its microbatches
-            inputs, targets = (split(part, self.passes.microbatches, "samples") for part in batch)
+            inputs, targets = (split(part, self._of_all.microbatches, "samples") for part in batch)
         # Where several passes fill a window, a loss is a part of one.
         return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
 
@@ -117,7 +125,7 @@ class Training:
         targets: list[Any] = []
         for step in steps:
             for cut, batch in zip((inputs, targets), self._batches[step], strict=True):
-                cut += split(batch, self.passes.microbatches, "samples")
+                cut += split(batch, self._of_all.microbatches, "samples")
         return inputs, targets
 
     def _check_mismatch(self) -> None:

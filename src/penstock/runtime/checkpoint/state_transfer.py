@@ -97,12 +97,10 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         Bytes that this process received.
 
     Raises:
-        RuntimeFailure: they are not of one model, or updates are ops of a schedule.
+        RuntimeFailure: they are not of one model.
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
     giver.require_whole()
-    if giver.updating is not None or taker.updating is not None:
-        raise RuntimeFailure("a schedule with updates in the order cannot be handed over; save and load instead")
     before, after = state_of(giver), state_of(taker)
     held, meta = before.held()
     parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
@@ -115,7 +113,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
-        staged = after.stage(Carried(mine, meta), 0)
+        staged = after.stage(Carried(mine, meta), giver.num_updates)
         staged.try_extra()
     except CheckpointError as error:
         said = str(error)

@@ -159,11 +159,12 @@ class State:
     def held(self) -> tuple[dict[str, Tensor], Any]:
         """All that this process holds, whoever writes it, and the optimizer's meta.
 
-        Whole tensors by their stored names: who holds a shard helps to put them together. Not what a schedule with
-        updates keeps besides.
+        Whole tensors by their stored names: who holds a shard helps to put them together.
         """
         tensors, meta = self._all()
         found = {name: whole(tensor) for name, tensor in tensors.items()}
+        if self._updating is not None:
+            found |= self._updating.tensors()
         for packed in self.extra().values():
             found |= packed
         return found, meta
@@ -215,7 +216,7 @@ class State:
         for name in names:
             kind, _, rest = name.partition("/")
             if (kind == "optimizer" and rest.rpartition("/")[0] in optimizer) or (
-                name.startswith(GRADIENTS) and name.removeprefix(GRADIENTS) in waiting
+                (place := _place(name)) is not None and place.split("/", 3)[-1] in waiting
             ):
                 found.add(name)
         bases = {_base_of(extra, there) for extra in self._extras}

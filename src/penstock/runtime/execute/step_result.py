@@ -92,10 +92,9 @@ class StepEnd:
             rows = shared[offers:].view(num_ranks, -1).tolist()
             following = helm.settle([Offer(*map(int, row)) for row in rows])
         losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(shared[num_microbatches])])
-        if len(losses) > num_microbatches:
-            total = _sum(losses)
-            return StepResult(total, losses, window_losses=total.reshape(1)), None
-        windows = torch.stack([_sum(losses[window.start : window.stop]) for window in batch.windows])
+        replicas = self._replicas.num_ranks
+        sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
+        windows = torch.stack(sums)
         total = windows[0].clone() if len(windows) == 1 else windows.mean()
         return StepResult(total, losses, window_losses=windows), None if following is None else following.made
 
@@ -111,7 +110,7 @@ class StepEnd:
         require_same(
             [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
         )
-        return shared[:, :size].reshape(-1)
+        return torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
 
 
 def _sum(losses: Tensor) -> Tensor:

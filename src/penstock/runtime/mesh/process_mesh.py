@@ -22,7 +22,6 @@ import torch.distributed as dist
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain, is_of_a_group
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, MeshPeers, Peers, peers_of
-from penstock.schedule import Schedule
 
 PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
 SHARDINGS = ("none", "zero1", "fsdp")
@@ -169,22 +168,3 @@ def _everyone(processes: Sequence[int]) -> dist.ProcessGroup:
     made = dist.new_group(list(processes), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)  # every process of the mesh is in it
     return made
-
-
-def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool) -> None:
-    """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
-    if mesh.is_flat:
-        return
-    what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
-    if schedule.updates is not None:
-        raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, each on one rank alone, and {what} would have to agree "
-            "on every one; use a schedule without updates as ops"
-        )
-    if steered:
-        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
-    if mesh.num_shards > 1 and schedule.placement.shared:
-        raise RuntimeFailure(
-            f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "
-            f"{what} would cut it again; use one of both"
-        )

@@ -5,6 +5,9 @@
 
 The loss of every microbatch is weighed within the whole batch, so gradients are summed, not averaged.
 
+Where updates are ops of the schedule, each sums its window's gradients over the replicas itself: all replicas run one
+order, so no rank waits at an update for one that waits for what comes after it.
+
 With ZeRO-1 each parameter has an owner among the replicas: the sum goes to it alone, it alone has the optimizer's
 state, and after an update it gives the others the new value. Fully sharded, each replica has a part of every
 parameter, and gets that part of the sum.
@@ -149,6 +152,34 @@ class Replicas:
     def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
         return GradientBucket(parameters, self._peers, self._owner_of(parameters[0]))
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that keeps, and writes, what one of them has to."""
+        return self._peers.here[0] == 0
+
+    def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums over all replicas, where updates are ops; every replica must call it for the same parameters."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]
+        for bucket, work in [(bucket, bucket.start()) for bucket in buckets]:
+            self._wait(work, "a sum of gradients over the replicas")
+            bucket.unpack()
+        found = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    def answer_alike(self, master: Parameter, parameter: Parameter) -> None:
+        """What an update steps in place of a parameter has that one's owner."""
+        if (owner := self._owner_of(parameter)) is not None:
+            self._owner[id(master)] = owner
+
+    def share_stepped(self, masters: Sequence[Parameter]) -> None:
+        """After an update that is an op: every owner gives the others the new values."""
+        if self._owner:
+            self._share(masters, lambda master: self._owner[id(master)])
+
     def unshard(self) -> None:
         """Before forwards: everything is whole here."""
 
@@ -207,8 +238,10 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
 
 
 def with_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
-    """The schedule with REDUCE ops, where there are replicas to reduce over."""
-    return schedule if mesh.num_replicas == 1 else add_reductions(schedule, asynchronous=False)
+    """The schedule with REDUCE ops, where there are replicas to reduce over, and no updates that do it."""
+    if mesh.num_replicas == 1 or schedule.updates is not None:
+        return schedule
+    return add_reductions(schedule, asynchronous=False)
 
 
 def reductions_of(
@@ -235,6 +268,8 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, timeou
     """What there is of other replicas. `schedule` has its REDUCE ops."""
     if not isinstance(mesh.replicas, GroupPeers):
         return NoReplicas()
+    if schedule.updates is not None:
+        return UpdatingReplicas(model, mesh.replicas, (), mesh.sharding == "zero1", timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     if model.sharded is not None:
         return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout)
@@ -274,8 +309,20 @@ class ShardedReplicas(Replicas):
         self._sharded.reshard()
 
 
+class UpdatingReplicas(Replicas):
+    """Replicas of a schedule with updates among its ops, which sum gradients when their turn comes."""
+
+    def begin(self) -> None:
+        """What is left of an open window stays where it is."""
+
+    def finish(self) -> None:
+        """All sums were made by updates."""
+
+
 class NoReplicas:
     """What a pipeline without replicas does in their place: nothing."""
+
+    is_first = True
 
     def begin(self) -> None: ...
 
@@ -298,3 +345,10 @@ class NoReplicas:
 
     def answers_for(self, parameter: Tensor) -> bool:
         return True
+
+    def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return list(gradients)
+
+    def answer_alike(self, master: Parameter, parameter: Parameter) -> None: ...
+
+    def share_stepped(self, masters: Sequence[Parameter]) -> None: ...

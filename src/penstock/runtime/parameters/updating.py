@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.data_parallel import NoReplicas, Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
@@ -35,17 +36,19 @@ class Updating:
     Attributes:
         copies: of the stages here. weights: of each copy. rule: by which ops read them.
         zero: only the owner's copy of a stage has the optimizer's state.
+        replicas: with whom updates sum up gradients.
         leaves_open: the last window of the step that runs goes on in the next one.
 
     Raises:
         RuntimeFailure, ScheduleError: the rule does not go with the schedule.
     """
 
-    def __init__(self, schedule: Schedule, model: LocalModel, zero: bool) -> None:
+    def __init__(self, schedule: Schedule, model: LocalModel, zero: bool, replicas: Replicas | NoReplicas) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         copies = model.copies
         self.schedule, self.copies, self.zero, self._model = schedule, copies, zero, model
+        self.replicas = replicas
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule, zero)
@@ -53,6 +56,9 @@ class Updating:
         model.tied.separate()
         self._twins = [twin for tie in model.ties for twin in tie.twins]
         self.weights: dict[Copy, CopyWeights] = {key: self._weights_of(*key) for key in copies.each()}
+        for key in copies.each():
+            for name, master in self.weights[key].masters.items():
+                replicas.answer_alike(master, copies.here[key].get_parameter(name))
         self.leaves_open = False
         self._failed: str | None = None
 
@@ -83,7 +89,7 @@ class Updating:
 
     def masters(self) -> list[Parameter]:
         """What the optimizer of this process steps."""
-        return [master for weights in self.weights.values() for master in weights.masters.values()]
+        return self.replicas.owned(m for weights in self.weights.values() for m in weights.masters.values())
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
         """By the id of a parameter of the model given, its masters here."""
@@ -129,7 +135,14 @@ class Updating:
     def end(self) -> None:
         """Ends a step: all parameters are the newest, wherever they are read. Every process must call it."""
         for key in self.copies.each():
-            self.weights[key].end()
+            weights = self.weights[key]
+            weights.end()
+            if self.leaves_open:
+                # One replica keeps the sum so far, to which its part of the next step adds.
+                parameters = weights.stepped()
+                sums = self.replicas.summed(parameters, [p.grad for p in parameters])
+                for parameter, gradient in zip(parameters, sums, strict=True):
+                    parameter.grad = gradient if self.replicas.is_first else None
         self._model.share_tied_values()
         for slot, tie in enumerate(self._model.ties, start=1):
             name, like = self._owned_name(slot), self._model.tied.parameter(slot)
@@ -194,6 +207,8 @@ class Updating:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides parameters and optimizer: older versions, gradients of an open window."""
+        if not self.replicas.is_first:
+            return {}
         return {
             f"{PREFIX}{key[0]}/{name}": tensor
             for key in self.copies.each()
@@ -220,7 +235,10 @@ class Updating:
             weights, stage = self.weights[k, index], self.copies.here[k, index]
             weights.fill({name: p.detach() for name, p in stage.named_parameters()})
             weights.num_updates = num_updates
-            weights.load_state({**of_owner, **by_copy.get(k, {})})
+            mine = {**of_owner, **by_copy.get(k, {})}
+            if not self.replicas.is_first:
+                mine = {name: tensor for name, tensor in mine.items() if not name.startswith(GRADIENTS)}
+            weights.load_state(mine)
         for slot in range(1, len(self._model.ties) + 1):
             self._bring_to(slot, num_updates, of_owner.get(f"versions/{self._owned_name(slot)}"))
         self._failed = None

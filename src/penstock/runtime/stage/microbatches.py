@@ -43,7 +43,8 @@ class Microbatches:
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
-        replica: whose part of a larger batch this is; it comes after as many of the same size.
+        replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
+            microbatches for each, one replica's after those of the one before.
     """
 
     inputs: Mapping[int, list[Any]]
@@ -73,14 +74,20 @@ class Microbatches:
             return self
 
         def part(values: list[Any]) -> list[Any]:
-            size = len(values) // num_replicas
-            return values[replica * size : (replica + 1) * size]
+            if len(self.windows) == 1:
+                return _dealt(values, replica, num_replicas)
+            return [value for w in self.windows for value in _dealt(values[w.start : w.stop], replica, num_replicas)]
 
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         scales = part(self.scales)
-        windows = (range(len(scales)),)
+        windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
         return Microbatches(inputs, targets, scales, signatures, self.digest, windows, replica)
+
+
+def _dealt(values: list[Any], replica: int, num_replicas: int) -> list[Any]:
+    size = len(values) // num_replicas
+    return values[replica * size : (replica + 1) * size]
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
@@ -181,6 +188,7 @@ def cut_for(
     starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
     count = graph.microbatches_of(end_of(graph), num) * num_replicas
     counts = [each * num_replicas for each in graph.num_microbatches]
+    windows = [range(w.start * num_replicas, w.stop * num_replicas) for w in windows]
     whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested)
     return whole.of_replica(replica, num_replicas)
 

@@ -1,7 +1,8 @@
 """The device of a rank whose schedule has updates: ops meet the right weights, and U makes new ones.
 
     F, B, I, R, W    the copy binds what the op reads, then the inner device runs it
-    U, owner         own gradients + those that came, in the order of pipelines -> optimizer -> parameters go out
+    U, owner         own gradients + those that came, in the order of pipelines; their sum over all replicas
+                     -> optimizer -> parameters go out
     U, another copy  takes over what came
     F                takes over tied parameters, too, that updates on their owners' stages have made since
 
@@ -45,6 +46,7 @@ class UpdatingDevice:
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
         self._inner, self._weights, self._schedule = inner, weights, schedule
         self._tied, self._tied_name = tied or {}, updating.tied_name
+        self._replicas = updating.replicas
         self._select = updating.copies.select
         self._windows, self._zero = schedule.windows, updating.zero
         self._open = self._windows.num_updates - 1 if updating.leaves_open else None
@@ -118,11 +120,13 @@ class UpdatingDevice:
             return
         if pipeline == OWNER:
             parts = [weights.gradients(update), *(payload.leaves for payload in received)]
-            total = weights.reduced(parts)
+            total = self._replicas.summed(list(weights.masters.values()), weights.reduced(parts))
             if not self._zero and self._windows.num_pipelines > 1:
                 self._reduced[op.stage] = total
             weights.apply(update, [total])
+            self._replicas.share_stepped(list(weights.masters.values()))
         elif self._zero:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
         else:
             weights.apply(update, [list(received[0].leaves)])
+            self._replicas.share_stepped(list(weights.masters.values()))

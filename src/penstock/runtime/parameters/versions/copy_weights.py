@@ -232,6 +232,10 @@ class CopyWeights:
         """The names of the parameters that updates change."""
         return self._parameters.keys()
 
+    def stepped(self) -> list[Parameter]:
+        """The parameters that updates change."""
+        return list(self._parameters.values())
+
     @property
     def num_updates(self) -> int:
         """Updates of this copy over all passes; may be set on loading."""
