@@ -6,11 +6,13 @@ their first forward. Where they are free, each stage of a pipeline runs its F, i
 adds to its weights' gradients (W or B) in the order of microbatches each, as schedules must.
 
     rule        constraint
-    rank        its ops do not overlap
+    rank        its ops do not overlap; nor do its offloads and reloads, which run beside its ops
     needs       F(s) before F(s + 1), the backward of s + 1 before that of s, with the delay between their ranks;
-                on a stage F before I before W, or F before B; where R runs, after F and before I or B
+                on a stage F before I before W, or F before B; where R runs, after F and before I or B; where O (to
+                host memory) and L (back) run, F before O before L before I or B
     memory      F takes `memory` at its start, I gives `freed_by_input` back at its end and W (or B) the rest; where R
-                runs F takes `kept`, and R the rest at its start
+                runs F takes `kept`, and R the rest at its start; O gives all of it back at its end, L takes it at its
+                start, and in between it counts in host memory, from the start of O to the end of L
     value       the makespan, or the largest span: a rank's last end less its first start, where every op starts as
                 soon as the order of its rank and its needs allow
 """
@@ -36,12 +38,13 @@ class Instance:
         pipelines: of each pipeline the rank of each stage; microbatch m belongs to pipeline m mod their number.
         num_microbatches: of all pipelines together.
         time: of each kind the duration on each stage, at least 1: F I W, or F B; with F I W B each backward is I and
-            W, or B; with R each forward may run again.
+            W, or B; with R each forward may run again; with O and L each activation may go to host memory.
         delay: between two ranks, in one direction; 0 where not given.
         memory, freed_by_input: of each stage, what F takes and what of it I gives back.
         cap: of each rank, None where there is none.
         objective: "makespan" or "span".
         kept: of each stage, what F takes where R runs.
+        host: of each rank, the cap of its host memory; None where there is none.
         counts: how many microbatches each pipeline has; dealt in turn where empty.
         any_deal: whether microbatches may be dealt to the pipelines in any other way.
     """
@@ -55,13 +58,14 @@ class Instance:
     cap: Sequence[int | None]
     objective: str = "makespan"
     kept: Sequence[int] = ()
+    host: Sequence[int | None] = ()
     counts: Sequence[int] = ()
     any_deal: bool = False
 
     @property
     def free(self) -> bool:
         """Whether forms are to be chosen."""
-        return "R" in self.time or {"W", "B"} <= set(self.time)
+        return "R" in self.time or "O" in self.time or {"W", "B"} <= set(self.time)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
     rank = {(k, s, m): hosts[m][s] for k, s, m in ops}
     whole = {(s, m): model.new_bool_var("") if {"W", "B"} <= set(instance.time) else None for _, s, m in ops}
     again = {(s, m): model.new_bool_var("") if "R" in instance.time else None for _, s, m in ops}
+    away = {(s, m): model.new_bool_var("") if "O" in instance.time else None for _, s, m in ops}
     long: dict[Op, Any] = {(k, s, m): instance.time[k][s] for k, s, m in ops}
     for (s, m), literal in whole.items():
         if literal is not None:
@@ -96,7 +101,8 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
     needs = {op: _needs(op, kinds, num_stages, rank, instance.delay) for op in ops}
     # One op after the other, every form of it and every message.
     horizon = sum(max(of[s] for of in instance.time.values()) for _, s, _ in ops)
-    horizon += instance.num_microbatches * num_stages * max((*instance.time.get("R", ()), 0))
+    for kind in "ROL":
+        horizon += instance.num_microbatches * num_stages * max((*instance.time.get(kind, ()), 0))
     horizon += sum(lag for of_op in needs.values() for _, lag in of_op)
     start = {op: model.new_int_var(0, horizon, "") for op in ops}
     end = {op: model.new_int_var(0, horizon, "") for op in ops}
@@ -117,6 +123,20 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
             model.add(start[op] >= end["F", s, m]).only_enforce_if(literal)
             model.add(start[kinds[1], s, m] >= end[op]).only_enforce_if(literal)
             rows[rank[op]].append(op)
+    streams: dict[int, list[Op]] = {}
+    for (s, m), literal in away.items():
+        if literal is None:
+            continue
+        if again[s, m] is not None:
+            model.add_bool_or(literal.negated(), again[s, m].negated())
+        out, home = ("O", s, m), ("L", s, m)
+        for op in (out, home):
+            long[op], rank[op], present[op], needs[op] = instance.time[op[0]][s], hosts[m][s], literal, []
+            start[op], end[op] = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
+            model.add(end[op] == start[op] + long[op])
+            streams.setdefault(rank[op], []).append(op)
+        for before, after in ((("F", s, m), out), (out, home), (home, (kinds[1], s, m))):
+            model.add(start[after] >= end[before]).only_enforce_if(literal)
     for op in ops:
         for before, lag in needs[op]:
             model.add(start[op] >= end[before] + lag)
@@ -128,6 +148,12 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
             if p in last:
                 model.add(start["F", 0, m] >= start["F", 0, last[p]])
             last[p] = m
+    for r, stream in streams.items():
+        model.add_no_overlap(
+            model.new_optional_interval_var(start[op], long[op], end[op], present[op], "") for op in stream
+        )
+        if instance.host[r] is not None:
+            _host(model, instance, stream, start, end, present, instance.host[r], horizon)
     for r, row in rows.items():
         model.add_no_overlap(
             model.new_optional_interval_var(start[op], long[op], end[op], present[op], "")
@@ -138,7 +164,7 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
         cap = instance.cap[r]
         if cap is not None:
             cells = sorted({op[1:] for op in row})
-            _hold(model, instance, cells, kinds, start, end, again, whole, cap, horizon)
+            _hold(model, instance, cells, kinds, start, end, again, away, whole, cap, horizon)
     value = model.new_int_var(0, horizon, "")
     if instance.objective == "makespan":
         for op in start:
@@ -209,8 +235,8 @@ def _in_order(
         if before is None:
             continue
         for s in range(len(instance.memory)):
-            for kind in (*kinds, "R"):
-                # Where an R is not there its start is free, so that it may stand between its neighbours.
+            for kind in (*kinds, "R", "O", "L"):
+                # Where an R, O or L is not there its start is free, so that it may stand between its neighbours.
                 if (kind, s, m) in start and not (kind == "W" and whole[s, m] is not None):
                     model.add(start[kind, s, m] >= start[kind, s, before])
             if kinds[-1] == "W" and whole[s, m] is not None:
@@ -244,6 +270,7 @@ def _hold(
     start: Mapping[Op, Any],
     end: Mapping[Op, Any],
     again: Mapping[tuple[int, int], Any],
+    away: Mapping[tuple[int, int], Any],
     whole: Mapping[tuple[int, int], Any],
     cap: int,
     horizon: int,
@@ -263,17 +290,45 @@ def _hold(
 
     for s, m in cells:
         memory, back = instance.memory[s], (kinds[1], s, m)
-        redo = again[s, m]
-        if redo is None:
+        redo, gone = again[s, m], away[s, m]
+        if redo is None and gone is None:
             phase(start["F", s, m], end[back], memory)
         else:
-            phase(start["F", s, m], end[back], memory, redo.negated())
+            stays = model.new_bool_var("")
+            forms = [stays, *(literal for literal in (redo, gone) if literal is not None)]
+            model.add_exactly_one(forms)
+            phase(start["F", s, m], end[back], memory, stays)
+        if gone is not None:
+            phase(start["F", s, m], end["O", s, m], memory, gone)
+            phase(start["L", s, m], end[back], memory, gone)
+        if redo is not None:
             phase(start["F", s, m], start["R", s, m], instance.kept[s], redo)
             phase(start["R", s, m], end[back], memory, redo)
         if "I" in kinds:
             one = whole[s, m]
             left = memory - instance.freed_by_input[s]
             phase(end[back], end["W", s, m], left, None if one is None else one.negated())
+    model.add_cumulative(intervals, amounts, cap)
+
+
+def _host(
+    model: Any,
+    instance: Instance,
+    stream: Sequence[Op],
+    start: Mapping[Op, Any],
+    end: Mapping[Op, Any],
+    present: Mapping[Op, Any],
+    cap: int,
+    horizon: int,
+) -> None:
+    """What lies in a rank's host memory, from the start of O to the end of L."""
+    intervals, amounts = [], []
+    for kind, s, m in stream:
+        if kind == "O":
+            length = model.new_int_var(0, horizon, "")
+            literal = present[kind, s, m]
+            intervals.append(model.new_optional_interval_var(start["O", s, m], length, end["L", s, m], literal, ""))
+            amounts.append(instance.memory[s])
     model.add_cumulative(intervals, amounts, cap)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,15 @@ class Case:
         rows = {kind.lower(): [ms * self.unit for ms in one.time.get(kind, nothing)] for kind in "FIW"}
         whole = {"b": [ms * self.unit for ms in one.time["B"]]} if "B" in one.time else {}
         held = [amount * self.memory_unit for amount in one.memory]
+        offload: dict[str, Any] = {}
+        if "O" in one.time:
+            offload = {"offload": True if None in one.host else [(cap or 0) * self.memory_unit for cap in one.host]}
         costs = ps.Costs(**rows, **whole, activation=held, freed_by_input=self.share, kept_by_recompute=self.kept)
         if "R" in one.time and one.time["R"] != one.time["F"]:
             costs = costs.with_other({("R", s): ms * self.unit for s, ms in enumerate(one.time["R"])})
+        if "O" in one.time:
+            ways = {"O": "OFFLOAD", "L": "RELOAD"}
+            costs = costs.with_other({(ways[k], s): ms * self.unit for k in ways for s, ms in enumerate(one.time[k])})
         capped = {} if self.limit == "none" else {self.limit: [(cap or 0) * self.memory_unit for cap in one.cap]}
         return {
             "costs": costs,
@@ -82,6 +89,7 @@ class Case:
             "deal": "any" if one.any_deal else "in turn",
             "seed": self.seed,
             **capped,
+            **offload,
         }
 
 
@@ -127,10 +135,13 @@ def draw(seed: int, family: str | None = None, objective: str | None = None) -> 
     return Case(seed, family, limit, instance, share, unit, memory_unit)
 
 
-FREE = ("recompute", "mixed", "recompute and mixed", "deal", "deal and all")
+OFFLOADED = ("offload", "offload and mixed", "offload and recompute", "deal and offload")
+"""Those of the families in which activations may go to host memory: their cases have seeds of their own."""
+FREE = ("recompute", "mixed", "recompute and mixed", "deal", "deal and all", *OFFLOADED)
 """What is decided besides the order, in the families of `draw_free`."""
 
 _MOST_FREE_OPS = {"recompute": 27, "mixed": 27, "recompute and mixed": 21, "deal": 27, "deal and all": 18}
+_MOST_FREE_OPS |= {"offload": 27, "offload and mixed": 21, "offload and recompute": 21, "deal and offload": 18}
 _PARTS = 12
 """Of a forward's memory, so that the shares are whole numbers."""
 
@@ -138,7 +149,7 @@ _PARTS = 12
 def draw_free(seed: int, family: str | None = None) -> Case:
     """The problem of a seed in which more than the order is free."""
     source = random.Random(f"free {seed}")
-    family = family or source.choice(FREE)
+    family = family or source.choice(FREE[: -len(OFFLOADED)])
     dealt = family.startswith("deal")
     places = "bidirectional" if dealt else source.choice(["one-to-one", "one-to-one", "v", "circular", "table"])
     pipelines = source.choice(PLACEMENTS[places] if not dealt else PLACEMENTS[places] + [((0, 1), (0, 1))])
@@ -166,7 +177,8 @@ def draw_free(seed: int, family: str | None = None) -> Case:
         for b in range(num_ranks)
         if a != b
     }
-    limit = "memory_limit" if again else source.choice(["none", "max_in_flight", "memory_limit"])
+    away = "offload" in family
+    limit = "memory_limit" if again else source.choice(["none", "max_in_flight", "memory_limit"][away:])
     memory, freed, share, kept = (1,) * num_stages, 0, 0.0, _PARTS
     if limit == "memory_limit":
         freed = source.choice([0, 3, 4, 6, 8, 12]) if split else 0
@@ -181,11 +193,21 @@ def draw_free(seed: int, family: str | None = None) -> Case:
             max((sum(held[:k]) * kept // _PARTS + held[k] for k in range(len(held))), default=1) for held in mine
         )
         all_held = max(sum(held) for held in mine) * num_microbatches
+        if away and again:
+            needed = max(needed, max(sum(held) for held in mine))
         # Tight, most often: what forms are for.
         cap[r] = source.randint(needed, max(needed, all_held if source.random() < 0.3 else all_held // 2))
+    host: tuple[int | None, ...] = ()
+    if away:
+        ways = source.choice([2, longest])
+        time |= {kind: tuple(source.randint(1, ways) for _ in range(num_stages)) for kind in "OL"}
+        most_held = max(memory)
+        host = tuple(source.randint(most_held, 3 * most_held) for _ in cap)
+        if source.random() < 0.3:
+            host = (None,) * num_ranks
     instance = Instance(
         pipelines, num_microbatches, time, delay, memory, [m * freed // _PARTS for m in memory], tuple(cap),
-        kept=[m * kept // _PARTS for m in memory], any_deal=dealt,
+        kept=[m * kept // _PARTS for m in memory], host=host, any_deal=dealt,
     )  # fmt: skip
     unit = source.choice([1.0, 1.0, math.pi])
     memory_unit = source.choice([1.0, math.sqrt(2)]) if limit == "memory_limit" else 1.0
@@ -224,10 +246,16 @@ def judge(case: Case, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict
     except ps.ScheduleError as error:
         verdict.wrong.append(f"ps.plan: {error}")
         return verdict
-    held = ps.simulate(plan.schedule, case.arguments()["costs"], links=case.arguments()["links"]).peak_activations
-    for r, (peak, cap) in enumerate(zip(held, case.instance.cap, strict=True)):
-        if case.limit == "memory_limit" and cap is not None and peak > cap * case.memory_unit * (1 + ROUNDING):
+    given = case.arguments()
+    timeline = ps.simulate(plan.schedule, given["costs"], links=given["links"])
+    counts = case.limit == "max_in_flight"
+    for r, (peak, cap) in enumerate(zip(_held(timeline, case), case.instance.cap, strict=True)):
+        if case.limit != "none" and cap is not None and peak > cap * case.memory_unit * (1 + ROUNDING):
             verdict.wrong.append(f"rank {r} holds {peak / case.memory_unit:g} of {cap}")
+    for r, cap in enumerate(case.instance.host):
+        peak = in_host_memory(timeline, r, [1.0] * len(case.instance.memory) if counts else given["costs"].activation)
+        if cap is not None and peak > cap * case.memory_unit * (1 + ROUNDING):
+            verdict.wrong.append(f"rank {r} has {peak / case.memory_unit:g} of {cap} in host memory")
     verdict.value, verdict.lower_bound = value, bound = plan.value / case.unit, plan.lower_bound / case.unit
     verdict.proved = plan.gap <= CLAIMED
     if bound > value * (1 + ROUNDING):
@@ -241,15 +269,41 @@ def judge(case: Case, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict
     return verdict
 
 
+def _held(timeline: ps.Timeline, case: Case) -> Sequence[float]:
+    """The most that each rank holds, in the unit of the case's limit."""
+    if case.limit != "max_in_flight":
+        return timeline.peak_activations
+    costs = replace(case.arguments()["costs"], activation=(), freed_by_input=0.0)
+    return ps.simulate(timeline.schedule, costs, links=case.arguments()["links"]).peak_activations
+
+
+def in_host_memory(timeline: ps.Timeline, rank: int, held: Sequence[float]) -> float:
+    """The most that a rank has in host memory, of activations that weigh `held` on each stage, from when ops ran."""
+    changes = []
+    for timed in timeline.streams[rank]:
+        if timed.op.kind == "OFFLOAD":
+            changes.append((timed.start, 1, held[timed.op.stage]))
+        elif timed.op.kind == "RELOAD":
+            changes.append((timed.end, 0, -held[timed.op.stage]))
+    there = most = 0.0
+    for _, _, change in sorted(changes):
+        there += change
+        most = max(most, there)
+    return most
+
+
 def bounds(case: Case) -> dict[str, float]:
     """Each bound of the planner by itself, in the case's unit; of the makespan or of the span."""
     given = case.arguments()
     costs, placement, ranks = given["costs"], given["placement"], given["num_ranks"]
     number, one = given["num_microbatches"], case.instance
-    family = family_of(costs, given["split"], None, case.limit == "memory_limit", one.objective == "makespan")
+    family = family_of(
+        costs, given["split"], None, case.limit == "memory_limit", one.objective == "makespan", "offload" in given,
+        case.limit == "max_in_flight",
+    )  # fmt: skip
     limits = limits_of(
         costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), family.forms.split,
-        costs.kept if family.forms.again else 1.0,
+        costs.kept if family.forms.again else 1.0, given.get("offload"),
     )  # fmt: skip
     found: dict[str, float] = {}
     deals = list(all_deals(number, len(one.pipelines))) if one.any_deal else [in_turn(number, len(one.pipelines))]
@@ -268,7 +322,8 @@ def _joint_bounds(case: Case, counts: tuple[int, ...], limits: Limits, family: F
     posed = pose_joint(
         given["costs"], given["placement"], given["num_ranks"], counts, given["links"], limits, family.forms
     )
-    return {"joint": lower_bound(posed), "memory": memory_bound(posed, relaxed(posed)) if family.forms.again else 0.0}
+    held = family.forms.again or family.forms.away
+    return {"joint": lower_bound(posed), "memory": memory_bound(posed, relaxed(posed)) if held else 0.0}
 
 
 def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[str, float]:

@@ -43,6 +43,30 @@ def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
     assert "covers       placement V, each backward split or whole, each forward run again or not, no offload" in said
 
 
+def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    rows = {"f": [10] * 4, "i": [10] * 4, "w": [10] * 4, "other": {"OFFLOAD": 5, "RELOAD": 5}}
+    costs.write_text(json.dumps(rows))
+    given = [
+        "plan",
+        "--ranks",
+        "4",
+        "--microbatches",
+        "8",
+        "--costs",
+        str(costs),
+        "--link",
+        "2:3=40",
+        "--time",
+        "0.5",
+    ]
+    for amount in ("any", "4", "4,3,2,1"):
+        assert main([*given, "--max-in-flight", "3", "--offload", amount, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["certificate"]["offload"] == "any"
+
+
 def test_a_mean_over_delays(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--vary", "1:2=0..30", "--samples", "4", "--time", "0.3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -68,6 +68,15 @@ def plan(
             "--recompute/--no-recompute", help="Whether forwards may run again; by default where the costs say how."
         ),
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="AMOUNT",
+            help="Most that waits in host memory a rank, or one a rank: 7,5; 'any' for any amount. The costs say how "
+            "long OFFLOAD and RELOAD take.",
+        ),
+    ] = None,
     deal: Annotated[
         str, typer.Option("--deal", help="Microbatches of each pipeline: any, 'in turn', or counts like 5,3.")
     ] = "any",
@@ -101,6 +110,7 @@ def plan(
             placement=where,
             split=split,
             recompute=recompute,
+            offload=True if offload == "any" else _limit("--offload", offload),
             deal=deal if deal in ("any", "in turn") else [int(n) for n in numbers("--deal", deal)],
             seed=seed,
             stop_at_gap=stop_at_gap,

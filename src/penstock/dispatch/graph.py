@@ -12,7 +12,7 @@ rank follows, which the core takes for one more rank (see `schedule.streams`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -69,6 +69,7 @@ class Graph:
         gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
         num_ranks: how many rows are ranks.
         holds: (kind, stage) -> the stage activations that a registered op takes, or gives back (below 0).
+        some: (kind, stage) of registered ops that are of some microbatches each.
         columns: the ops as numbers; None where some are not plain.
     """
 
@@ -84,9 +85,10 @@ class Graph:
         number: dict[Op, int] | None = None,
         columns: Columns | None = None,
         holds: Mapping[tuple[str, int], float] | None = None,
+        some: Collection[tuple[str, int]] = (),
     ) -> None:
         self._rows, self.num_ranks, self.arrays, self.columns = rows, num_ranks, arrays, columns
-        self.holds = holds or {}
+        self.holds, self.some = holds or {}, some
         if number is not None:
             self.__dict__["number"] = number
 
@@ -183,7 +185,9 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         "place": _places(schedule, rows),
     }
     arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind) | _gangs(len(ops), list(numbers.values()))
-    return Graph(lambda: rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds)
+    return Graph(
+        lambda: rows, schedule.num_ranks, arrays, number, holds=schedule.graph.holds, some=schedule.graph.some_of
+    )
 
 
 def _lower_columns(schedule: Schedule) -> Graph | None:

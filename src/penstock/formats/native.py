@@ -31,6 +31,12 @@ Version 7 adds, only where some are, that registered ops hold or give back stage
 kinds whose names have digits:
 
  "registered": [["OFFLOAD", 1, 2, [], true, -1.0]]
+
+Version 8 adds, only where some are, registered ops of some microbatches alone, by one entry more, and needs that name
+their ops, by pairs:
+
+ "registered": [["OFFLOAD", 1, 2, [], true, -1.0, [3, 5]]]
+ "needs": [["OFFLOAD", 1, "F", 1, [[3, 7]]]]
 """
 
 from __future__ import annotations
@@ -56,13 +62,16 @@ from penstock.schedule import (
 )
 from penstock.schedule.microbatch_order import grouped, ungrouped
 
-FORMAT, VERSION = "penstock-schedule", 7
+FORMAT, VERSION = "penstock-schedule", 8
 MAX_FLOAT = sys.float_info.max
 
 
 def to_json(schedule: Schedule) -> str:
     """The schedule as native JSON."""
-    graph, told = schedule.stage_graph, 5 if schedule.asynchronous else 4
+    graph = schedule.stage_graph
+    told = 5 if schedule.asynchronous else 4
+    if graph is not None and (graph.some_of or graph.holds):
+        told = 7 if graph.some_of else 6
     value: dict[str, Any] = {
         "format": FORMAT,
         "version": _version(schedule),
@@ -79,10 +88,12 @@ def to_json(schedule: Schedule) -> str:
             "edges": graph.edges,
             "num_microbatches": graph.num_microbatches,
             "registered": [
-                [r.kind, r.stage, r.num_ops, r.ranks, r.asynchronous, r.holds][: 6 if graph.holds else told]
+                [r.kind, r.stage, r.num_ops, r.ranks, r.asynchronous, r.holds, r.microbatches][:told]
                 for r in graph.registered
             ],
-            "needs": [[*n.before, *n.after, n.num_before, n.num_after] for n in graph.needs],
+            "needs": [
+                [*n.before, *n.after, *([n.pairs] if n.pairs else [n.num_before, n.num_after])] for n in graph.needs
+            ],
         }
     if (updates := schedule.updates) is not None:
         value["updates"] = {"window": updates.window, "max_mismatch": updates.max_mismatch}
@@ -96,6 +107,8 @@ def to_json(schedule: Schedule) -> str:
 def _version(schedule: Schedule) -> int:
     """The first version that can say it all, so that older readers read what they can."""
     graph = schedule.stage_graph
+    if graph is not None and (graph.some_of or any(n.pairs for n in graph.needs)):
+        return 8
     if graph is not None and (graph.holds or any(re.search("[0-9]", r.kind) for r in graph.registered)):
         return 7
     if schedule.microbatch_orders:
@@ -209,14 +222,20 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
                 _is_row(r, entry)
                 or (version > 4 and _is_row(r, (*entry, _is_bool)))
                 or (version > 6 and _is_row(r, (*entry, _is_bool, _is_amount)))
+                or (version > 7 and _is_row(r, (*entry, _is_bool, _is_amount, lambda ms: _is_list(ms, _is_int))))
             ),
             "lists of a kind, its stage, its number of ops and its ranks"
             + (", and whether it is asynchronous" if version > 4 else "")
-            + (", and what it holds" if version > 6 else ""),
+            + (", and what it holds" if version > 6 else "")
+            + (", and its microbatches" if version > 7 else ""),
         ),
         "needs": (
-            lambda n: _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_int, _is_int)),
-            "lists of kind and stage before, kind and stage after, and how many of each",
+            lambda n: (
+                _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_int, _is_int))
+                or (version > 7 and _is_row(n, (_is_str, _is_int, _is_str, _is_int, _is_pairs)) and len(n[4]) > 0)
+            ),
+            "lists of kind and stage before, kind and stage after, and how many of each"
+            + (", or pairs of them" if version > 7 else ""),
         ),
     }
     if not isinstance(graph, dict) or set(graph) != set(shape):
@@ -228,10 +247,15 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
         tuple((a, b) for a, b in graph["edges"]),
         tuple(graph["num_microbatches"]),
         tuple(
-            Registered(kind, stage, num, tuple(ranks), *more)
+            Registered(kind, stage, num, tuple(ranks), *more[:2], *map(tuple, more[2:]))
             for kind, stage, num, ranks, *more in graph["registered"]
         ),
-        tuple(Needs((k, s), (k2, s2), a, b) for k, s, k2, s2, a, b in graph["needs"]),
+        tuple(
+            Needs((k, s), (k2, s2), *how)
+            if len(how) == 2
+            else Needs((k, s), (k2, s2), pairs=tuple((a, b) for a, b in how[0]))
+            for k, s, k2, s2, *how in graph["needs"]
+        ),
     )
 
 
@@ -275,6 +299,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _is_pairs(value: Any) -> bool:
+    return _is_list(value, lambda pair: _is_row(pair, (_is_int, _is_int)))
 
 
 def _is_row(value: Any, items: tuple[Callable[[Any], bool], ...]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from penstock.schedule import (
     MicrobatchOrder,
+    Needs,
     Op,
     Schedule,
     ScheduleError,
@@ -59,8 +60,18 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
     windows = Windows(window, num_windows * window, schedule.placement.num_pipelines)
     graph = schedule.stage_graph
     if graph is not None:
-        registered = tuple(replace(r, num_ops=r.num_ops * num_windows) for r in graph.registered)
-        graph = replace(graph, registered=registered)
+        again = range(0, num_windows * window, window)
+        registered = tuple(
+            replace(
+                r, num_ops=r.num_ops * num_windows, microbatches=tuple(at + m for at in again for m in r.microbatches)
+            )
+            for r in graph.registered
+        )
+        needs = tuple(
+            replace(need, pairs=tuple(_paired(schedule, need, num_windows))) if need.pairs else need
+            for need in graph.needs
+        )
+        graph = replace(graph, registered=registered, needs=needs)
     repeated = replace(
         schedule,
         order=tuple(tuple(_repeated(schedule, rank, windows)) for rank in range(schedule.num_ranks)),
@@ -109,8 +120,18 @@ def _again(schedule: Schedule, order: MicrobatchOrder, num_windows: int) -> Iter
 def _numbered(schedule: Schedule, op: Op, update: int) -> Op:
     """An op of the given schedule as it is called in a later window."""
     registered = schedule.graph.registered_of.get((op.kind, op.stage))
-    each = registered.num_ops if registered else schedule.num_microbatches
+    each = registered.num_ops if registered and not registered.microbatches else schedule.num_microbatches
     return op._replace(microbatch=op.microbatch + update * each)
+
+
+def _paired(schedule: Schedule, need: Needs, num_windows: int) -> Iterator[tuple[int, int]]:
+    """The pairs of a need in all windows."""
+    for update in range(num_windows):
+        for a, b in need.pairs:
+            before, after = (
+                _numbered(schedule, Op(*end, m), update) for end, m in ((need.before, a), (need.after, b))
+            )
+            yield before.microbatch, after.microbatch
 
 
 def _first_forward(schedule: Schedule, rank: int, stage: int) -> int:

@@ -10,6 +10,7 @@ large to be searched without.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -178,8 +179,11 @@ def _decide_forms(problem: Problem) -> None:
     costs, limits = Costs.uniform(2, b=1.5), Limits((1.5, 1.5), ((1.0, 0.5),) * 2)
     search = joint.begin(pose_joint(costs, one_to_one(2), 2, [3], Links(), limits, forms), 0, 0.0, None, 0.0)
     search.began, search.lower_bound = time.perf_counter(), 0.0
-    joint.listed(search, 1e-3)
-    joint.walked(search, search.seconds + 1e-3)
+    # Once each, however long that takes: what is not called is not compiled.
+    joint.listed(search, math.inf, num_trials=1)
+    walk = joint.JointWalk(search.problem, 0)
+    walk.begin(search, math.inf)
+    walk.go(1e-3, 0.0, 1.0, 0.0, np.zeros(1, np.int64))
 
 
 STEPS: dict[ModuleType, Callable[[Problem], object]] = {

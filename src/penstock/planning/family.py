@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cost import Costs
+from penstock.cost import CostError, Costs
 from penstock.schedule import Placement, ScheduleError, circular, one_to_one, v_shape
+from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 
 
@@ -21,7 +22,7 @@ class Certificate:
         backward: "split" where every backward is I and W, "whole" where it is B, "any" where each is one of the two.
         microbatches: how they are dealt to the pipelines; "in turn" is round robin, "any" every other way too.
         recompute: "any" where forwards may run again or not, each by itself; "none" where none does.
-        offload: what is kept in host memory: "none".
+        offload: "any" where each activation may wait in host memory or not; "none" where none does.
     """
 
     placement: Placement
@@ -42,7 +43,7 @@ class Certificate:
         }
         words.append(backward[self.backward])
         words.append("no recompute" if self.recompute == "none" else "each forward run again or not")
-        words.append("no offload" if self.offload == "none" else f"{self.offload} offload")
+        words.append("no offload" if self.offload == "none" else "each activation in host memory or not")
         if self.placement.num_pipelines > 1:
             how = "in any way" if self.microbatches == "any" else self.microbatches
             words.append(f"microbatches dealt to pipelines {how}")
@@ -70,11 +71,13 @@ class Forms:
     Attributes:
         again: whether forwards may run again.
         whole, split: whether backwards may be B, and I and W.
+        away: whether activations may go to host memory.
     """
 
     again: bool
     whole: bool
     split: bool
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,25 @@ class Family:
     Attributes:
         forms: that ops may have.
         joint: whether forms are decided with the order; else every backward is split, or every one whole.
-        backward, recompute: as in the certificate.
+        backward, recompute, offload: as in the certificate.
     """
 
     forms: Forms
     joint: bool
     backward: str
     recompute: str
+    offload: str = "none"
 
 
-def family_of(costs: Costs, split: bool | None, recompute: bool | None, capped: bool, simple: bool) -> Family:
+def family_of(
+    costs: Costs,
+    split: bool | None,
+    recompute: bool | None,
+    capped: bool,
+    simple: bool,
+    offload: bool = False,
+    counted: bool = False,
+) -> Family:
     """What is open of what was asked, and of that what can help.
 
     A B that takes no less than I and W is no better than the two side by side. Forwards run again only to hold less
@@ -102,14 +114,19 @@ def family_of(costs: Costs, split: bool | None, recompute: bool | None, capped: 
     Args:
         capped: whether memory is limited, in the unit of the costs' activations.
         simple: whether the makespan of a frozen order is planned.
+        offload: whether activations may go to host memory. counted: whether memory is limited by counts.
     """
     said = recompute is True or costs.kept_by_recompute is not None
     again = simple and recompute is not False and (said or not capped)
     either = simple and split is None
     gains = any(costs.b[s] < costs.i[s] + costs.w[s] for s in range(costs.num_stages))
-    forms = Forms(again=again and capped and costs.kept < 1, whole=split is False or either, split=split is not False)
+    forms = Forms(
+        again=again and capped and costs.kept < 1, whole=split is False or either, split=split is not False,
+        away=offload and (capped or counted),
+    )  # fmt: skip
     backward = "any" if either else "whole" if split is False else "split"
-    return Family(forms, forms.again or (either and gains), backward, "any" if again else "none")
+    joint = forms.again or forms.away or (either and gains)
+    return Family(forms, joint, backward, "any" if again else "none", "any" if offload else "none")
 
 
 def check_options(split: object, recompute: object) -> None:
@@ -117,6 +134,25 @@ def check_options(split: object, recompute: object) -> None:
     for name, value in (("split", split), ("recompute", recompute)):
         if value is not None and not isinstance(value, bool):
             raise ScheduleError(f"{name} is {value!r}: give True, False or None", rule="options")
+
+
+def read_offload(offload: object, costs: Costs) -> bool:
+    """Whether activations may go to host memory; how much of them is read with the other limits.
+
+    Raises:
+        CostError: they may, and the costs do not say how long the way takes.
+    """
+    if offload is None or offload is False:
+        return False
+    said = {(kind, stage) for kind, stage, _, _ in costs.other_entries}
+    for kind in (OFFLOAD, RELOAD):
+        for stage in range(costs.num_stages):
+            if not said & {(kind, stage), (kind, None)}:
+                raise CostError(
+                    f"offload is {offload!r}, and the costs do not say how long {kind} of stage {stage} takes; say "
+                    'so, like ps.Costs(..., other={"OFFLOAD": 2.5, "RELOAD": 2.5}), milliseconds of one activation'
+                )
+    return True
 
 
 def in_turn(num_microbatches: int, num_pipelines: int) -> tuple[int, ...]:

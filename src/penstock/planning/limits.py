@@ -14,11 +14,15 @@ from penstock.schedule import Placement, ScheduleError
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps per rank, and what a forward of each stage holds in their unit, with the share of it that I frees."""
+    """Caps per rank, and what a forward of each stage holds in their unit, with the share of it that I frees.
+
+    `host` caps what of a rank is in host memory; empty where nothing goes there.
+    """
 
     cap: tuple[float, ...]
     held: tuple[tuple[float, float], ...]
     in_flight: float | None = None
+    host: tuple[float, ...] = ()
 
 
 def limits_of(
@@ -29,10 +33,12 @@ def limits_of(
     memory_limit: float | Sequence[float] | None,
     split: bool,
     kept: float = 1.0,
+    offload: bool | float | Sequence[float] | None = None,
 ) -> Limits:
     """Reads the limits. Without any, caps are infinite.
 
     Args:
+        offload: most that each rank has in host memory, in the unit of the limit; True for any amount.
         split: whether backwards may be I and W.
         kept: the share of an activation that a forward keeps at least: 1 but where it may run again.
 
@@ -45,16 +51,21 @@ def limits_of(
             rule="options",
         )
     share = costs.freed_by_input if split else 0.0
+    host: tuple[float, ...] = ()
+    if offload is True:
+        host = (math.inf,) * num_ranks
+    elif offload is not None and offload is not False:
+        host = _per_rank("offload", offload, num_ranks)
     if max_in_flight is None:
         held = tuple((float(a), float(share)) for a in costs.activation)
         if memory_limit is None:
-            return Limits((math.inf,) * num_ranks, held)
+            return Limits((math.inf,) * num_ranks, held, host=host)
         cap = _per_rank("memory_limit", memory_limit, num_ranks)
-        limits = Limits(cap, held)
+        limits = Limits(cap, held, host=host)
     else:
         cap = _per_rank("max_in_flight", max_in_flight, num_ranks)
         in_flight = max(cap) if min(cap) == max(cap) < math.inf else None
-        limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight)
+        limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight, host)
     _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit", kept)
     return limits
 
@@ -78,6 +89,8 @@ def _check_room(limits: Limits, placement: Placement, name: str, kept: float) ->
             # When a stage's forward has run again it is held whole, and of those before it what they keep.
             held = [limits.held[stage][0] for stage in mine]
             needed = max((sum(held[:k]) * kept + held[k] for k in range(len(held))), default=0.0)
+            if limits.host and is_within(sum(held[:-1]), limits.host[rank]):
+                needed = min(needed, max(held, default=0.0))
             if not is_within(needed, cap):
                 unit = "activations" if name == "max_in_flight" else "of memory"
                 raise ScheduleError(

@@ -14,7 +14,7 @@ from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
 from penstock.engine import sweep
 from penstock.engine.tolerance import EPSILON, slack
-from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal
+from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
@@ -90,6 +90,7 @@ def plan(
     placement: Placement | None = None,
     split: bool | None = None,
     recompute: bool | None = None,
+    offload: bool | float | Sequence[float] | None = None,
     deal: str | Sequence[int] = "any",
     seed: int = 0,
     stop_at_gap: float = 1e-4,
@@ -121,6 +122,10 @@ def plan(
             I and W, for each op by itself; elsewhere I and its W right behind it are as good.
         recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
             By default where the costs say what that is; it helps under a `memory_limit` alone.
+        offload: whether activations may wait in host memory between their F and their backward, each by itself, and
+            how much of them at once: a number for each rank, or one for all, in the unit of the limit; True for any
+            amount. The way there and back are ops OFFLOAD and RELOAD, which run beside the rank's own, one after the
+            other; `costs.other` says how long they take. By default nothing does.
         deal: how many microbatches each pipeline has: "any", "in turn" (as even as can be), or their counts.
         seed: of the random numbers. The time left decides how far the search comes, so results may differ
             from run to run all the same.
@@ -129,11 +134,11 @@ def plan(
             keyboard, ends the search, and the best so far is returned.
 
     Raises:
-        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing is
-            planned for the makespan of a frozen order; where it is asked for with another objective or dispatch, or
-            with shared stages, that is an error.
-        CostError: costs or links for other stages or ranks, or uneven microbatches in what is planned
-            for even ones.
+        ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing and
+            offloading are planned for the makespan of a frozen order; where they are asked for with another objective
+            or dispatch, or with shared stages, that is an error.
+        CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
+            takes, or uneven microbatches in what is planned for even ones.
     """
     began = time.perf_counter()
     links = Links.of(links)
@@ -148,11 +153,13 @@ def plan(
     if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
         raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
     check_options(split, recompute)
+    away = read_offload(offload, costs)
     if costs.factors:
         turn = deal in ("any", "in turn")
-        if goal != "makespan" or placement.shared or recompute or not turn:
+        if goal != "makespan" or placement.shared or recompute or away or not turn:
             what = "a placement with shared stages" if placement.shared else f"objective {objective!r}"
             what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
+            what = f"offload={offload!r}" if away else what
             raise CostError(
                 f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
                 "`uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
@@ -162,11 +169,15 @@ def plan(
             placement, split is not False, seed, stop_at_gap, progress,
         )  # fmt: skip
     plain_makespan = goal == "makespan" and not mode.is_dynamic
-    if recompute and (placement.shared or not plain_makespan):
+    if (recompute or away) and (placement.shared or not plain_makespan):
         given = "shared stages" if placement.shared else f"objective {objective!r}, dispatch {mode.value!r}"
+        what, who = (
+            ("recompute=True", "forwards that run again") if recompute else (f"offload={offload!r}", "offloads")
+        )
+        instead = "recompute out, or use ps.passes.recompute on the schedule" if recompute else "offload out"
         raise ScheduleError(
-            f"recompute=True with {given}: forwards that run again are planned for the makespan of a frozen order, "
-            "on placements without shared stages; leave recompute out, or use ps.passes.recompute on the schedule",
+            f"{what} with {given}: {who} are planned for the makespan of a frozen order, on placements without "
+            f"shared stages; leave {instead}",
             rule="options",
         )
     counts = read_deal(deal, num_microbatches, placement)
@@ -197,10 +208,12 @@ def plan(
             stop_at_gap=stop_at_gap,
             progress=progress,
         )
-    family = family_of(costs, split, recompute, memory_limit is not None, plain_makespan)
+    family = family_of(
+        costs, split, recompute, memory_limit is not None, plain_makespan, away, max_in_flight is not None
+    )
     limits = limits_of(
         costs, placement, num_ranks, max_in_flight, memory_limit, family.forms.split,
-        costs.kept if family.forms.again else 1.0,
+        costs.kept if family.forms.again else 1.0, offload,
     )  # fmt: skip
 
     # Here, so that `import penstock` stays light.
@@ -269,6 +282,7 @@ def plan(
         family.backward,
         "any" if counts is None else "in turn" if deal in ("any", "in turn") else f"as given {counts}",
         family.recompute,
+        family.offload,
     )
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)

@@ -73,7 +73,7 @@ def ascending_order(schedule: Schedule, kind: str, stage: int, pipeline: int) ->
     graph = schedule.stage_graph
     if graph is not None:
         if registered := graph.registered_of.get((kind, stage)):
-            return range(registered.num_ops)
+            return registered.numbers
         if graph.num_microbatches:
             return range(graph.num_microbatches[stage])
     return schedule.pipeline_microbatches[pipeline]

@@ -167,11 +167,11 @@ class Schedule:
         return columns_of(self)
 
     def pipeline_of(self, op: Op) -> int:
-        """The pipeline whose copy of the stage runs `op`; 0 for registered ops."""
+        """The pipeline whose copy of the stage runs `op`; 0 for registered ops of no single microbatch."""
         if op.kind == UPDATE and (windows := self.windows) is not None:
             return windows.update_of(op.microbatch)[1]
-        if self.stage_graph is not None and (op.kind, op.stage) in self.stage_graph.registered_of:
-            return OWNER
+        if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
+            return self.microbatch_pipeline[op.microbatch] if registered.microbatches else OWNER
         return self.microbatch_pipeline[op.microbatch]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -181,7 +181,7 @@ class Schedule:
     def hosts(self, op: Op) -> tuple[int, ...]:
         """The ranks that run `op`: one, or all those that run it together."""
         if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
-            return registered.ranks or self.placement.hosts(0, op.stage)
+            return registered.ranks or self.placement.hosts(self.pipeline_of(op), op.stage)
         return self.placement.hosts(self.pipeline_of(op), op.stage)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
@@ -37,16 +37,27 @@ class Needs:
 
         Needs(("F", 3), ("GATHER", 3), num_before=4)     one GATHER after every four forwards
         Needs(("GATHER", 3), ("B", 3), num_after=4)      which lets four backwards go
+
+    Or `pairs` names them: op a of `before` comes before op b of `after`, for each (a, b), and other ops need nothing.
+
+        Needs(("OFFLOAD", 0), ("F", 0), pairs=((3, 7),))      F7 starts when OFFLOAD3 has given its memory back
     """
 
     before: tuple[str, int]
     after: tuple[str, int]
     num_before: int = 1
     num_after: int = 1
+    pairs: tuple[tuple[int, int], ...] = ()
 
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        if self.pairs and (self.num_before, self.num_after) != (1, 1):
+            raise ScheduleError(
+                f"{self.before} before {self.after} is said by pairs and by groups of {self.num_before} and "
+                f"{self.num_after}; leave one of the two out",
+                rule="dependencies",
+            )
         if self.num_before < 1 or self.num_after < 1:
             raise ScheduleError(
                 f"{self.before} unlocks {self.after} in groups of {self.num_before} and {self.num_after}: "
@@ -54,15 +65,24 @@ class Needs:
                 rule="dependencies",
             )
 
-    def needed(self, index: int) -> range:
+    def needed(self, index: int) -> Sequence[int]:
         """The ops of `before` that op `index` of `after` waits for."""
+        if self.pairs:
+            return self._paired.get(index, ())
         group = index // self.num_after
         return range(group * self.num_before, (group + 1) * self.num_before)
+
+    @cached_property
+    def _paired(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for before, after in self.pairs:
+            found[after] = (*found.get(after, ()), before)
+        return found
 
 
 @dataclass(frozen=True)
 class Registered:
-    """Ops of a kind of the user's own: `num_ops` of them on `stage`, numbered from 0.
+    """Ops of a kind of the user's own: `num_ops` of them on `stage`, numbered from 0, or as `microbatches` says.
 
     Attributes:
         kind: one upper-case letter, or at least three letters, digits or `_`, or two of which the second is a digit;
@@ -71,6 +91,9 @@ class Registered:
         asynchronous: a rank starts it and goes on; what needs it waits for its end. See `async_ops`.
         holds: the stage activations that it takes at its start (above 0), or gives back at its end (below 0), on each
             rank that runs it: -1 for an offload, 1 for the reload.
+        microbatches: where each op is of one microbatch, and not all have one, theirs, ascending: they are the ops'
+            numbers, and each runs where the stage does for its microbatch. A need of one op for one ("F" before
+            "OFFLOAD", "RELOAD" before "B") then binds these alone.
     """
 
     kind: str
@@ -79,6 +102,7 @@ class Registered:
     ranks: tuple[int, ...] = ()
     asynchronous: bool = False
     holds: float = 0.0
+    microbatches: tuple[int, ...] = ()
 
     __repr__ = short_repr
 
@@ -100,6 +124,20 @@ class Registered:
             raise ScheduleError(f"kind {self.kind} of stage {self.stage} has {self.num_ops} ops: give at least 1")
         if len(set(self.ranks)) != len(self.ranks) or any(rank < 0 for rank in self.ranks):
             raise ScheduleError(f"kind {self.kind} of stage {self.stage} is on ranks {self.ranks}: name each once")
+        given = self.microbatches
+        if given and (
+            len(given) != self.num_ops or self.ranks or list(given) != sorted({m for m in given if m >= 0})
+        ):
+            raise ScheduleError(
+                f"kind {self.kind} of stage {self.stage} has {self.num_ops} ops, on ranks {self.ranks}, of "
+                f"microbatches {given}: give as many microbatches as ops, ascending, each once, and no ranks",
+                rule="kind",
+            )
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Its ops' numbers, ascending."""
+        return self.microbatches or range(self.num_ops)
 
 
 @dataclass(frozen=True)
@@ -192,6 +230,11 @@ class StageGraph:
     def registered_of(self) -> dict[tuple[str, int], Registered]:
         """The registered ops by (kind, stage)."""
         return {(r.kind, r.stage): r for r in self.registered}
+
+    @cached_property
+    def some_of(self) -> dict[tuple[str, int], frozenset[int]]:
+        """By (kind, stage) the microbatches of registered ops that only some have."""
+        return {(r.kind, r.stage): frozenset(r.microbatches) for r in self.registered if r.microbatches}
 
     @cached_property
     def holds(self) -> dict[tuple[str, int], float]:

@@ -42,6 +42,11 @@ _KIND = re.compile(
     r"kind (?P<kind>[A-Z0-9_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
     r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?(?P<asynchronous>, asynchronous)?"
     r"(?:, holds (?P<holds>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))?"
+    r"(?:, of microbatch(?:es)? (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*))?"
+)
+_PAIRS = re.compile(
+    r"needs (?P<before>[A-Z0-9_]+) of stage (?P<from>[0-9]{1,7}) before (?P<after>[A-Z0-9_]+) of stage "
+    r"(?P<to>[0-9]{1,7}): (?P<pairs>[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[0-9]{1,7})*)"
 )
 _NEEDS = re.compile(
     r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z0-9_]+) of stage (?P<from>[0-9]{1,7}) before "
@@ -181,8 +186,16 @@ def _graph_lines(graph: StageGraph | None) -> list[str]:
         where = f", on ranks {' '.join(map(str, r.ranks))}" if r.ranks else ""
         how = ", asynchronous" if r.asynchronous else ""
         how += f", holds {_short(r.holds)}" if r.holds else ""
+        if r.microbatches:
+            how += f", of microbatch{'es' * (r.num_ops > 1)} {' '.join(map(str, r.microbatches))}"
         lines.append(f"kind {r.kind} of stage {r.stage}: {_plural(r.num_ops, 'op')}{where}{how}")
     for n in graph.needs:
+        if n.pairs:
+            pairs = " ".join(f"{a}>{b}" for a, b in n.pairs)
+            lines.append(
+                f"needs {n.before[0]} of stage {n.before[1]} before {n.after[0]} of stage {n.after[1]}: {pairs}"
+            )
+            continue
         lines.append(
             f"needs {n.num_before} {n.before[0]} of stage {n.before[1]} before {n.num_after} {n.after[0]} "
             f"of stage {n.after[1]}"
@@ -234,8 +247,7 @@ def parse(text: str) -> Schedule:
                 _fail(number, 1, "the updates' window is given twice")
             updates = _updates(number, match)
         elif match := _EDGES.fullmatch(line):
-            pairs = [] if match["edges"] == "none" else match["edges"].split()
-            edges = tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in pairs))
+            edges = () if match["edges"] == "none" else _pairs(match["edges"])
         elif match := _COUNTS.fullmatch(line):
             counts = _numbers(match["counts"])
         elif match := _KIND.fullmatch(line):
@@ -247,8 +259,12 @@ def parse(text: str) -> Schedule:
                     _numbers(match["ranks"]),
                     match["asynchronous"] is not None,
                     float(match["holds"] or 0),
+                    _numbers(match["mbs"]),
                 )
             )
+        elif match := _PAIRS.fullmatch(line):
+            before, after = (match["before"], int(match["from"])), (match["after"], int(match["to"]))
+            needs.append(Needs(before, after, pairs=_pairs(match["pairs"])))
         elif match := _NEEDS.fullmatch(line):
             needs.append(
                 Needs(
@@ -315,6 +331,10 @@ def _updates(line: int, match: re.Match[str]) -> Updates:
         return Updates(int(match["window"]), None if most is None else int(most), rule or NEWEST)
     except ScheduleError as error:
         _fail(line, 1, str(error))
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in text.split()))
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

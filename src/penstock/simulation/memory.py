@@ -39,9 +39,11 @@ def memory_changes(graph: Graph, costs: Costs) -> list[float]:
         changes = [table[op.kind, op.stage] for op in graph.ops]
     if graph.holds:
         counts = Counter(op[:2] for op in graph.ops)
+        some = graph.some
         for number, op in enumerate(graph.ops):
             if share := graph.holds.get(op[:2], 0.0):
-                alike = counts[op[:2]] == counts["F", op.stage]  # one a microbatch, and so of that microbatch
+                # One a microbatch, and so of that microbatch; or said to be.
+                alike = op[:2] in some or counts[op[:2]] == counts["F", op.stage]
                 changes[number] += share * costs.memory_change("F", op.stage, op.microbatch if alike else None)
     if recomputed:
         for number, op in enumerate(graph.ops):

@@ -3,8 +3,11 @@
     relaxed     every op takes the least time of its forms, halves together no more than a B, and a forward waits
                 only for so many microbatches to be freed as can never be in flight together, were all of them to
                 run again; then Jackson's bounds (`planning.bounds`)
-    memory      a rank runs x forwards again: that is more work the larger x is, and the fewer they are the longer its
-                memory is taken. The least, over x, of the larger of the two
+    memory      a rank runs x forwards again and sends y activations to host memory: that is more work the larger x
+                is, more for its link to host memory the larger y is, and the fewer they are the longer its memory is
+                taken. The least, over x and y, of the largest of the three
+
+What goes to host memory is either there or on the rank, so a cap of both together holds wherever one of each does.
 
 What memory takes is counted in shares of the cap, and the shares of what is held at one moment add up to 1 at most.
 So do many other functions of them (dual feasible functions, as in bin packing): where two microbatches do not fit
@@ -25,6 +28,7 @@ from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.bounds import Waits, heads_and_tails, waits, ways, work_seconds
+from penstock.planning.joint.moves import F
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.problem import Problem, pose
 
@@ -37,7 +41,8 @@ _PARTS = 8
 
 def relaxed(problem: JointProblem) -> Problem:
     """The problem in which each op takes the least time of its forms. Where forwards may run again nothing is held;
-    else what is held and the caps are as given, so that every bound of it holds, whatever finds it."""
+    else what is held is as given, under caps of rank and host memory together, so that every bound of it holds,
+    whatever finds it."""
     costs, forms = problem.costs, problem.forms
     stages = range(costs.num_stages)
     i, w, b = ([costs.duration(kind, s) for s in stages] for kind in "IWB")
@@ -50,7 +55,7 @@ def relaxed(problem: JointProblem) -> Problem:
     held = [(0.0, 0.0)] * len(stages) if forms.again else problem.limits.held
     return pose(
         costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links, held,
-        problem.limits.cap, forms.split, counts,
+        problem.total_cap, forms.split, counts,
     )  # fmt: skip
 
 
@@ -66,13 +71,15 @@ def lower_bound(problem: JointProblem) -> float:
         head, tail = heads_and_tails(least, given, work)
         made = ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width))
         bound = max(bound, float(made))
-    return max(bound, memory_bound(problem, least)) if problem.forms.again else bound
+    forms = problem.forms
+    return max(bound, memory_bound(problem, least)) if forms.again or forms.away else bound
 
 
 def _waits(problem: JointProblem, least: Problem) -> Waits:
     """Which backward each forward waits for at least: microbatches that are in flight keep what R needs of each stage
     on the rank, and one of them has to be held whole before anything is freed."""
     given = waits(least)
+    total = problem.total_cap
     release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
     ops = problem.ops
     number = least.number
@@ -83,7 +90,7 @@ def _waits(problem: JointProblem, least: Problem) -> Waits:
             float(ops.kept[k]) for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage
         )
         each = before + float(ops.kept[c])
-        left = float(ops.cap[rank]) * (1 + EPSILON) - float(ops.held[c]) - before
+        left = total[rank] * (1 + EPSILON) - float(ops.held[c]) - before
         if each <= 0 or math.isinf(left):
             continue
         room = 1 + max(0, math.floor(left / each + EPSILON))
@@ -98,13 +105,17 @@ class _Side(NamedTuple):
     """Of one chain: its microbatches, ms of an R, and what one of them holds for how long.
 
     Attributes:
-        kept, again: where its forward is kept and where it runs again: ways to run it, each of (amount, ms).
+        host: microbatches that fit into host memory at once, where it may go there. link: ms of both ways there.
+        kept, again, away: where its forward is kept, where it runs again, where it goes to host memory: ways to run
+            it, each of (amount, ms). Empty where it may not.
     """
 
     size: int
     time: float
+    link: float
     kept: list[list[tuple[float, float]]]
     again: list[list[tuple[float, float]]]
+    away: list[list[tuple[float, float]]]
 
 
 def memory_bound(problem: JointProblem, least: Problem) -> float:
@@ -117,7 +128,7 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
     for r in range(problem.num_ranks):
         chains = [c for c in range(ops.chain_first[r], ops.chain_first[r + 1]) if ops.size[c] > 0]
         cap = float(ops.cap[r]) * (1 + EPSILON)
-        if not chains or math.isinf(cap) or all(ops.kept[c] >= ops.held[c] for c in chains):
+        if not chains or math.isinf(cap) or not any(ops.may_away[c] or ops.kept[c] < ops.held[c] for c in chains):
             continue
         forward = [number["F", problem.chains[c][1], problem.chains[c][0]] for c in chains]
         back = [number[back_kind, problem.chains[c][1], problem.chains[c][0]] for c in chains]
@@ -126,6 +137,9 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
         work = head + float(sum(queues.duration[q] * queues.size[q] for q in (*forward, *back)))
         if problem.forms.split:
             work += float(sum(queues.duration[q] * queues.size[q] for q in weight))
+        # Of an activation that goes to host memory, its forward before and its backward after.
+        beside = head + min(float(ops.times[c, F]) for c in chains)
+        beside += min(onwards[q] + queues.duration[q] for q in back)
         # The last of the rank's ops is a weight gradient, or a backward and the way up from it.
         work += min(onwards[q] for q in weight)
         for ends_at_weight in (True, False):
@@ -134,14 +148,14 @@ def memory_bound(problem: JointProblem, least: Problem) -> float:
                 _side(problem, c, to[b] - to[f], ends_at_weight)
                 for c, f, b in zip(chains, forward, back, strict=True)
             ]
-            bound = max(bound, _least(sides, work, head + tail, cap))
+            bound = max(bound, _least(sides, work, head + tail, beside, cap))
     return bound
 
 
 def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _Side:
     """What a chain holds; `way` is from the start of a forward to the start of its backward at least (ms)."""
     ops, forms = problem.ops, problem.forms
-    f, again, i, w, b = (float(x) for x in ops.times[c])
+    f, again, i, w, out, there, b = (float(x) for x in ops.times[c])
     held, kept, left = float(ops.held[c]), float(ops.kept[c]), float(ops.held[c] * (1 - ops.freed[c]))
     last: list[list[tuple[float, float]]] = []
     if forms.split:
@@ -150,27 +164,47 @@ def _side(problem: JointProblem, c: int, way: float, ends_at_weight: bool) -> _S
         last.append([(held, b)])
     first_kept = [(held, way)]
     first_again = [(kept, max(f, way - again)), (held, again)]
-    return _Side(int(ops.size[c]), again, [first_kept + each for each in last], [first_again + each for each in last])
+    first_away = [(held, f + out), (held, there)]
+    return _Side(
+        int(ops.size[c]),
+        again,
+        out + there,
+        [first_kept + each for each in last],
+        [first_again + each for each in last] if ops.may_again[c] else [],
+        [first_away + each for each in last] if ops.may_away[c] else [],
+    )
 
 
-def _least(sides: list[_Side], work: float, around: float, cap: float) -> float:
-    """The least, over how many forwards run again, of what the rank's work and memory take (ms)."""
-    amounts = {amount / cap for side in sides for way in (*side.kept, *side.again) for amount, _ in way}
+def _least(sides: list[_Side], work: float, around: float, beside: float, cap: float) -> float:
+    """The least, over how many forwards run again and how many activations go away, of what the rank's work, its link
+    to host memory and its memory take (ms)."""
+    amounts = {a / cap for side in sides for way in (*side.kept, *side.again, *side.away) for a, _ in way}
     rows = []
     for feasible in _feasible(amounts):
 
         def area(ways: list[list[tuple[float, float]]], g: Callable[[float], float] = feasible) -> float:
-            return min(sum(g(amount / cap) * ms for amount, ms in way) for way in ways)
+            return min((sum(g(amount / cap) * ms for amount, ms in way) for way in ways), default=math.inf)
 
-        rows.append([(area(side.kept), area(side.again)) for side in sides])
+        rows.append([(area(side.kept), area(side.again), area(side.away)) for side in sides])
     if len(sides) == 1:
-        # One chain: how many is a whole number, and the functions hold for the same one.
+        # One chain: how many are whole numbers, and the functions hold for the same ones.
         side = sides[0]
-        counts = np.arange(side.size + 1)
-        taken = np.array([(side.size - counts) * kept + counts * again for ((kept, again),) in rows]).max(axis=0)
-        return float(np.maximum(work + counts * side.time, around + taken).min())
+        redone, gone = (
+            np.arange(side.size + 1 if there else 1).reshape(shape)
+            for there, shape in ((side.again, (-1, 1)), (side.away, (1, -1)))
+        )
+        stay = side.size - redone - gone
+        taken = np.zeros(stay.shape)
+        for ((kept, again, away),) in rows:
+            made = stay * kept + (redone * again if side.again else 0.0) + (gone * away if side.away else 0.0)
+            taken = np.maximum(taken, made)
+        link = np.where(gone > 0, beside + gone * side.link, 0.0)
+        least = np.maximum(np.maximum(work + redone * side.time, link), around + taken)
+        return float(np.where(stay >= 0, least, math.inf).min())
     bound = work
-    for row in rows:
+    for full in rows:
+        # With several chains the way to host memory counts as free.
+        row = [(min(kept, away), min(kept, again, away)) for kept, again, away in full]
         left = around + sum(side.size * kept for side, (kept, _) in zip(sides, row, strict=True))
         spent = work
         # The larger of the two is least where they meet: those first that save most for their time.

@@ -1,4 +1,4 @@
-"""Exact solving by CP-SAT where forms are free: an interval per op, those of R and W only where the form has them.
+"""Exact solving by CP-SAT where forms are free: an interval per op, those that a form lacks only where it has them.
 
 Each queue runs in the order of microbatches, as `check` demands. Times are counted in the largest unit of which all
 are whole multiples; without one they are rounded down, so that what is refuted is refuted for the true times too, and
@@ -21,7 +21,7 @@ from penstock.planning.bounds import ways
 from penstock.planning.exact import answered
 from penstock.planning.joint import moves
 from penstock.planning.joint.bounds import relaxed
-from penstock.planning.joint.moves import WHOLE, F, I, R, W
+from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.periodic.modulo import common_unit
 
@@ -64,21 +64,26 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
     start: dict[int, Any] = {}
     again: dict[int, Any] = {}
     whole: dict[int, Any] = {}
+    away: dict[int, Any] = {}
     on_rank: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
-    held: list[list[tuple[Any, Any, float]]] = [[] for _ in range(problem.num_ranks)]
+    on_stream: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
+    held: list[list[_Part]] = [[] for _ in range(problem.num_ranks)]
     """Of each rank: from when, till when, how much."""
+    beside: list[list[_Part]] = [[] for _ in range(problem.num_ranks)]
+    """The same of its host memory."""
     back_kind = "I" if problem.forms.split else "B"
     for c, (pipeline, stage) in enumerate(problem.chains):
         r, size, first = int(ops.chain_rank[c]), int(ops.size[c]), int(ops.first[c])
-        f, redo, i, w, b = (length(float(t)) for t in ops.times[c])
+        f, redo, i, w, out, back, b = (length(float(t)) for t in ops.times[c])
         way = {F: queue["F", stage, pipeline], I: queue[back_kind, stage, pipeline]}
         ends: dict[int, Any] = {}
         for j in range(size):
             cell = int(ops.cell_first[c]) + j
-            op = [first + kind * size + j for kind in range(4)]
+            op = [first + kind * size + j for kind in range(ops.num_kinds)]
             again[cell] = model.new_bool_var("") if ops.may_again[c] else 0
             whole[cell] = (model.new_bool_var("") if ops.may_split[c] else 1) if ops.may_whole[c] else 0
-            for kind in (F, R, I, W):
+            away[cell] = model.new_bool_var("") if ops.may_away[c] else 0
+            for kind in range(ops.num_kinds):
                 low = length(head[way[kind]]) if kind in way else 0
                 high = steps - (length(tail[way[kind]]) if kind in way else 0)
                 start[op[kind]] = model.new_int_var(low, max(low, high), "")
@@ -94,6 +99,25 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
                 on_rank[r].append(model.new_optional_fixed_size_interval_var(start[op[R]], redo, again[cell], ""))
                 model.add(start[op[R]] >= start[op[F]] + f).only_enforce_if(again[cell])
                 model.add(start[op[I]] >= start[op[R]] + redo).only_enforce_if(again[cell])
+            if ops.may_away[c]:
+                there = away[cell]
+                if ops.may_again[c]:
+                    model.add(there + again[cell] <= 1)
+                for kind, long in ((O, out), (L, back)):
+                    on_stream[r].append(model.new_optional_fixed_size_interval_var(start[op[kind]], long, there, ""))
+                    if j:
+                        model.add(start[op[kind]] >= start[op[kind] - 1])
+                for before, after in (
+                    (start[op[F]] + f, start[op[O]]),
+                    (start[op[O]] + out, start[op[L]]),
+                    (start[op[L]] + back, start[op[I]]),
+                ):
+                    model.add(after >= before).only_enforce_if(there)
+                gone, home = (model.new_int_var(0, steps, "") for _ in range(2))
+                """When O and L have ended."""
+                model.add(gone == start[op[O]] + out).only_enforce_if(there)
+                model.add(home == start[op[L]] + back).only_enforce_if(there)
+                beside[r].append((start[op[O]], home, float(ops.held[c]), there))
             end = model.new_int_var(0, steps, "")
             """When the microbatch has left the stage."""
             if ops.may_split[c]:
@@ -122,17 +146,31 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
                         model.add(since == start[op[I]]).only_enforce_if(whole[cell])
                         model.add(since == start[op[W]]).only_enforce_if(whole[cell].negated())
                     model.add(since >= ends[op[W] - 1])
-            _hold(model, problem, c, cell, start, op, again, finish, end, held[r], steps)
+            if not ops.may_away[c]:
+                held[r] += _held(model, problem, c, cell, start, op, again, finish, end, steps)
+                continue
+            stays = away[cell].negated()
+            held[r] += [
+                (begin, until, amount, stays)
+                for begin, until, amount, _ in _held(model, problem, c, cell, start, op, again, finish, end, steps)
+            ]
+            held[r].append((start[op[F]], gone, float(ops.held[c]), there))
+            held[r] += [
+                (start[op[L]] if begin is start[op[F]] else begin, until, amount, there)
+                for begin, until, amount, _ in _held(model, problem, c, cell, start, op, {}, finish, end, steps)
+            ]
     _messages(model, problem, start, whole, length)
     for r in range(problem.num_ranks):
         model.add_no_overlap(on_rank[r])
+        model.add_no_overlap(on_stream[r])
         _cap(model, float(ops.cap[r]), held[r], steps)
+        _cap(model, float(ops.host[r]), beside[r], steps)
     makespan = model.new_int_var(length(bound), steps, "")
     for c in range(len(ops.size)):
         size, first = int(ops.size[c]), int(ops.first[c])
         if size:
             last = first + (I + 1) * size - 1
-            f, redo, i, w, b = (length(float(t)) for t in ops.times[c])
+            _, _, i, w, _, _, b = (length(float(t)) for t in ops.times[c])
             model.add(makespan >= start[last] + i + (b - i) * whole[int(ops.cell_first[c]) + size - 1])
             if ops.may_split[c]:
                 for j in range(size):
@@ -141,7 +179,7 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
                     if ops.may_whole[c]:
                         added.only_enforce_if(whole[cell].negated())
     model.minimize(makespan)
-    _hint(model, problem, best, start, again, whole, unit)
+    _hint(model, problem, best, start, (again, whole, away), unit)
     solver: Any = cp_model.CpSolver()
     solver.parameters.num_workers = 2
     solver.parameters.random_seed = seed
@@ -160,14 +198,17 @@ def solve(problem: JointProblem, best: Orders, value: float, bound: float, secon
     for cell in again:
         orders.again[cell] = bool(solver.value(again[cell])) if not isinstance(again[cell], int) else False
         orders.whole[cell] = bool(solver.value(whole[cell]))
+        orders.away[cell] = bool(solver.value(away[cell]))
     for r in range(problem.num_ranks):
         present = [
             op
             for op in np.flatnonzero(ops.rank == r).tolist()
             if not (ops.kind[op] == R and not orders.again[ops.cell[op]])
             and not (ops.kind[op] == W and orders.whole[ops.cell[op]])
+            and not (ops.kind[op] >= O and not orders.away[ops.cell[op]])
         ]
-        present.sort(key=lambda op: (solver.value(start[op]), ops.number[op], ops.kind[op]))
+        # What goes to host memory or comes back then is started before what the rank itself runs.
+        present.sort(key=lambda op: (solver.value(start[op]), ops.kind[op] < O, ops.number[op], ops.kind[op]))
         orders.row[r, : len(present)] = present
         orders.length[r] = len(present)
     module: Any = ready(moves)
@@ -188,7 +229,11 @@ def _messages(model: Any, problem: JointProblem, start: dict[int, Any], whole: d
         model.add(start[op] >= start[before] + long + length(float(ops.delay[op])))
 
 
-def _hold(
+_Part = tuple[Any, Any, float, Any]
+"""From when, till when, how much is held, and the literal that says whether; None where it always is."""
+
+
+def _held(
     model: Any,
     problem: JointProblem,
     c: int,
@@ -198,40 +243,43 @@ def _hold(
     again: dict[int, Any],
     finish: Any,
     end: Any,
-    held: list[tuple[Any, Any, float]],
     steps: int,
-) -> None:
+) -> list[_Part]:
     """What a microbatch holds: some from its F on, the rest from its R on where it has one; I frees a part."""
     ops = problem.ops
     amount, kept = float(ops.held[c]), float(ops.kept[c])
     freed = float(ops.freed[c]) * amount if ops.may_split[c] else 0.0
     stays = amount - freed
     begin = start[op[F]]
-    if ops.may_again[c]:
+    if ops.may_again[c] and again:
         since = model.new_int_var(0, steps, "")
         model.add(since == start[op[F]]).only_enforce_if(again[cell].negated())
         model.add(since == start[op[R]]).only_enforce_if(again[cell])
     else:
         since, kept = begin, amount
     parts = [
-        (begin, end, min(kept, stays)),
-        (begin, finish, max(0.0, kept - stays)),
-        (since, end, max(0.0, stays - kept)),
-        (since, finish, amount - max(kept, stays)),
+        (begin, end, min(kept, stays), None),
+        (begin, finish, max(0.0, kept - stays), None),
+        (since, end, max(0.0, stays - kept), None),
+        (since, finish, amount - max(kept, stays), None),
     ]
-    held += [part for part in parts if part[2] > 0]
+    return [part for part in parts if part[2] > 0]
 
 
-def _cap(model: Any, cap: float, held: list[tuple[Any, Any, float]], steps: int) -> None:
+def _cap(model: Any, cap: float, held: list[_Part], steps: int) -> None:
     """Caps what a rank holds, in whole amounts rounded down: no order that keeps to the cap is ruled out."""
-    if math.isinf(cap) or sum(amount for _, _, amount in held) <= cap:
+    if math.isinf(cap) or sum(amount for _, _, amount, _ in held) <= cap:
         return
-    unit = common_unit([round(amount, 12) for _, _, amount in held])
+    unit = common_unit([round(amount, 12) for _, _, amount, _ in held])
     scale = 1 / unit if unit is not None and cap <= _STEPS * unit else _STEPS / cap
     intervals, demands = [], []
-    for begin, end, amount in held:
+    for begin, end, amount, there in held:
         length = model.new_int_var(0, steps, "")
-        intervals.append(model.new_interval_var(begin, length, end, ""))
+        intervals.append(
+            model.new_interval_var(begin, length, end, "")
+            if there is None
+            else model.new_optional_interval_var(begin, length, end, there, "")
+        )
         demands.append(math.floor(amount * scale * (1 + EPSILON)))
     model.add_cumulative(intervals, demands, math.floor(cap * scale * (1 + EPSILON)))
 
@@ -241,17 +289,18 @@ def _hint(
     problem: JointProblem,
     best: Orders,
     start: dict[int, Any],
-    again: dict[int, Any],
-    whole: dict[int, Any],
+    forms: tuple[dict[int, Any], dict[int, Any], dict[int, Any]],
     unit: float,
 ) -> None:
+    """Args: forms: the literals of again, whole and away."""
     times = np.empty(problem.num_ops)
     module: Any = ready(moves)
-    module.timed(problem.ops, best, times, np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks))
+    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
+    module.timed(problem.ops, best, times, ints, free)
     for op, variable in start.items():
         if best.place[op] >= 0:
             model.add_hint(variable, math.floor(times[op] / unit + _NEAR_WHOLE))
-    for cell in again:
-        for chosen, literals in ((best.again[cell], again), (best.whole[cell], whole)):
-            if not isinstance(literals[cell], int):
-                model.add_hint(literals[cell], bool(chosen))
+    for chosen, literals in zip((best.again, best.whole, best.away), forms, strict=True):
+        for cell, literal in literals.items():
+            if not isinstance(literal, int):
+                model.add_hint(literal, bool(chosen[cell]))

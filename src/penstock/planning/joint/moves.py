@@ -3,9 +3,10 @@
     shift     an op on the critical path goes before those it waited behind
     again     a forward runs again, its R right before its backward, or no longer does
     whole     an I and its W become a B, or the other way round
+    away      a microbatch goes to host memory between its F and its I, by an O and an L (reload), or stays
 
-Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again. A move changes one
-rank's row; what it makes of the makespan is found by timing all ops once more. Written to be compiled.
+Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again or goes away. A move
+changes one rank's row; what it makes of the makespan is found by timing all ops once more. Written to be compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ OPTIONS = {"nogil": True}
 """For numba: walks on several threads do not wait for one another."""
 
 Array = Any
-F, R, I, W = 0, 1, 2, 3
-WHOLE = 4
+F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
+"""Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
+WHOLE = 6
 """The column of `Ops.times` with the length of a B."""
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
@@ -37,8 +39,11 @@ def set_form(p: Any, o: Any, c: int, j: int) -> None:
     cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
     held, kept = p.held[c], p.kept[c]
     again, whole = o.again[cell], o.whole[cell]
-    for kind in range(4):
+    for kind in range(p.num_kinds):
         o.duration[first + kind * size] = p.times[c, kind]
+    if p.num_kinds > O:
+        o.change[first + O * size] = -held
+        o.change[first + L * size] = held
     if whole:
         o.duration[first + I * size] = p.times[c, WHOLE]
     o.change[first] = kept if again else held
@@ -64,25 +69,81 @@ def copy(source: Any, target: Any) -> None:
     target.length[:] = source.length
     target.again[:] = source.again
     target.whole[:] = source.whole
+    target.away[:] = source.away
+    target.wait[:] = source.wait
     target.duration[:] = source.duration
     target.change[:] = source.change
     target.place[:] = source.place
 
 
 def fits(p: Any, o: Any, r: int) -> bool:
-    """Whether rank r keeps to its cap."""
+    """Whether rank r keeps to its caps; then it is also noted what waits for its stream."""
     level, limit = 0.0, p.cap[r] * (1 + EPSILON)
+    host, host_limit = 0.0, p.host[r] * (1 + EPSILON)
     for at in range(o.length[r]):
-        level += o.change[o.row[r, at]]
-        if level > limit and o.change[o.row[r, at]] > 0:
+        op = o.row[r, at]
+        level += o.change[op]
+        if level > limit and o.change[op] > 0:
             return False
+        if p.kind[op] >= O:
+            # The stream runs one after the other, so what lies in host memory follows from its order alone.
+            host -= o.change[op]
+            if host > host_limit and p.kind[op] == O:
+                return False
+    if p.num_kinds > O:
+        set_waits(p, o, r)
     return True
+
+
+def set_waits(p: Any, o: Any, r: int) -> None:
+    """Of each op of rank r, that of its stream whose end it waits for: its reload, or an offload whose room it needs,
+    as `engine.memory.levels_at_most` has it. -1 for none but those that ops before it wait for."""
+    stream = np.empty(o.length[r], np.int64)
+    come_to, ended = 0, 0
+    held, limit = 0.0, p.cap[r] * (1 + EPSILON)
+    for at in range(o.length[r]):
+        op = o.row[r, at]
+        o.wait[op] = -1
+        if p.kind[op] >= O:
+            stream[come_to] = op
+            come_to += 1
+            continue
+        before = ended
+        if p.kind[op] == I and o.away[p.cell[op]]:
+            size = p.size[p.chain[op]]
+            for k in range(ended, come_to):
+                if stream[k] == op + (L - I) * size:
+                    while ended <= k:
+                        held += o.change[stream[ended]]
+                        ended += 1
+                    break
+        if o.change[op] > 0:
+            there, more = held, ended
+            while more <= come_to:
+                if there + o.change[op] + _most(o, stream, more, come_to) <= limit:
+                    ended, held = more, there
+                    break
+                if more < come_to:
+                    there += o.change[stream[more]]
+                more += 1
+        held += o.change[op]
+        if ended > before:
+            o.wait[op] = stream[ended - 1]
+
+
+def _most(o: Any, stream: Array, first: int, last: int) -> float:
+    """Most that ops of a stream hold, from before the first to after the last."""
+    held, most = 0.0, 0.0
+    for k in range(first, last):
+        held += o.change[stream[k]]
+        most = max(most, held)
+    return most
 
 
 def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
     """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
 
-    Working space: `ints` 3 rows of K, `free` K floats. Ops that have no start are left at -1.
+    Working space: `ints` 3 rows of K, `free` 2 K floats. Ops that have no start are left at -1.
     """
     num_ranks = len(o.length)
     place, stack, stacked = ints[0], ints[1], ints[2]
@@ -92,6 +153,7 @@ def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
     for r in range(num_ranks):
         place[r] = 0
         free[r] = 0.0
+        free[num_ranks + r] = 0.0
         stack[r] = num_ranks - 1 - r
         stacked[r] = 1
         missing += o.length[r]
@@ -103,6 +165,15 @@ def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
         while place[r] < o.length[r]:
             op = row[r, place[r]]
             time = free[r]
+            if p.kind[op] >= O:
+                start[op] = max(time, free[num_ranks + r])
+                free[num_ranks + r] = start[op] + duration[op]
+                place[r] += 1
+                missing -= 1
+                continue
+            before = o.wait[op]
+            if before >= 0:
+                time = max(time, start[before] + duration[before])
             before = message_from[op]
             if before >= 0:
                 if start[before] < 0:
@@ -162,7 +233,8 @@ def put_in(o: Any, r: int, op: int, at: int) -> None:
 
 
 def run_again(p: Any, o: Any, c: int, j: int) -> None:
-    """A forward that was kept runs again, before its backward and later R; or one that ran again is kept."""
+    """A forward that was kept runs again, before its backward and later R; or one that ran again is kept. Its
+    microbatch is not away."""
     r, cell = p.chain_rank[c], p.cell_first[c] + j
     op = p.first[c] + R * p.size[c] + j
     if o.again[cell]:
@@ -174,6 +246,31 @@ def run_again(p: Any, o: Any, c: int, j: int) -> None:
                 at = min(at, o.place[op + later])
         put_in(o, r, op, at)
     o.again[cell] = not o.again[cell]
+    set_form(p, o, c, j)
+
+
+def send_away(p: Any, o: Any, c: int, j: int) -> None:
+    """A microbatch whose forward does not run again goes to host memory right after its F and comes back a little
+    before its I, each in its turn; or one that did stays."""
+    r, size, cell = p.chain_rank[c], p.size[c], p.cell_first[c] + j
+    out, back = p.first[c] + O * size, p.first[c] + L * size
+    if o.away[cell]:
+        take_out(o, r, out + j)
+        take_out(o, r, back + j)
+    else:
+        at = o.place[p.first[c] + j]
+        for k in range(j):
+            at = max(at, o.place[out + k])
+        put_in(o, r, out + j, at + 1)
+        low, high = at + 2, o.place[p.first[c] + I * size + j]
+        for k in range(size):
+            if o.place[back + k] >= 0:
+                if k < j:
+                    low = max(low, o.place[back + k] + 1)
+                else:
+                    high = min(high, o.place[back + k])
+        put_in(o, r, back + j, max(low, high - np.random.randint(5)))
+    o.away[cell] = not o.away[cell]
     set_form(p, o, c, j)
 
 
@@ -203,14 +300,15 @@ def run_whole(p: Any, o: Any, c: int, j: int) -> bool:
 
 
 def in_flight(p: Any, o: Any, r: int, at: int) -> int:
-    """One cell, drawn by lot, that rank r holds all of at place `at` and that may run again; -1 where none is."""
+    """One cell, drawn by lot, that rank r holds all of at place `at` and that may run again or go away; -1 where none
+    is."""
     chosen, count = -1, 0
     for c in range(p.chain_first[r], p.chain_first[r + 1]):
-        if not p.may_again[c] or p.kept[c] >= p.held[c]:
+        if (not p.may_again[c] or p.kept[c] >= p.held[c]) and not p.may_away[c]:
             continue
         for j in range(p.size[c]):
-            forward, back = p.first[c] + j, p.first[c] + I * p.size[c] + j
-            if o.place[forward] <= at and o.place[back] > at and not o.again[p.cell_first[c] + j]:
+            forward, back, cell = p.first[c] + j, p.first[c] + I * p.size[c] + j, p.cell_first[c] + j
+            if o.place[forward] <= at and o.place[back] > at and not o.again[cell] and not o.away[cell]:
                 count += 1
                 if np.random.randint(count) == 0:
                     chosen = forward
@@ -236,13 +334,31 @@ def critical(p: Any, o: Any, start: Array, found: Array) -> int:
         time = start[op] - CLOSE
         if time <= 0.0:
             break
-        before = o.row[p.rank[op], o.place[op] - 1] if o.place[op] > 0 else -1
+        before, beside = -1, -1
+        """What stands before it on its rank, and on its stream where it is there."""
+        r, at = p.rank[op], o.place[op] - 1
+        while at >= 0 and (before < 0 or (p.kind[op] >= O and beside < 0)):
+            if p.kind[o.row[r, at]] >= O:
+                if beside < 0:
+                    beside = o.row[r, at]
+            elif before < 0:
+                before = o.row[r, at]
+            at -= 1
+        if p.kind[op] < O:
+            beside = o.wait[op]
         message = p.message_from[op]
-        by_rank = before >= 0 and start[before] + o.duration[before] >= time
-        by_message = message >= 0 and start[message] + o.duration[message] + p.delay[op] >= time
-        if by_rank and by_message:
-            by_rank = np.random.random() < 0.5
-        op = before if by_rank else message if by_message else -1
+        following, ways = -1, 0
+        if before >= 0 and start[before] + o.duration[before] >= time:
+            following, ways = before, 1
+        if message >= 0 and start[message] + o.duration[message] + p.delay[op] >= time:
+            ways += 1
+            if ways == 1 or np.random.random() < 0.5:
+                following = message
+        if beside >= 0 and start[beside] + o.duration[beside] >= time:
+            ways += 1
+            if np.random.randint(ways) == 0:
+                following = beside
+        op = following
     return count
 
 
@@ -261,7 +377,14 @@ def change(p: Any, o: Any, found: Array, count: int) -> int:
     cell = p.cell_first[c] + j
     if np.random.random() < 0.35:
         if p.may_again[c] and (kind == R or (kind != W and (anywhere or np.random.random() < 0.3))):
+            if o.away[cell]:
+                send_away(p, o, c, j)
             run_again(p, o, c, j)
+            return r if fits(p, o, r) else -1 - r
+        if p.may_away[c] and kind != W and kind != R and np.random.random() < 0.3:
+            if o.again[cell]:
+                run_again(p, o, c, j)
+            send_away(p, o, c, j)
             return r if fits(p, o, r) else -1 - r
         if kind in (I, W) and (p.may_split[c] if o.whole[cell] else p.may_whole[c]):
             return r if run_whole(p, o, c, j) and fits(p, o, r) else -1 - r
@@ -288,7 +411,13 @@ def change(p: Any, o: Any, found: Array, count: int) -> int:
         held = in_flight(p, o, r, at)
         if held < 0:
             return -1 - r
-        run_again(p, o, p.chain[held], p.number[held])
+        other = p.chain[held]
+        if p.may_away[other] and (
+            not p.may_again[other] or p.kept[other] >= p.held[other] or np.random.random() < 0.5
+        ):
+            send_away(p, o, other, p.number[held])
+        else:
+            run_again(p, o, other, p.number[held])
         if fits(p, o, r):
             return r
     return -1 - r
@@ -357,7 +486,9 @@ def settle(p: Any, source: Any, target: Any, r: int) -> None:
         for k in range(p.size[c]):
             target.again[cells + k] = source.again[cells + k]
             target.whole[cells + k] = source.whole[cells + k]
-        for op in range(first, first + 4 * p.size[c]):
+            target.away[cells + k] = source.away[cells + k]
+        for op in range(first, first + p.num_kinds * p.size[c]):
+            target.wait[op] = source.wait[op]
             target.duration[op] = source.duration[op]
             target.change[op] = source.change[op]
             target.place[op] = source.place[op]
@@ -389,6 +520,8 @@ def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array,
     ahead = np.zeros(num_ranks, np.int64)
     o.again[:] = False
     o.whole[:] = False
+    o.away[:] = False
+    o.wait[:] = -1
     o.length[:] = 0
     start[:] = -1.0
     drawn_keep, drawn_whole = np.zeros(len(o.again), np.bool_), np.zeros(len(o.again), np.bool_)

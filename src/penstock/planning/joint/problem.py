@@ -1,10 +1,14 @@
 """A problem in which forms are decided with the order: which forwards run again, which backwards are whole.
 
-A *chain* is one stage of one pipeline. It has four ops for each of its microbatches, of which some are not there:
+A *chain* is one stage of one pipeline. It has four ops for each of its microbatches, of which some are not there, and
+two more where activations may go to host memory:
 
-    F R I W     op 4 * N of a chain's first op onwards: all F, all R, all I, all W, each in the order of microbatches
-    again       R is there, and F keeps only what R needs
-    whole       the I is a B, and there is no W
+    F R I W O L     from a chain's first op onwards: all F, all R, ..., each in the order of microbatches
+    again           R is there, and F keeps only what R needs
+    whole           the I is a B, and there is no W
+    away            O and L are there: what F holds is in host memory from the end of O to the start of L
+
+O and L stand in the row of their rank where it starts them, and run on its stream, one after the other.
 
 Order and form are plain arrays, so that one move changes both. All queues of a chain run in the order of
 microbatches, as `check` demands; B counts among the I and among the W.
@@ -21,9 +25,13 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.network import NONE, Array
 from penstock.planning.family import Forms, dealt
-from penstock.planning.joint.moves import F, I, R, W
+from penstock.planning.joint.moves import F, I, W
 from penstock.planning.limits import Limits
 from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
+
+_KINDS = ("F", "R", "I", "W", OFFLOAD, RELOAD)
+"""By number, as `moves` has them."""
 
 
 class Ops(NamedTuple):
@@ -35,10 +43,11 @@ class Ops(NamedTuple):
         message_to: the same seen from the other side.
         first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
         chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
-        times: of each chain, ms of F, R, I, W and B.
+        times: of each chain, ms of F, R, I, W, O, L and B.
         held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
-        may_again, may_whole, may_split: of each chain, the forms its microbatches may take.
-        cap: most that each rank may hold.
+        may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
+        cap, host: most that each rank may hold, and have in host memory.
+        num_kinds: how many ops a microbatch of a chain has at most.
     """
 
     chain: Array
@@ -61,7 +70,10 @@ class Ops(NamedTuple):
     may_again: Array
     may_whole: Array
     may_split: Array
+    may_away: Array
     cap: Array
+    host: Array
+    num_kinds: int
 
 
 class Orders(NamedTuple):
@@ -69,19 +81,22 @@ class Orders(NamedTuple):
 
     Attributes:
         row: of each rank, its ops in their order; `length` says how many there are.
-        again, whole: of each cell.
+        again, whole, away: of each cell.
         duration, change: of each op in its form: ms, and what it adds (at its start) to what its rank holds, or
             takes (at its end).
         place: of each op, where it stands in its row; -1 where it is not there.
+        wait: of each op, that of its rank's stream whose end it waits for, or -1.
     """
 
     row: Array
     length: Array
     again: Array
     whole: Array
+    away: Array
     duration: Array
     change: Array
     place: Array
+    wait: Array
 
 
 @dataclass(frozen=True)
@@ -105,12 +120,19 @@ class JointProblem:
     def num_ops(self) -> int:
         return len(self.ops.chain)
 
+    @property
+    def total_cap(self) -> tuple[float, ...]:
+        """Most that each rank may hold with its host memory."""
+        if not self.forms.away:
+            return self.limits.cap
+        return tuple(cap + host for cap, host in zip(self.limits.cap, self.limits.host, strict=True))
+
     def described(self) -> str:
         """The problem in words, all its numbers given, for a report."""
         return (
             f"{self.num_ranks} ranks, placement {self.placement.pipelines}, pipelines of the microbatches "
             f"{self.microbatch_pipeline}, {self.costs!r}, {self.links!r}, {self.forms!r}, holds {self.limits.held}, "
-            f"caps {self.limits.cap}"
+            f"caps {self.limits.cap}, host memory {self.limits.host}"
         )
 
     def orders(self) -> Orders:
@@ -123,9 +145,11 @@ class JointProblem:
             length=np.zeros(self.num_ranks, np.int64),
             again=np.zeros(cells, np.bool_),
             whole=np.zeros(cells, np.bool_),
+            away=np.zeros(cells, np.bool_),
             duration=np.zeros(n),
             change=np.zeros(n),
             place=np.full(n, NONE, np.int64),
+            wait=np.full(n, NONE, np.int64),
         )
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
@@ -137,10 +161,23 @@ class JointProblem:
             found = []
             for op in orders.row[r, : orders.length[r]].tolist():
                 c = int(ops.chain[op])
-                kind = "B" if ops.kind[op] == I and orders.whole[ops.cell[op]] else "FRIW"[ops.kind[op]]
+                kind = "B" if ops.kind[op] == I and orders.whole[ops.cell[op]] else _KINDS[ops.kind[op]]
                 found.append(Op(kind, self.chains[c][1], microbatches[c][int(ops.number[op])]))
             rows.append(tuple(found))
-        return Schedule(name, self.placement, tuple(rows), self.microbatch_pipeline, self.limits.in_flight)
+        limit = self.limits.in_flight
+        made = Schedule(name, self.placement, tuple(rows), self.microbatch_pipeline, limit)
+        if not orders.away.any():
+            return made
+        row_of = [
+            {op: at for at, op in enumerate(row[:length])}
+            for row, length in zip(orders.row.tolist(), orders.length.tolist(), strict=True)
+        ]
+        waits = []
+        for op in np.flatnonzero(orders.wait >= 0).tolist() if limit is None else ():
+            r, before = int(ops.rank[op]), int(orders.wait[op])
+            if orders.place[op] >= 0:
+                waits.append((rows[r][row_of[r][before]], rows[r][row_of[r][op]]))
+        return with_offload(made, waits)
 
     def read(self, schedule: Schedule) -> Orders:
         """The other way: a schedule of this placement and these forms as orders."""
@@ -151,7 +188,7 @@ class JointProblem:
         for m, p in enumerate(schedule.microbatch_pipeline):
             number[m] = counts[p]
             counts[p] += 1
-        kinds = {"F": F, "R": R, "I": I, "B": I, "W": W}
+        kinds = {"B": I} | {kind: number for number, kind in enumerate(_KINDS)}
         for r, row in enumerate(schedule.order):
             for op in row:
                 c = chain[schedule.microbatch_pipeline[op.microbatch], op.stage]
@@ -159,6 +196,8 @@ class JointProblem:
                 at = int(ops.first[c]) + kinds[op.kind] * int(ops.size[c]) + j
                 orders.row[r, orders.length[r]] = at
                 orders.length[r] += 1
+                if op.kind == OFFLOAD:
+                    orders.away[ops.cell_first[c] + j] = True
                 if op.kind == "R":
                     orders.again[ops.cell_first[c] + j] = True
                 if op.kind == "B":
@@ -187,11 +226,12 @@ def pose_joint(
     index = {key: c for c, key in enumerate(chains)}
     size = np.array([counts[p] for p, _ in chains], np.int64)
     chain_rank = np.array([placement.pipelines[p][s] for p, s in chains], np.int64)
-    first = np.concatenate([[0], np.cumsum(4 * size)]).astype(np.int64)
+    num_kinds = len(_KINDS) if forms.away else W + 1
+    first = np.concatenate([[0], np.cumsum(num_kinds * size)]).astype(np.int64)
     n = int(first[-1])
     ints = {name: np.full(n, NONE, np.int64) for name in ("message_from", "message_to")}
     delay = np.zeros(n)
-    chain = np.repeat(np.arange(len(chains)), 4 * size)
+    chain = np.repeat(np.arange(len(chains)), num_kinds * size)
     within = np.arange(n) - first[chain]
     kind, number = within // np.maximum(1, size[chain]), within % np.maximum(1, size[chain])
     for c, (p, s) in enumerate(chains):
@@ -217,14 +257,17 @@ def pose_joint(
         cell_first=cell_first,
         chain_rank=chain_rank,
         chain_first=np.searchsorted(chain_rank, np.arange(num_ranks + 1)).astype(np.int64),
-        times=np.array([[costs.duration(k, s) for k in "FRIWB"] for _, s in chains], np.float64),
+        times=np.array([[costs.duration(k, s) for k in (*_KINDS, "B")] for _, s in chains], np.float64),
         held=held,
         kept=held * costs.kept if forms.again else held,
         freed=np.array([limits.held[s][1] for _, s in chains], np.float64),
         may_again=np.full(len(chains), forms.again),
         may_whole=np.array([forms.whole and (not forms.split or _gains(costs, s)) for _, s in chains]),
         may_split=np.full(len(chains), forms.split),
+        may_away=forms.away & (held > 0),
         cap=np.array(limits.cap, np.float64),
+        host=np.array(limits.host if forms.away else (0.0,) * num_ranks, np.float64),
+        num_kinds=num_kinds,
         **ints,
     )
     return JointProblem(ops, tuple(chains), costs, links, limits, forms, placement, dealt(counts))

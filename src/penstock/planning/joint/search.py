@@ -2,7 +2,8 @@
 
 bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
-          where they hold too much (`passes.recompute`); list scheduling under random depths
+          where they hold too much (`passes.recompute`); list scheduling under random depths; where activations may
+          go to host memory, plans for that memory too, of which those that are needed last go there (`away`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,10 +29,11 @@ from penstock.planning import strategy
 from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.family import Forms
 from penstock.planning.joint import exact, moves
+from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
-from penstock.planning.joint.moves import F, I, R, W
+from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
-from penstock.planning.problem import pose
+from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.threads import Threads, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
@@ -90,7 +92,7 @@ def allows(forms: Forms, schedule: Schedule) -> bool:
 def timed(problem: JointProblem, orders: Orders, start: Array) -> float:
     """The makespan of orders, started as soon as possible; -1 where they deadlock."""
     module: Any = ready(moves)
-    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks)
+    ints, free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
     return float(module.timed(problem.ops, orders, start, ints, free))
 
 
@@ -129,20 +131,27 @@ def run(search: JointSearch) -> None:
 
 
 def one_by_one(problem: JointProblem) -> Orders:
-    """Every microbatch alone, each forward run again that may be: it fits wherever anything does."""
+    """Every microbatch alone, each forward run again that may be, or all but those of a rank's last stage gone to
+    host memory where they do not fit together: it fits wherever the limits leave room."""
     ops, orders = problem.ops, problem.orders()
+    room = [_has_room(problem, r, ops.kept) for r in range(problem.num_ranks)]
+    again = ops.may_again & np.array(room)[ops.chain_rank]
     for c in range(len(ops.size)):
         cells = slice(int(ops.cell_first[c]), int(ops.cell_first[c] + ops.size[c]))
-        orders.again[cells] = ops.may_again[c]
+        orders.again[cells] = again[c]
         orders.whole[cells] = not ops.may_split[c]
     for r in range(problem.num_ranks):
         mine = range(ops.chain_first[r], ops.chain_first[r + 1])
         for j in range(max((int(ops.size[c]) for c in mine), default=0)):
             for p in range(problem.placement.num_pipelines):
                 chains = [c for c in mine if problem.chains[c][0] == p and j < ops.size[c]]  # by stage
-                steps = [(c, F) for c in chains]
+                away = [c for c in chains[:-1] if not room[r] and ops.may_away[c]]
+                for c in away:
+                    orders.away[ops.cell_first[c] + j] = True
+                steps = [(c, kind) for c in chains for kind in ((F, O) if c in away else (F,))]
                 for c in reversed(chains):
-                    steps += [(c, R)] * bool(ops.may_again[c]) + [(c, I)] + [(c, W)] * bool(ops.may_split[c])
+                    steps += [(c, L)] * (c in away)
+                    steps += [(c, R)] * bool(again[c]) + [(c, I)] + [(c, W)] * bool(ops.may_split[c])
                 for c, kind in steps:
                     orders.row[r, orders.length[r]] = ops.first[c] + kind * ops.size[c] + j
                     orders.length[r] += 1
@@ -153,19 +162,25 @@ def of_one_form(search: JointSearch, until: float) -> None:
     """Plans in which all ops have one form: every backward halves, or every one whole; none runs again.
 
     Where no forward may run again, `relaxed` is such a problem too: its bounds hold, and its halves that stand side
-    by side are a B.
+    by side are a B. Where activations may go to host memory, there are plans for both memories together, and of
+    them and of the others those in which they go there.
     """
     problem, forms = search.problem, search.problem.forms
     counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
-    plain = [relaxed(problem)] if forms.whole and not forms.again and forms.split else []
-    if not forms.again or _has_room(problem):
-        plain += [
-            pose(
-                problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
-                problem.limits.held, problem.limits.cap, split, counts,
-            )
-            for split in ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
-        ]  # fmt: skip
+
+    def posed(cap: Sequence[float], split: bool) -> Problem:
+        return pose(
+            problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
+            problem.limits.held, cap, split, counts,
+        )  # fmt: skip
+
+    bounding = not forms.again and (forms.away or (forms.whole and forms.split))
+    plain = [relaxed(problem)] if bounding else []
+    splits = ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
+    if forms.away:
+        plain += [posed(problem.total_cap, split) for split in splits[forms.whole != forms.split and bounding :]]
+    if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
+        plain += [posed(problem.limits.cap, split) for split in splits]
     for number, each in enumerate(plain):
         if search.closed or search.seconds >= until:
             break
@@ -176,26 +191,27 @@ def of_one_form(search: JointSearch, until: float) -> None:
         strategy.run(inner)
         made = problem.read(each.schedule(inner.row, "plan"))
         search.take(made, inner.how)
-        if number == 0 and forms.whole and not forms.again and forms.split:
+        if forms.away:
+            for orders in sent_away(problem, made):
+                search.take(orders, f"{inner.how}, offloaded")
+        if number == 0 and bounding:
             search.improve_bound(inner.lower_bound)
         if forms.split and forms.whole and each.kind.count("W"):
             search.take(joined(problem, made), inner.how)
         search.report(inner.how)
 
 
-def _has_room(problem: JointProblem) -> bool:
-    """Whether every rank can hold all of one microbatch, so that no forward need run again."""
-    held = problem.ops.held
-    return all(
-        sum(
-            held[c]
-            for c in range(problem.ops.chain_first[r], problem.ops.chain_first[r + 1])
-            if problem.chains[c][0] == p
-        )
-        <= problem.ops.cap[r] * (1 + EPSILON)
-        for r in range(problem.num_ranks)
-        for p in range(problem.placement.num_pipelines)
-    )
+def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
+    """Whether a rank can hold one microbatch, all of one stage and of those before it what `kept` says of each."""
+    ops = problem.ops
+    for p in range(problem.placement.num_pipelines):
+        before = 0.0
+        for c in range(ops.chain_first[r], ops.chain_first[r + 1]):
+            if problem.chains[c][0] == p:
+                if before + ops.held[c] > ops.cap[r] * (1 + EPSILON):
+                    return False
+                before += float(kept[c])
+    return True
 
 
 def joined(problem: JointProblem, orders: Orders) -> Orders:
@@ -241,6 +257,9 @@ def library(search: JointSearch) -> None:
                 ):
                     continue
                 search.take_schedule(made, name)
+                if problem.forms.away and allows(problem.forms, made):
+                    for orders in sent_away(problem, problem.read(made)):
+                        search.take(orders, f"{name}, offloaded")
                 if problem.forms.again:
                     # The pass counts what is held itself: not the limit a schedule was built for.
                     made = recompute(replace(made, memory_limit=None), problem.costs, list(problem.limits.cap))
@@ -248,7 +267,7 @@ def library(search: JointSearch) -> None:
                 break
 
 
-def listed(search: JointSearch, until: float) -> None:
+def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
     """List scheduling under random depths, chances to be kept and whole, and waits."""
     problem, module = search.problem, search._module
     ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
@@ -256,9 +275,9 @@ def listed(search: JointSearch, until: float) -> None:
     module.seed(search.seed)
     num_ranks, num_chains = problem.num_ranks, len(ops.size)
     most = np.array([max(1, int(ops.size[ops.chain_rank == r].sum())) for r in range(num_ranks)])
-    scale = float(ops.times.mean())
+    scale = float(ops.times[:, [F, R, I, W, WHOLE]].mean())
     trial = 0
-    while search.seconds < until and trial < 2000:
+    while search.seconds < until and trial < num_trials:
         if trial == 0:
             depth = most
         elif trial == 1:
@@ -296,8 +315,8 @@ class JointWalk(Annealer[JointSearch]):
         self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
         self._start, self._trial = np.empty(n), np.empty(n)
         self._found = np.empty(n, np.int64)
-        self._ints, self._free = np.empty((3, problem.num_ranks), np.int64), np.empty(problem.num_ranks)
-        self._scale = float(problem.ops.times[:, :4].mean()) or 1.0
+        self._ints, self._free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
+        self._scale = float(problem.ops.times[:, : W + 1].mean()) or 1.0
         self.now = self.best = math.inf
 
     def begin(self, search: JointSearch, until: float) -> None:

@@ -26,13 +26,15 @@ def check_microbatch_order(schedule: Schedule) -> None:
     """Every queue runs its microbatches in its declared order; the ops of a schedule that is covered."""
     places = places_of(schedule.microbatch_orders)
     pipelines = schedule.microbatch_pipeline if schedule.placement.num_pipelines > 1 else None
+    some_of = schedule.graph.some_of
     for rank, row in enumerate(schedule.order):
         reached: dict[tuple[str, int, int], int] = {}
         for step, op in enumerate(row):
             kind, stage, m = op
             chains = _CHAINS.get(kind)
             if chains is None:
-                chains, pipeline = (kind,), 0
+                chains = (kind,)
+                pipeline = 0 if pipelines is None or (kind, stage) not in some_of else pipelines[m]
             else:
                 pipeline = 0 if pipelines is None or not chains else pipelines[m]
             place = m
@@ -63,7 +65,7 @@ def _out_of_order(schedule: Schedule, rank: int, step: int, op: Op, pipeline: in
         for each in reversed(schedule.order[rank][:step])
         if each.stage == op.stage
         and chain in _CHAINS.get(each.kind, (each.kind,))
-        and (each.kind not in _CHAINS or schedule.microbatch_pipeline[each.microbatch] == pipeline)
+        and (each.kind not in _CHAINS or schedule.pipeline_of(each) == pipeline)
         and place[each.microbatch] > place[op.microbatch]
     )
     queue = queue_name(schedule, MicrobatchOrder(kind, op.stage, (), pipeline))

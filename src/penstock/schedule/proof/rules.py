@@ -63,6 +63,7 @@ from penstock.schedule.proof.updates import (
 )
 from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.send_recv import find_mismatch, has_communication
+from penstock.schedule.stage_graph import Needs
 
 __all__ = ["check", "peak_in_flight", "run_untimed"]
 
@@ -152,6 +153,15 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
         num_ops = num_updates_of(schedule, rank, step, op)
     elif registered:
         num_ops = registered.num_ops
+        if registered.microbatches:
+            if op.microbatch in registered.microbatches and op.microbatch < schedule.num_microbatches:
+                num_ops = op.microbatch + 1
+            else:
+                rule = (
+                    f"its kind has ops of microbatches {', '.join(map(str, registered.microbatches))} of this stage"
+                )
+                rule += f"; the schedule's go from 0 to {schedule.num_microbatches - 1}"
+                return error_at(schedule, "range", rank, step, op, rule)
     else:
         num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
     if not 0 <= op.microbatch < num_ops:
@@ -188,6 +198,18 @@ def _check_counts(schedule: Schedule) -> None:
         )
     counts = {key: registered.num_ops for key, registered in graph.registered_of.items()}
     for need in graph.needs:
+        if need.pairs:
+            _check_pairs(schedule, need)
+            continue
+        if need.before in graph.some_of or need.after in graph.some_of:
+            if (need.num_before, need.num_after) != (1, 1):
+                raise ScheduleError(
+                    f"{need.num_before} {need.before[0]} of stage {need.before[1]} unlock {need.num_after} "
+                    f"{need.after[0]} of stage {need.after[1]}, of which only some microbatches have one (rule: "
+                    "dependencies); give a need of one for one, or pairs",
+                    rule="dependencies",
+                )
+            continue
         for (kind, stage), each in ((need.before, need.num_before), (need.after, need.num_after)):
             there = counts.get((kind, stage)) or graph.microbatches_of(stage, schedule.num_microbatches)
             if there % each:
@@ -217,6 +239,20 @@ def _check_counts(schedule: Schedule) -> None:
             )
 
 
+def _check_pairs(schedule: Schedule, need: Needs) -> None:
+    """The ops that a need names are there."""
+    graph = schedule.graph
+    for end, numbers in ((need.before, [a for a, _ in need.pairs]), (need.after, [b for _, b in need.pairs])):
+        registered = graph.registered_of.get(end)
+        there = range(graph.microbatches_of(end[1], schedule.num_microbatches))
+        known = set(there if registered is None else registered.numbers)
+        if absent := [number for number in numbers if number not in known]:
+            raise ScheduleError(
+                f"a need names op {absent[0]} of {end[0]} of stage {end[1]}, which is not there (rule: dependencies)",
+                rule="dependencies",
+            )
+
+
 def _check_coverage(schedule: Schedule) -> None:
     shared = schedule.has_shared_ops
     spot: dict[Op, tuple[int, int]] = {}
@@ -237,7 +273,7 @@ def _check_coverage(schedule: Schedule) -> None:
                 raise error_at(schedule, "coverage", rank, step, op, message, peer=f"rank {absent[0]}")
     graph = schedule.graph
     for registered in graph.registered:
-        for index in range(registered.num_ops):
+        for index in registered.numbers:
             op = Op(registered.kind, registered.stage, index)
             if op not in spot:
                 host = schedule.hosts(op)[0]
