@@ -144,7 +144,7 @@ def test_a_steered_run_is_not_switched_by_hand() -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'direct', 'delegate' or 'nccl'"),
+        ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'gloo', 'direct', 'delegate' or 'nccl'"),
         ({"transport": "direct", "depth": 0}, "a direct channel of depth 0"),
         ({"depth": 3}, "depth=3 is for transport='direct'"),
         ({"steering": ps.Steering(store="redis://127.0.0.1:1")}, "cannot be used"),

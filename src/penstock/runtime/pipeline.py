@@ -109,9 +109,9 @@ class Pipeline:
         tied: for stages built by functions: groups of names of parameters that are one.
         seed: for dropout, the same whatever the schedule and the number of ranks.
         timeout: seconds that any wait may last.
-        transport: between processes: "host" (gloo; messages of a GPU pass through host memory, so that several
-            ranks may share one), "direct" (a bounded channel a link), "delegate" (by processes of their own), or
-            "nccl" (from GPU to GPU, one a rank, frozen dispatch).
+        transport: between processes: "host" (memory that ranks of one host share, else gloo; messages of a GPU pass
+            through host memory, so that several ranks may share one), "gloo", "direct" (a bounded channel a link),
+            "delegate" (by processes of their own), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
         depth: messages that a channel of "direct" holds; 2 where not given.
         ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
             called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.

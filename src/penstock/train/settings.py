@@ -129,7 +129,7 @@ class Settings(RunSettings):
                 "precision": ("float32", "bfloat16"),
                 "dispatch": (*map(str, Dispatch), "auto"),
                 "device": ("cpu", "cuda"),
-                "transport": ("host", "direct", "delegate", "nccl"),
+                "transport": ("host", "gloo", "direct", "delegate", "nccl"),
                 "zero": ("on", "off"),
                 "sharding": ("none", "zero1", "fsdp"),
             },

@@ -4,6 +4,7 @@
 
     choose      by its name as users give it
     loopback    ranks of one process              loopback_threads   each in a thread of its own
+    shared_memory  between processes of one host
     gloo        between processes                 nccl               between GPUs: no tags, an order per channel
     bounded     few messages under way, in program order, as frameworks do
     delegate/   light processes that carry messages beside the computation

@@ -22,13 +22,14 @@ from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.nccl import NcclTransport, lines_of
 from penstock.runtime.transport.routed import RoutedTransport
+from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Blocking
 
-NAMES = ("host", "direct", "delegate", "nccl")
-BASES = ("host", "direct")
+NAMES = ("host", "gloo", "direct", "delegate", "nccl")
+BASES = ("host", "gloo", "direct")
 """Transports of which single links may be delegated."""
 DEPTH = 2
 """Messages that a direct channel holds where nothing else is said."""
@@ -59,8 +60,9 @@ class TransportChoice:
     """How messages travel.
 
     Attributes:
-        name: "host" (through host memory, sends never wait), "direct" (in order, a bounded channel a link),
-            "delegate" (every link by delegate processes) or "nccl" (from GPU to GPU).
+        name: "host" (through host memory, sends never wait: memory that processes share where all are on one host,
+            else gloo), "gloo" (the same, always by gloo), "direct" (in order, a bounded channel a link), "delegate"
+            (every link by delegate processes) or "nccl" (from GPU to GPU).
         depth: messages that a channel of "direct" holds before its sender stands still; None: any number.
         has_delegates: whether single links may go by delegates while it runs.
         delegates: how these carry messages.
@@ -162,6 +164,10 @@ class TransportChoice:
             return _nccl(peers.group, tags, timeout, wiring, device, conditions)
         if self.name == "delegate":
             return self._delegate(peers, tags, timeout, device, conditions)
+        if self.name == "host" and not self.has_delegates and conditions is None:
+            made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
+            if made is not None:
+                return made
         base = self._base(peers.group, tags, timeout, wiring, conditions)
         if not self.has_delegates:
             return base

@@ -176,11 +176,15 @@ def _is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 class Packet:
-    """A flat buffer for payloads of one spec, and views of its parts."""
+    """A flat buffer for payloads of one spec, and views of its parts.
 
-    def __init__(self, spec: WireSpec) -> None:
+    Args:
+        buffer: memory to use; its own where not given.
+    """
+
+    def __init__(self, spec: WireSpec, buffer: Tensor | None = None) -> None:
         self.spec = spec
-        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8) if buffer is None else buffer
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -217,9 +221,7 @@ class DevicePacket(Packet):
     """A packet in a device's memory. Reading its preamble waits until what fills the packet has come."""
 
     def __init__(self, spec: WireSpec, device: torch.device) -> None:
-        self.spec = spec
-        self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
-        self._lay_out()
+        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device))
 
     def _lay_out(self) -> None:
         self._head = self.buffer[:ALIGN].view(torch.int64)

@@ -74,7 +74,7 @@ class EmulatedSettings(RunSettings):
             self,
             {
                 "dispatch": (*map(str, Dispatch), "auto"),
-                "transport": ("host", "direct", "delegate"),
+                "transport": ("host", "gloo", "direct", "delegate"),
                 "zero": ("on", "off"),
             },
         )

@@ -16,11 +16,6 @@ from penstock.runtime.transport.wire_format import BufferPlace, Packet, WireSpec
 class SlotPacket(Packet):
     """A packet whose buffer lies in memory that others share."""
 
-    def __init__(self, spec: WireSpec, buffer: Tensor) -> None:
-        self.spec = spec
-        self.buffer = buffer
-        self._lay_out()
-
     def parts(self, payload: Payload) -> Iterator[tuple[Tensor, BufferPlace, Tensor]]:
         """Each leaf of a payload, with where it lies and a view of that."""
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):

@@ -1,0 +1,637 @@
+"""Messages between processes of one host, through memory that both ends map. No thread, no copy by the kernel.
+
+    rank 0's memory   | asleep? | ring to rank 1 | ring to rank 2 | slot | slot | ...
+                                       |                              ^
+                                       '---- where the message lies --'
+
+Each rank has memory of its own and writes what it sends into a slot there, then the slot's place into the ring of
+the rank that is to get it. That rank finds it when it looks, copies it out, and marks the slot as free. A channel
+uses its slots in turn, as messages of a channel are taken in the order in which they are sent.
+
+A rank that finds nothing sleeps on a pipe. It says so in its memory first, so that others write to the pipe only when
+somebody sleeps there. Beside the pipe it watches the processes that owe it messages, and so learns when one ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from mmap import MADV_REMOVE, MAP_SHARED, PAGESIZE, mmap
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.mesh.interfaces import network_name
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
+from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
+from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
+
+RING = 1024
+"""Messages that a rank may have sent to another without that one having looked; the next ones wait at the sender."""
+LOOK = 0.5
+"""Seconds after which a rank that sleeps looks up, whatever was said."""
+KEPT_PLANS = 16
+"""Kinds of steps of which it is remembered what they bring."""
+TRIMMED = 1 << 16
+"""Bytes from which a slot that is no longer used gives its pages back."""
+
+_WORD = 8
+_ASLEEP, _NONCE, _HEAD = 0, 8, 16
+"""Words of a rank's memory: whether it sleeps, what tells it from other memory; then come its rings."""
+_WRITTEN, _READ, _WANTED, _ENTRIES = 0, 8, 9, 16
+"""Words of a ring: how many messages were put in; how many were taken out, and whether the sender waits until one is
+used; then the places of slots."""
+_RING_WORDS = _ENTRIES + RING
+_FULL, _TAG, _STEP, _SENT, _THERE, _SPEC, _TOLD_AT, _TOLD = range(8)
+"""Words of a slot, before its tensors. The step's has the digest of its shapes too; the last two say where in the
+slot the bytes of a spec lie that the receiver has not met, and how many they are."""
+
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """Orders what this process reads and writes before and after: taking a lock does."""
+    with _fence_lock:
+        pass
+
+
+class MemoryAddress(NamedTuple):
+    """Where a process of the same host finds a rank's memory and the pipe that wakes it.
+
+    Attributes:
+        host: the same for processes that can reach each other's descriptors.
+        memory, wake: descriptors of process `pid`.
+        nonce: what the memory holds, so that nothing else is taken for it.
+    """
+
+    host: str
+    pid: int
+    memory: int
+    wake: int
+    span: int
+    nonce: int
+
+
+class RankMemory:
+    """One rank's memory, as its own process or another one maps it."""
+
+    def __init__(self, descriptor: int, span: int) -> None:
+        self.map = mmap(descriptor, span, flags=MAP_SHARED)
+        self.words = memoryview(self.map).cast("q")
+        self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def ring(self, target: int) -> memoryview:
+        """The ring of messages to a rank."""
+        start = _HEAD + target * _RING_WORDS
+        return self.words[start : start + _RING_WORDS]
+
+    def packet(self, offset: int, spec: WireSpec) -> Packet:
+        """A slot, laid out for payloads of a spec."""
+        return Packet(spec, self._bytes.narrow(0, offset, spec.num_bytes))
+
+    def close(self) -> None:
+        """Lets go of it; what tensors still look at stays mapped for them."""
+        self.words.release()
+        del self._bytes
+        with suppress(BufferError):
+            self.map.close()
+
+
+class Slot:
+    """A piece of this rank's memory, used for one message after another."""
+
+    __slots__ = ("capacity", "header", "offset", "packet", "spec", "step")
+
+    def __init__(self, memory: RankMemory, offset: int, capacity: int) -> None:
+        self.offset, self.capacity = offset, capacity
+        self.header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
+        self.spec: WireSpec | None = None
+        self.packet: Packet | None = None
+        self.step = 0
+
+
+class KnownSpec:
+    """A spec that was sent to a rank: its number there, or its bytes, which the next message brings."""
+
+    __slots__ = ("number", "spec", "told")
+
+    def __init__(self, spec: WireSpec, number: int, told: bytes) -> None:
+        self.spec, self.number, self.told = spec, number, told
+
+
+class OutChannel:
+    """The sending end of a channel.
+
+    Attributes:
+        known: what the receiver knows of shapes, by signature.
+        slots: by capacity, the longest used first.
+        under_way: slots that were full when last looked at, where the channel has a bound.
+    """
+
+    __slots__ = ("known", "slots", "under_way")
+
+    def __init__(self) -> None:
+        self.under_way: deque[Slot] = deque()
+        self.known: dict[str, KnownSpec] = {}
+        self.slots: dict[int, deque[Slot]] = {}
+
+
+class Sender:
+    """The way to one rank: its ring, what found no room there yet, and how it is woken."""
+
+    __slots__ = ("asleep", "ring", "specs", "unsent", "wake")
+
+    def __init__(self, ring: memoryview, asleep: memoryview, wake: int) -> None:
+        self.ring, self.asleep, self.wake = ring, asleep, wake
+        self.unsent: deque[int] = deque()
+        self.specs: dict[WireSpec, int] = {}
+
+    def rouse(self) -> None:
+        """Wakes the rank, once."""
+        self.asleep[0] = 0
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.wake, b"\0")
+
+
+class Receiver:
+    """What comes from one rank.
+
+    Attributes:
+        due: this step's messages that are yet to come, by tag.
+        early: places of messages of the next step.
+    """
+
+    __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "pidfd", "ring", "specs")
+
+    def __init__(self, peer: int, memory: RankMemory, ring: memoryview, pidfd: int) -> None:
+        self.peer, self.memory, self.ring, self.pidfd = peer, memory, ring, pidfd
+        self.due: dict[int, Edge] = {}
+        self.early: list[int] = []
+        self.specs: dict[int, WireSpec] = {}
+        self.packets: dict[int, tuple[int, Packet, memoryview]] = {}
+        self.gone = False
+
+
+class SharedMemoryTransport:
+    """One rank's end of all its channels to other processes of the host.
+
+    Args:
+        rank: whose end this is. tags: the same on all ranks.
+        timeout: seconds before a wait ends with DeadlineExceeded.
+        own: this rank's memory and pipe. peers: everyone's addresses, by rank.
+
+    Raises:
+        OSError, ValueError: the memory of another rank can't be reached.
+    """
+
+    def __init__(
+        self, rank: int, tags: Tags, timeout: float, own: OwnMemory, addresses: Sequence[MemoryAddress]
+    ) -> None:
+        self.rank = rank
+        self._tags, self._timeout = tags, timeout
+        self._own = own
+        self._step = self._now = 0
+        self._signatures: Sequence[str] = ()
+        self._routes: dict[tuple[Edge, int], tuple[OutChannel, int]] = {}
+        self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._owing: list[Receiver] = []
+        self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[int, dict[int, Edge]]]] = {}
+        self._ready: dict[Edge, tuple[Receiver, Packet, memoryview]] = {}
+        self._arrived: list[Edge] = []
+        self._window: Mapping[int, int] = {}
+        self._full: OutChannel | None = None
+        self._has_unsent = self._woken = self._closed = False
+        self._next = own.first_slot
+        self._log = CrossingLog()
+        self._opened: list[int] = []
+        try:
+            for peer, address in enumerate(addresses):
+                if peer != rank:
+                    self._meet(peer, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, peer: int, address: MemoryAddress) -> None:
+        descriptors = f"/proc/{address.pid}/fd/"
+        memory_fd = os.open(f"{descriptors}{address.memory}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = RankMemory(memory_fd, address.span)
+        finally:
+            os.close(memory_fd)
+        if memory.words[_NONCE] != address.nonce:
+            raise ValueError(f"what process {address.pid} has there is not rank {peer}'s memory")
+        wake = os.open(f"{descriptors}{address.wake}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._opened.append(wake)
+        pidfd = os.pidfd_open(address.pid)
+        self._opened.append(pidfd)
+        self._senders[peer] = Sender(self._own.memory.ring(peer), memory.words[_ASLEEP : _ASLEEP + 1], wake)
+        self._receivers[peer] = Receiver(peer, memory, memory.ring(self.rank), pidfd)
+
+    # Steps.
+
+    def begin(
+        self,
+        expected: Sequence[ExpectedMessages],
+        signatures: Sequence[str],
+        digest: int,
+        threaded: bool,
+        window: Mapping[int, int],
+    ) -> None:
+        """Starts a step; see `GlooTransport.begin`. `threaded` makes no difference: arrivals are seen as they come.
+
+        Raises:
+            RuntimeFailure: messages came that are not of this step.
+        """
+        self._step += 1
+        self._now, self._signatures, self._window = _step_word(self._step, digest), signatures, window
+        self._full = None
+        plan = self._plans.get(id(expected))
+        if plan is None or plan[0] is not expected:
+            if len(self._plans) > KEPT_PLANS:
+                self._plans.clear()
+            by_peer: dict[int, dict[int, Edge]] = {}
+            for _, peer, messages in expected:
+                by_peer.setdefault(peer, {}).update({tag: edge for edge, tag in messages})
+            plan = self._plans[id(expected)] = expected, by_peer
+        self._owing = [self._receivers[peer] for peer in plan[1]]
+        for receiver in self._owing:
+            receiver.due = plan[1][receiver.peer].copy()
+        for receiver in self._receivers.values():
+            early, receiver.early = receiver.early, []
+            for offset in early:
+                self._came(receiver, offset)
+
+    def end(self) -> None:
+        """Ends a step: all that was sent lies where its receiver finds it."""
+        end = time.monotonic() + self._timeout
+        while self._has_unsent:
+            self._flush()
+            if self._has_unsent:
+                if time.monotonic() > end:
+                    raise DeadlineExceeded(f"rank {self.rank} waited {self._timeout:g} s to send the last of a step")
+                time.sleep(0.001)
+        for channel in self._channels.values():
+            for capacity, slots in channel.slots.items():
+                if capacity >= TRIMMED:
+                    self._trim(slots)
+
+    def _trim(self, slots: deque[Slot]) -> None:
+        """Gives back the pages of slots that the last two steps did not use."""
+        for slot in slots:
+            if slot.step and slot.step < self._step - 1 and not slot.header[_FULL]:
+                first, last = -(-slot.offset // PAGESIZE) * PAGESIZE, (slot.offset + slot.capacity) // PAGESIZE
+                slot.step = 0
+                with suppress(OSError):
+                    self._own.memory.map.madvise(MADV_REMOVE, first, last * PAGESIZE - first)
+
+    def close(self) -> None:
+        """Lets go of all memory. What was sent stays with those that have mapped it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ready.clear()
+        self._routes.clear()
+        self._channels.clear()
+        for sender in self._senders.values():
+            sender.ring.release()
+            sender.asleep.release()
+        for receiver in self._receivers.values():
+            receiver.packets.clear()
+            receiver.ring.release()
+            receiver.memory.close()
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._own.close()
+
+    # Sending.
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Writes a message where its receiver finds it. False where the channel has a bound and is full: try again
+        after a wait.
+
+        Raises:
+            RuntimeFailure: no memory is left, or a tensor that can't travel.
+        """
+        sent = perf_counter_ns()
+        route = self._routes.get((edge, target))
+        if route is None:
+            route = self._routes[edge, target] = self._route(edge, target)
+        channel, tag = route
+        window = self._window.get(edge.slot) if self._window else None
+        if window is not None and not self._has_room(channel, target, window):
+            return False
+        signature = self._signatures[edge.consumer.microbatch]
+        known = channel.known.get(signature)
+        if known is None or not known.spec.fits(payload):
+            known = channel.known[signature] = self._tell(target, WireSpec.of(payload))
+        spec, told = known.spec, known.told
+        slot = self._slot(channel, spec, spec.num_bytes + len(told))
+        packet = slot.packet
+        assert packet is not None
+        packet.pack(payload)
+        header = slot.header
+        if told:
+            start = slot.offset + spec.num_bytes
+            self._own.memory.map[start : start + len(told)] = told
+            known.told, header[_TOLD_AT] = b"", spec.num_bytes
+        header[_TAG], header[_STEP], header[_SPEC], header[_TOLD] = tag, self._now, known.number, len(told)
+        header[_SENT], header[_THERE] = sent, perf_counter_ns()
+        header[_FULL] = 1
+        slot.step = self._step
+        if self._window:
+            channel.under_way.append(slot)
+        sender = self._senders[target]
+        if sender.unsent or not self._put(sender, slot.offset):
+            sender.unsent.append(slot.offset)
+            self._has_unsent = True
+        return True
+
+    def _has_room(self, channel: OutChannel, target: int, window: int) -> bool:
+        """Whether fewer messages of a channel than that are not taken; where not, this rank is woken once one is."""
+        under_way = channel.under_way
+        while under_way and not under_way[0].header[_FULL]:
+            under_way.popleft()
+        if len(under_way) < window:
+            self._full = None
+            return True
+        self._full = channel
+        self._senders[target].ring[_WANTED] = 1
+        return False
+
+    def _put(self, sender: Sender, offset: int) -> bool:
+        """Tells a rank of a message, and wakes it where it sleeps; False where its ring has no room."""
+        ring = sender.ring
+        written = ring[_WRITTEN]
+        if written - ring[_READ] >= RING:
+            return False
+        ring[_ENTRIES + written % RING] = offset
+        _fence()
+        ring[_WRITTEN] = written + 1
+        _fence()
+        if sender.asleep[0]:
+            sender.rouse()
+        return True
+
+    def _flush(self) -> None:
+        """Puts in what found no room before."""
+        self._has_unsent = False
+        for sender in self._senders.values():
+            while sender.unsent and self._put(sender, sender.unsent[0]):
+                sender.unsent.popleft()
+            self._has_unsent = self._has_unsent or bool(sender.unsent)
+
+    def _route(self, edge: Edge, target: int) -> tuple[OutChannel, int]:
+        key = ChannelKey.of(edge), target
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = OutChannel()
+        return channel, self._tags.message(edge)
+
+    def _tell(self, target: int, spec: WireSpec) -> KnownSpec:
+        """A spec as a rank knows it, or will once it has its bytes."""
+        numbers = self._senders[target].specs
+        number = numbers.get(spec)
+        if number is not None:
+            return KnownSpec(spec, number, b"")
+        numbers[spec] = len(numbers)
+        return KnownSpec(spec, numbers[spec], spec.to_json().encode())
+
+    def _slot(self, channel: OutChannel, spec: WireSpec, num_bytes: int) -> Slot:
+        """A free slot, laid out for a spec."""
+        capacity = _capacity(num_bytes)
+        slots = channel.slots.get(capacity)
+        if slots is None:
+            slots = channel.slots[capacity] = deque()
+        if slots and not slots[0].header[_FULL]:
+            slot = slots.popleft()
+        else:
+            if self._next + capacity > self._own.span:
+                raise RuntimeFailure(
+                    f"the messages of rank {self.rank} that were not taken fill {self._own.span} bytes of shared "
+                    "memory; use transport='gloo'"
+                )
+            slot = Slot(self._own.memory, self._next, capacity)
+            self._next += capacity
+        slots.append(slot)
+        if slot.spec is not spec:
+            slot.spec, slot.packet = spec, self._own.memory.packet(slot.offset, spec)
+        return slot
+
+    # Receiving.
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call.
+
+        Raises:
+            RuntimeFailure: one came that is not expected.
+        """
+        if self._has_unsent:
+            self._flush()
+        for receiver in self._owing:
+            ring = receiver.ring
+            read, written = ring[_READ], ring[_WRITTEN]
+            if read != written:
+                _fence()
+                for number in range(read, written):
+                    self._came(receiver, ring[_ENTRIES + number % RING])
+                ring[_READ] = written
+        arrived = self._arrived
+        if arrived:
+            self._arrived = []
+        return arrived
+
+    def _came(self, receiver: Receiver, offset: int) -> None:
+        """Takes note of a message."""
+        number, packet, header = receiver.packets.get(offset) or self._laid_out(receiver, offset)
+        if header[_SPEC] != number:
+            number, packet, header = self._laid_out(receiver, offset)
+        now, tag = header[_STEP], header[_TAG]
+        if now != self._now and now >> 32 > self._step:
+            receiver.early.append(offset)
+            return
+        edge = receiver.due.pop(tag, None)
+        if edge is None or now != self._now:
+            raise RuntimeFailure(self._foreign(receiver.peer, tag, now >> 32, edge))
+        self._ready[edge] = receiver, packet, header
+        sent = header[_SENT]
+        self._log.add(TransferRecord(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[_THERE]))
+        self._arrived.append(edge)
+
+    def _laid_out(self, receiver: Receiver, offset: int) -> tuple[int, Packet, memoryview]:
+        memory = receiver.memory
+        header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
+        number = header[_SPEC]
+        spec = receiver.specs.get(number)
+        if spec is None:
+            start = offset + header[_TOLD_AT]
+            spec = receiver.specs[number] = WireSpec.from_json(memory.map[start : start + header[_TOLD]].decode())
+        found = receiver.packets[offset] = number, memory.packet(offset, spec), header
+        return found
+
+    def _foreign(self, peer: int, tag: int, step: int, edge: Edge | None) -> str:
+        what = f"message {tag} of step {step} from rank {peer}"
+        if step < self._step:
+            return f"rank {self.rank} is at step {self._step} and got {what}; the ranks run different steps"
+        if edge is None:
+            return f"rank {self.rank} got {what}, which it does not wait for; the ranks run different schedules"
+        return (
+            f"rank {self.rank} got {what} ({edge}) of other shapes: it was given other batches or calls; every rank "
+            "must give the same inputs and targets"
+        )
+
+    def take(self, edge: Edge) -> Payload:
+        """The payload of an edge that has arrived. Its slot is free again."""
+        receiver, packet, header = self._ready.pop(edge)
+        payload = packet.unpack()
+        header[_FULL] = 0
+        if self._window:
+            _fence()
+            if receiver.ring[_WANTED]:
+                receiver.ring[_WANTED] = 0
+                self._senders[receiver.peer].rouse()
+        return payload
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        """Waits until at least one message has come in, the channel that was full has room, or `wake` was called.
+
+        Raises:
+            DeadlineExceeded, PeerLost: with who waited for what from whom.
+        """
+        end = time.monotonic() + self._timeout
+        asleep = self._own.memory.words
+        while True:
+            asleep[_ASLEEP] = 1
+            _fence()
+            full = self._full
+            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].header[_FULL]):
+                asleep[_ASLEEP] = 0
+                self._woken = False
+                return came
+            lost = next((receiver.peer for receiver in self._owing if receiver.gone and receiver.due), None)
+            if lost is not None:
+                raise PeerLost(
+                    f"rank {self.rank} lost its connection to rank {lost}, whose process has ended: {who()}"
+                )
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
+            self._sleep(0.001 if self._has_unsent else min(LOOK, left))
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleeps until somebody writes to the pipe, or a process that owes something ends."""
+        watched: list[Any] = [self._own.pipe]
+        for receiver in self._owing:
+            if receiver.due and not receiver.gone:
+                watched.append(receiver.pidfd)
+        ready = self._own.poll(watched, seconds)
+        if self._own.pipe in ready:
+            with suppress(BlockingIOError):
+                os.read(self._own.pipe, 1 << 12)
+        for receiver in self._owing:
+            if receiver.pidfd in ready:
+                receiver.gone = True
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+        self._woken = True
+        with suppress(BlockingIOError):
+            os.write(self._own.wake, b"\0")
+
+    def crossings(self) -> list[TransferRecord]:
+        """The messages that came in since the last call: each arrived when it was written, whoever looked when."""
+        return self._log.take()
+
+
+class OwnMemory:
+    """The memory that a rank sends from, and the pipe that it sleeps on.
+
+    Args:
+        num_ranks: of the pipeline.
+        span: bytes of memory, of which what was never written takes none.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+
+    def __init__(self, num_ranks: int, span: int | None = None) -> None:
+        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory that processes could share by descriptors")
+        self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS) * _WORD // PAGESIZE) * PAGESIZE
+        self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
+        self._descriptors = [os.memfd_create("penstock-shared")]
+        try:
+            os.ftruncate(self._descriptors[0], self.span)
+            self.memory = RankMemory(self._descriptors[0], self.span)
+            self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        except BaseException:
+            os.close(self._descriptors[0])
+            raise
+        self._descriptors += [self.pipe, self.wake]
+        self._nonce = int.from_bytes(os.urandom(7))
+        self.memory.words[_NONCE] = self._nonce
+        self._polled: dict[int, None] = {}
+        self._poll = select.poll()
+
+    @property
+    def address(self) -> MemoryAddress:
+        host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return MemoryAddress(host, os.getpid(), self._descriptors[0], self.wake, self.span, self._nonce)
+
+    def poll(self, watched: Sequence[int], seconds: float) -> set[int]:
+        """Those of the descriptors that are ready, once one is or the time is over."""
+        if list(self._polled) != list(watched):
+            for descriptor in self._polled:
+                self._poll.unregister(descriptor)
+            for descriptor in watched:
+                self._poll.register(descriptor, select.POLLIN)
+            self._polled = dict.fromkeys(watched)
+        return {descriptor for descriptor, _ in self._poll.poll(max(1, int(seconds * 1e3)))}
+
+    def close(self) -> None:
+        self.memory.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def open_shared_memory(
+    rank: int, num_ranks: int, gather: Callable[[Any], list[Any]], tags: Tags, timeout: float
+) -> SharedMemoryTransport | None:
+    """One rank's end, or None on every rank where not all of them can reach each other's memory. All must call it."""
+    own: OwnMemory | None = None
+    with suppress(OSError):
+        own = OwnMemory(num_ranks)
+    addresses: list[MemoryAddress | None] = gather(None if own is None else own.address)
+    made: SharedMemoryTransport | None = None
+    known = [address for address in addresses if address is not None]
+    if own is not None and len(known) == num_ranks and len({address.host for address in known}) == 1:
+        with suppress(OSError, ValueError):
+            made = SharedMemoryTransport(rank, tags, timeout, own, known)
+    elif own is not None:
+        own.close()
+    if not all(gather(made is not None)):
+        if made is not None:
+            made.close()
+        return None
+    return made
+
+
+def _capacity(num_bytes: int) -> int:
+    """What a slot for so many bytes has: at most a quarter more, so that messages of like sizes share slots."""
+    step = max(ALIGN, 1 << max(0, num_bytes.bit_length() - 3))
+    capacity = -(-num_bytes // step) * step
+    return -(-capacity // ALIGN) * ALIGN
+
+
+def _step_word(step: int, digest: int) -> int:
+    return step << 32 | digest & 0xFFFFFFFF

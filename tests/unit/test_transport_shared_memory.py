@@ -1,0 +1,281 @@
+"""Memory that processes of a host share: each message once, bit for bit, and every wait ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from delegate_ranks import Chain, exchange, payload_of
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.transport import shared_memory
+from penstock.runtime.transport.shared_memory import OwnMemory, SharedMemoryTransport, open_shared_memory
+
+pytestmark = pytest.mark.unit
+
+
+def ends(num_ranks: int, chain: Chain, timeout: float = 20.0) -> list[SharedMemoryTransport]:
+    """All ends, in this process."""
+    owns = [OwnMemory(num_ranks) for _ in range(num_ranks)]
+    addresses = [own.address for own in owns]
+    return [SharedMemoryTransport(rank, chain.tags, timeout, own, addresses) for rank, own in enumerate(owns)]
+
+
+def in_threads(num: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives for each number, each in a thread of its own."""
+    found: list[Any] = [None] * num
+
+    def run(number: int) -> None:
+        try:
+            found[number] = work(number)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def who() -> str:
+    return "rank 1 waits to run F0"
+
+
+def test_every_message_comes_once_bit_for_bit_whatever_its_shape() -> None:
+    chain = Chain(3, 12)
+    made = ends(3, chain)
+    shapes: list[tuple[int, ...]] = [(4, 33), (7,), (), (0, 3), (1 << 15,)]
+
+    def work(rank: int) -> tuple[int, int]:
+        came = [exchange(made[rank], chain, rank, step, lambda m: shapes[(step + m) % 5]) for step in range(6)]  # type: ignore[arg-type]  # noqa: B023
+        found = made[rank].crossings()
+        assert all(one.target == rank and one.sent <= one.arrived for one in found)
+        return sum(came), len(found)
+
+    try:
+        assert in_threads(3, work) == [(72, 72), (144, 144), (72, 72)]
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_memory_is_used_again_from_step_to_step() -> None:
+    chain = Chain(2, 6)
+    made = ends(2, chain)
+
+    def work(rank: int) -> list[int]:
+        used = []
+        for step in range(8):
+            exchange(made[rank], chain, rank, step, lambda m: (100 + step, 10))  # type: ignore[arg-type]  # noqa: B023
+            used.append(made[rank]._next)
+        return used
+
+    try:
+        for used in in_threads(2, work):
+            # 48 messages of as good as one size: a rank may be a step ahead of the other one, with 6 more under way.
+            assert used[-1] - made[0]._own.first_slot <= 4 * 6 * 5120
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_what_finds_no_room_in_a_ring_is_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "RING", 2)
+    monkeypatch.setattr(shared_memory, "_RING_WORDS", shared_memory._ENTRIES + 2)
+    chain = Chain(2, 9)
+    made = ends(2, chain)
+    edges = chain.forward(0)
+    try:
+        for rank, one in enumerate(made):
+            chain.begin(one, rank)  # type: ignore[arg-type]
+        for edge in edges:
+            assert made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+        came = []
+        while len(came) < len(edges):
+            found = made[1].wait(edges, who)
+            came += found
+            made[0].arrivals()  # the sender looks in, and sends what found no room
+        assert came == edges
+        for edge in edges:
+            (leaf,) = made[1].take(edge).leaves
+            assert leaf is not None
+            assert torch.equal(leaf, payload_of(edge, 0, (3,)).leaves[0])  # type: ignore[arg-type]
+        for one in made:
+            one.end()
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_message_of_the_next_step_waits_for_it() -> None:
+    chain = Chain(2, 1)
+    made = ends(2, chain)
+    (edge,) = chain.forward(0)
+    try:
+        chain.begin(made[1], 1)  # type: ignore[arg-type]
+        for step in range(2):
+            chain.begin(made[0], 0)  # type: ignore[arg-type]
+            made[0].send(edge, 1, payload_of(edge, step, (5,)))
+        assert made[1].arrivals() == [edge]
+        first = made[1].take(edge).leaves[0]
+        chain.begin(made[1], 1)  # type: ignore[arg-type]
+        assert made[1].arrivals() == [edge]
+        second = made[1].take(edge).leaves[0]
+        for step, leaf in enumerate((first, second)):
+            assert leaf is not None
+            assert torch.equal(leaf, payload_of(edge, step, (5,)).leaves[0])  # type: ignore[arg-type]
+    finally:
+        for one in made:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("digest", "ahead", "twice", "message"),
+    [
+        (8, 0, False, "of other shapes: it was given other batches or calls; every rank must"),
+        (
+            7,
+            1,
+            False,
+            r"is at step 2 and got message \d+ of step 1 from rank 0; the ranks run different steps",
+        ),
+        (7, 0, True, "which it does not wait for; the ranks run different schedules"),
+    ],
+)
+def test_what_is_not_expected_is_an_error(digest: int, ahead: int, twice: bool, message: str) -> None:
+    chain = Chain(2, 1)
+    made = ends(2, chain)
+    (edge,) = chain.forward(0)
+    try:
+        chain.begin(made[0], 0)  # type: ignore[arg-type]
+        for _ in range(1 + ahead):
+            chain.begin(made[1], 1, digest)  # type: ignore[arg-type]
+        for _ in range(1 + twice):
+            made[0].send(edge, 1, payload_of(edge, 0, (5,)))
+        with pytest.raises(RuntimeFailure, match=message):
+            made[1].arrivals()
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_wait_ends_with_its_deadline_or_when_it_is_woken() -> None:
+    chain = Chain(2, 1)
+    made = ends(2, chain, timeout=0.3)
+    try:
+        chain.begin(made[1], 1)  # type: ignore[arg-type]
+        waker = threading.Timer(0.05, made[1].wake)
+        waker.start()
+        assert made[1].wait((), who) == []
+        waker.join()
+        made[1].wake()
+        assert made[1].wait((), who) == []
+        with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.3 s: rank 1 waits to run F0"):
+            made[1].wait((), who)
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_rank_whose_process_ended_is_lost_after_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(2, 2)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    opened = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: opened(other.pid))
+    made = ends(2, chain)
+    first, second = chain.forward(0)
+    try:
+        for rank, one in enumerate(made):
+            chain.begin(one, rank)  # type: ignore[arg-type]
+        made[0].send(first, 1, payload_of(first, 0, (5,)))
+        other.communicate(b"\n")
+        assert made[1].wait([first], who) == [first]
+        with pytest.raises(PeerLost, match="rank 1 lost its connection to rank 0, whose process has ended: rank 1"):
+            made[1].wait([second], who)
+    finally:
+        other.kill()
+        other.wait()
+        for one in made:
+            one.close()
+
+
+def test_a_full_channel_is_sent_to_again_once_a_message_is_taken() -> None:
+    chain = Chain(2, 6)
+    made = ends(2, chain)
+    edges = chain.forward(0)
+    for rank, one in enumerate(made):
+        one.begin(chain.expected(rank), ["s"] * 6, 7, True, {0: 2})
+
+    def send(one: SharedMemoryTransport) -> int:
+        waits = 0
+        for edge in edges:
+            while not one.send(edge, 1, payload_of(edge, 0, (3,))):
+                waits += one.wait((), who) == []
+        return waits
+
+    def take(one: SharedMemoryTransport) -> int:
+        most = 0
+        for edge in edges:
+            while edge not in one._ready:
+                one.wait([edge], who)
+            most = max(most, len(one._ready))
+            one.take(edge)
+        return most
+
+    try:
+        _, most = in_threads(2, lambda rank: take(made[1]) if rank else send(made[0]))
+        assert most <= 2
+        # Two, and the first one's, which had the bytes of its shapes in it.
+        assert sum(len(slots) for channel in made[0]._channels.values() for slots in channel.slots.values()) <= 3
+    finally:
+        for one in made:
+            one.close()
+
+
+@pytest.mark.parametrize("spoiled", ["host", "nonce", "none"])
+def test_ranks_that_cannot_reach_each_others_memory_use_none_of_it(
+    spoiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Chain(2, 1)
+    meeting, given = threading.Barrier(2), [None, None]
+    before = set(os.listdir("/proc/self/fd"))
+
+    def work(rank: int) -> SharedMemoryTransport | None:
+        def gather(value: Any) -> list[Any]:
+            if rank and isinstance(value, tuple):
+                changed = {"host": "another", "nonce": 1}
+                value = None if spoiled == "none" else value._replace(**{spoiled: changed[spoiled]})  # type: ignore[attr-defined]
+            given[rank] = value
+            meeting.wait(10)
+            found = list(given)
+            meeting.wait(10)
+            return found
+
+        return open_shared_memory(rank, 2, gather, chain.tags, 5.0)
+
+    assert in_threads(2, work) == [None, None]
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_is_full_is_an_error_by_name() -> None:
+    chain = Chain(2, 3)
+    owns = [OwnMemory(2, span=1 << 16) for _ in range(2)]
+    addresses = [own.address for own in owns]
+    made = [SharedMemoryTransport(rank, chain.tags, 5.0, own, addresses) for rank, own in enumerate(owns)]
+    try:
+        chain.begin(made[0], 0)  # type: ignore[arg-type]
+        edge, other, _ = chain.forward(0)
+        made[0].send(edge, 1, payload_of(edge, 0, (9000,)))
+        with pytest.raises(RuntimeFailure, match=r"fill \d+ bytes of shared memory; use transport='gloo'"):
+            made[0].send(other, 1, payload_of(other, 0, (9000,)))
+    finally:
+        for one in made:
+            one.close()
