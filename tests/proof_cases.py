@@ -12,7 +12,15 @@ import numpy as np
 
 import penstock as ps
 from exact_solver import Instance, Solved, solve
-from penstock.planning.bounds import busy_bound, jackson_bound, path_bound, round_trip_bound, span_bound, work_bound
+from penstock.planning.bounds import (
+    busy_bound,
+    jackson_bound,
+    path_bound,
+    ramp_bound,
+    round_trip_bound,
+    span_bound,
+    work_bound,
+)
 from penstock.planning.deals import all_deals, quick_bound
 from penstock.planning.family import Family, family_of, in_turn
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
@@ -334,5 +342,6 @@ def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[s
     )  # fmt: skip
     if case.instance.objective == "span":
         return {"span": span_bound(problem)}
-    made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound)
-    return {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
+    made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound, ramp_bound)
+    found = {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
+    return found | {"ramp above work": ramp_bound(problem, found["work"])}

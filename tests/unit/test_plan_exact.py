@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.planning import exact
-from penstock.planning.bounds import jackson_bound, work_bound
+from penstock.planning import exact, ramps
+from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
 from penstock.planning.library_starts import fits
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, greedy, time_of
-from penstock.schedule import one_to_one
+from penstock.schedule import Placement, circular, one_to_one, v_shape
 
 
 @cache
@@ -65,9 +65,46 @@ def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: floa
     problem = problem_of(seed, 2, 3, share)
     best = best_of_all(problem)
     assert jackson_bound(problem) <= work_bound(problem) <= best
+    assert ramp_bound(problem) <= best
+    assert ramp_bound(problem, work_bound(problem)) <= best
     search = Search(problem, work_bound(problem))
     greedy(search, Space(problem))
     assert search.value >= best
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_microbatches", "cap", "paths_alone", "best"),
+    [(v_shape(3), 4, 4, 52, 58), (circular(2, 4), 4, 3, 50, 52)],
+)
+def test_two_stages_of_a_rank_that_share_its_memory_keep_it_idle_at_both_ends(
+    placement: Placement, num_microbatches: int, cap: int, paths_alone: float, best: int
+) -> None:
+    """What has room for either of them alone was thought to have room for both."""
+    pytest.importorskip("ortools")
+    from exact_solver import Instance, solve
+
+    stages, ranks = placement.num_stages, max(placement.pipelines[0]) + 1
+    problem = pose(
+        ps.Costs.uniform(stages, f=2, i=2, w=2), placement, ranks, num_microbatches, ps.Links(),
+        [(1.0, 0.0)] * stages, [float(cap)] * ranks, split=True,
+    )  # fmt: skip
+    solved = solve(
+        Instance(
+            placement.pipelines, num_microbatches, dict.fromkeys("FIW", (2,) * stages), {}, (1,) * stages,
+            (0,) * stages, (cap,) * ranks,
+        )
+    )  # fmt: skip
+    assert (solved.value, solved.proved) == (best, True)
+    assert work_bound(problem) == paths_alone
+    assert ramp_bound(problem, work_bound(problem)) == pytest.approx(best, rel=1e-6)
+
+
+def test_idle_time_at_two_ends_that_may_overlap_is_no_bound() -> None:
+    """By 8 ms idle for 6, in the last 8 ms for 6: of 10 ms in all, 2 of them are counted twice at least."""
+    begin, idle = np.array([0.0, 8.0]), np.array([0.0, 6.0])
+    assert ramps.with_both_ends(10.0, 4.0, begin, idle, begin, idle) == 10.0
+    assert ramps.with_both_ends(16.0, 4.0, begin, idle, begin, idle) == 16.0
+    assert ramps.with_both_ends(16.0, 5.0, begin, idle, begin, idle) == 17.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -9,6 +9,8 @@
                 must follow them (tails), cut into pieces at will (Jackson's preemptive schedule)
     work        Jackson's again, with heads and tails that also count all the work an op's own rank must do before
                 and after it; it costs the square of a rank's ops
+    ramp        for each rank, all its work and the time for which it must stand idle at both ends: till the first
+                microbatches come back, what it may run is what its memory has room for (see `ramps`)
 
 A forward's wait for memory, from FIFO order alone: with room for c = cap / activation microbatches of which I frees
 the share s, F(j) needs I(j - floor(c)) ended, since no microbatch is freed before its I; and as at most j of the I
@@ -27,7 +29,7 @@ import numpy as np
 from penstock.engine.compiled import ready
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import longest_paths
+from penstock.planning import longest_paths, ramps
 from penstock.planning.problem import Problem
 
 _NOTHING = np.empty((0, 1), np.int64)
@@ -232,6 +234,73 @@ def _jackson(problem: Problem, work: bool) -> float:
     head, tail = heads_and_tails(problem, work=work)
     width = int(np.diff(queues.rank_first).max(initial=1))
     return float(ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
+
+
+_MOST_MOMENTS = 256
+"""At both ends, the moments till which a rank's idle time is asked for."""
+
+
+def ramp_bound(problem: Problem, known: float = 0.0, work: bool = True) -> float:
+    """For each rank: all its work, and how long it must stand idle while pipelines fill and drain under its cap.
+
+    Args:
+        known: a lower bound (ms), which is raised.
+        work: whether heads and tails are those of `work_bound`.
+    """
+    queues = problem.queues
+    ends = heads_and_tails(problem, work=work)
+    module = ready(ramps)
+    room = np.empty(len(queues.rank)), np.empty(len(queues.rank)), np.empty(4 * len(queues.rank))
+    bound = known
+    for r in range(queues.num_ranks):
+        if queues.row_first[r] == queues.row_first[r + 1]:
+            continue
+        mine = slice(queues.rank_first[r], queues.rank_first[r + 1])
+        moments, idle = [], []
+        for network, head, turned in ((queues, ends[0], False), (queues.turned(), ends[1], True)):
+            first = head[queues.row_first[r] : queues.row_first[r + 1]]
+            asked = np.unique(first)
+            asked = asked[:: 1 + len(asked) // _MOST_MOMENTS]
+            found = np.empty(len(asked))
+            module.idle_till(network, r, head, *_ways_over(problem, r, turned), turned, asked,
+                             _late(network, mine), *room, found)  # fmt: skip
+            moments.append(asked)
+            idle.append(found)
+        total = float((queues.duration[mine] * queues.size[mine]).sum())
+        bound = float(module.with_both_ends(bound, total, moments[0], idle[0], moments[1], idle[1]))
+    return bound
+
+
+def _ways_over(problem: Problem, r: int, turned: bool) -> tuple[Array, Array, Array]:
+    """The queues of a rank as each pipeline's microbatches come to them, their W, and where each pipeline begins."""
+    queues, number = problem.queues, problem.number
+    mine = [q for q in range(queues.rank_first[r], queues.rank_first[r + 1]) if problem.kind[q] != "W"]
+    way: list[int] = []
+    first = [0]
+    for pipeline in sorted(set(queues.pipeline[mine].tolist())):
+        there = [q for q in mine if queues.pipeline[q] == pipeline]
+        there.sort(key=lambda q: (problem.kind[q] != "F", problem.stage[q] * (1 if problem.kind[q] == "F" else -1)))
+        way += there[::-1] if turned else there
+        first.append(len(way))
+    weight = [
+        number.get(("W", problem.stage[q], int(queues.pipeline[q])), NONE) if problem.kind[q] == "I" else NONE
+        for q in way
+    ]
+    return np.array(way, np.int64), np.array(weight, np.int64), np.array(first, np.int64)
+
+
+def _late(queues: Network, mine: slice) -> Array:
+    """Per queue of a rank, how long before (ms) what gives back memory counts.
+
+    How much of a queue has run is the mean, over a time as long as its op, of how many ops have started. Taken over
+    the same time, the shortest of all takers, the means keep to the cap as well; the ends of a giver are its starts,
+    its own length later.
+    """
+    shift = np.zeros(len(queues.rank))
+    takers = queues.duration[mine][queues.memory[mine] > 0]
+    if len(takers):
+        shift[mine] = np.minimum(takers.min(), queues.duration[mine])
+    return shift
 
 
 def span_bound(problem: Problem) -> float:

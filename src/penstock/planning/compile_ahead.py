@@ -27,8 +27,8 @@ from penstock.engine.compiled import cache_folder, compiling, is_compiled
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.library import build
-from penstock.planning import anneal, forward_backward, listing, longest_paths, repeat
-from penstock.planning.bounds import jackson_bound, path_bound, span_bound, work_bound
+from penstock.planning import anneal, forward_backward, listing, longest_paths, ramps, repeat
+from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.family import Forms
 from penstock.planning.joint import moves
@@ -126,6 +126,10 @@ def _bounds(problem: Problem) -> None:
     jackson_bound(problem), work_bound(problem), span_bound(problem), path_bound(problem)
 
 
+def _ramps(problem: Problem) -> None:
+    ramp_bound(problem, 0.0)
+
+
 def _time(problem: Problem) -> None:
     _begun(problem)
     _prove(problem)
@@ -190,6 +194,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     listing: _begun,
     sweep: _time,
     longest_paths: _bounds,
+    ramps: _ramps,
     engine: _dispatch,
     rule_listing: _build,
     forward_backward: _justify,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from penstock.engine.compiled import is_compiled
 from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths
-from penstock.planning.bounds import jackson_bound, work_bound, work_seconds
+from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
@@ -77,7 +77,10 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
     with suppress(KeyboardInterrupt):
         spared = _BOUND_SHARE * search.left * (1.0 if is_compiled(longest_paths) else _UNCOMPILED_SPEED)
         if not search.closed and work_seconds(search.bounded) < spared:
-            search.improve_bound(work_bound(search.bounded))
+            known = work_bound(search.bounded)
+            search.improve_bound(known)
+            if not search.closed:
+                search.improve_bound(ramp_bound(search.bounded, known))
         if not search.closed and hosts_several(search.problem):
             named(search)
         if not search.closed and hosts_several(search.problem):
