@@ -917,6 +917,16 @@ PLANTED: dict[str, Case] = {
         samples=16,
         sharding="fsdp",
     ),
+    "a view first used again two stages after its memory was changed": Case(
+        105,
+        (
+            *("gpt block", "transposed conv", "fork a dict with a view", "in place"),
+            *("on first reentrant checkpoint", "join", "linear", "linear"),
+        ),
+        num_ranks=8,
+        num_microbatches=6,
+        samples=13,
+    ),
     "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
 }
 """Mistakes that were there once, by what was wrong."""

@@ -30,9 +30,22 @@ class GraphInputs:
         self._given = given
         self._places: Sequence[int] = range(len(given))
         self._passed: list[tuple[Tensor, Tensor, int, int]] = []
+        self._versions = [0] * len(given)
         self.grads: list[Tensor | None] = [None] * len(given)
         self.changed = [False] * len(given)
         self.tensors: tuple[Tensor, ...] = _Enter.apply(_ANCHOR, self) if given else ()
+
+    def renew(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Has autograd make views of some of the tensors again, each when it is used next.
+
+        Args:
+            others: views that are not, as they were used since the change: these are made again at once.
+        """
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+        for view in others:
+            _ = view.grad_fn  # asking for it makes it
+        self._versions = [tensor._version for tensor in self.tensors]
 
     def order(self, tensors: Sequence[Tensor]) -> None:
         """Says in which order gradients are given: of all that entered, and of views on these, which go apart."""
@@ -65,8 +78,9 @@ class GraphInputs:
             outputs: what the stage returned. Later stages may change in place what of the inputs is among these.
         """
         going_on = {storage_of(output) for output in outputs} if self.tensors else ()
-        for place, given, tensor in zip(self._places, self._given, self.tensors, strict=True):
-            if tensor._version:
+        entered = zip(self._places, self._given, self.tensors, self._versions, strict=True)
+        for place, given, tensor, version in entered:
+            if tensor._version != version:
                 torch.autograd.graph.increment_version(given)
                 self.changed[place] = True
             if storage_of(tensor) in going_on:

@@ -28,6 +28,7 @@ from penstock.runtime.tensors.aliases import (
     has_views,
     inner,
     is_shared,
+    renewed,
     share,
     storage_of,
     values_of,
@@ -276,7 +277,10 @@ class StageRunner:
             return unflatten(leaves, received.skeleton), entry, _NOTHING_KEPT
         skeleton, views = received.skeleton, views_of(leaves, received.skeleton)
         if entry.tensors:
-            entry.order(graded(leaves, received.needs_grad, skeleton, views))
+            wanted_ones = graded(leaves, received.needs_grad, skeleton, views)
+            if behind := renewed(skeleton):
+                entry.renew([leaves[place] for place in behind], wanted_ones)
+            entry.order(wanted_ones)
         kept = Kept(leaves, skeleton)
         return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
 

@@ -7,7 +7,8 @@
 So a change in place of one is seen in the others, and gradients flow through it, as if the stages were one. What goes
 along is the tensor that autograd has as the base of the views, or what of its memory the outputs use. Back come the
 gradients of that tensor and, apart from it, those of each view as it was before any change in place: so they are
-added up just as in a plain loop.
+added up just as in a plain loop. There a view is made again, of what its memory has become, when it is first used after
+a change; so where a change came before the stage, its views are made again there as well.
 
 Some memory must not be changed by a later stage, as no order of ops would make that right: a parameter or buffer of
 an earlier stage, which its next microbatch reads; what goes to several stages; tensors of which autograd does not
@@ -30,7 +31,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.pytree import DTYPES, Skeleton
 
-SHARED, GRADED = "shared", "graded"
+SHARED, GRADED, RENEWED = "shared", "graded", "renewed"
 _MOST_OF_BASE = 4
 """How many times larger than the outputs a base may be that goes along whole."""
 
@@ -66,8 +67,9 @@ class Lie(NamedTuple):
 View = list[Any]
 """What it is made from, how, bytes from the root's start, shape, strides, type, whether it is conjugate.
 
-How is "graded": a view with a gradient, which goes back; "view": one without; "detached": one that gets none from
-what it is made from, whatever happens."""
+How is "graded": a view with a gradient, which goes back; "renewed": one whose memory was changed in place since it was
+last used, so that autograd makes it again of what its base has become when it is used next, and its gradient goes
+there; "view": one without; "detached": one that gets none from what it is made from, whatever happens."""
 
 
 def share(
@@ -164,6 +166,11 @@ def graded(
     return found
 
 
+def renewed(skeleton: Skeleton) -> list[int]:
+    """The leaves some of whose views autograd is to make again when they are used next."""
+    return sorted({parent for parent, how, *_ in skeleton[3] if how == RENEWED}) if is_shared(skeleton) else []
+
+
 def num_graded(needs_grad: Sequence[bool], skeleton: Skeleton) -> int:
     """How many gradients go back."""
     return sum(needs_grad) + (sum(how == GRADED for _, how, *_ in skeleton[3]) if is_shared(skeleton) else 0)
@@ -228,6 +235,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 _OWN_MEMORY = (Tensor, Parameter)
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""What nodes are made of that are there to be numbered alone."""
 
 
 def _kept(
@@ -325,7 +334,8 @@ def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: li
     refs.update({place: leaf for place, t in members.items() if t is root})
     for place in family:
         if place not in refs:
-            refs[place] = note(leaf, GRADED if graded_ones else "view", members[place])
+            view = members[place]
+            refs[place] = note(leaf, ("view" if not graded_ones else RENEWED if _is_behind(view) else GRADED), view)
     without: dict[int, int] = {}
     """Of each base of outputs without gradient what they are made of: what one gets in place the others get."""
     for place, tensor in members.items():
@@ -335,6 +345,18 @@ def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: li
                 without[key] = note(leaf, "detached", root)
             refs[place] = note(without[key], "view", tensor)
     return root
+
+
+def _is_behind(view: Tensor) -> bool:
+    """Whether what a view is of was changed in place since the view was last used.
+
+    Autograd makes its node again when it is asked for, and that node then has a later number than one made just before.
+    """
+    if not view._is_view() or not view._version:
+        return False
+    before = (_ANCHOR * 1).grad_fn
+    assert before is not None and view.grad_fn is not None
+    return bool(view.grad_fn._sequence_nr() > before._sequence_nr())
 
 
 def _root(base: Tensor, members: dict[int, Tensor], family: list[int]) -> Tensor | None:
