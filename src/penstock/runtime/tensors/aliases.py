@@ -32,6 +32,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.pytree import DTYPES, Skeleton
 
 SHARED, GRADED, RENEWED = "shared", "graded", "renewed"
+WHOLE = -1
+"""Where a view begins that is all of the leaf it is made from, however that lies."""
 _MOST_OF_BASE = 4
 """How many times larger than the outputs a base may be that goes along whole."""
 
@@ -86,7 +88,8 @@ def share(
     if len(values) == num_targets == 1 and not (values[0].is_leaf or values[0]._is_view()):
         return values, skeleton, values  # most stages
     groups = _groups(values) if len(values) > 1 else []
-    if not groups:
+    alone = _alone(values, groups) if num_targets == 1 else ()
+    if not groups and not alone:
         kept = _kept(values, state, stage, num_targets, {})
         along = [SHARED, skeleton, list(range(len(values))), [], kept] if kept else skeleton
         return values, along, [value for value in values if value.requires_grad]
@@ -103,7 +106,11 @@ def share(
                 continue
             for each in first[place]:
                 strange[each] = f"memory that outputs of stage {stage} share in a way that autograd does not know of"
-        if place not in refs:
+        if place in alone:
+            refs[place] = -len(views) - 1
+            views.append([len(leaves), GRADED, WHOLE, (), (), "", False])
+            leaves.append(base_of(value).as_strided(value.shape, value.stride(), value.storage_offset()))
+        elif place not in refs:
             refs[place] = len(leaves)
             leaves.append(value)
     reasons = {refs[place]: reason for place, reason in strange.items()}
@@ -138,6 +145,9 @@ def views_of(leaves: Sequence[Tensor], skeleton: Skeleton) -> list[Tensor]:
     made: list[Tensor] = []
     for parent, how, start, shape, strides, dtype, conj in skeleton[3] if is_shared(skeleton) else ():
         of, root = made[-1 - parent] if parent < 0 else leaves[parent], leaves[_leaf_of(parent, skeleton)]
+        if start == WHOLE:
+            made.append(of.view_as(of))
+            continue
         made.append(_view(of.detach() if how == "detached" else of, root, start, shape, strides, DTYPES[dtype], conj))
     return made
 
@@ -266,7 +276,11 @@ def _kept(
 
 
 def _groups(values: Sequence[Tensor]) -> list[list[int]]:
-    """The places of values that overlap in memory, group by group; those of one alone are left out."""
+    """The places of values that overlap in memory or, with a gradient, are views of one base and fill most of what lies
+    between them, group by group; those of one alone are left out.
+
+    Autograd takes a change of one view for a change of its base, and so of all views of it.
+    """
     by_storage: dict[int, list[int]] = {}
     for place, value in enumerate(values):
         if address := storage_of(value):
@@ -276,11 +290,46 @@ def _groups(values: Sequence[Tensor]) -> list[list[int]]:
         if len(places) > 1:
             groups: list[list[int]] = []
             for place in places:
-                touched = [g for g in groups if any(_overlap(Lie.of(values[place]), Lie.of(values[p])) for p in g)]
+                touched = [g for g in groups if any(_belong(values[place], values[p]) for p in g)]
                 groups = [g for g in groups if g not in touched]
                 groups.append(sorted([p for g in touched for p in g] + [place]))
             found += [group for group in groups if len(group) > 1]
     return found
+
+
+def _belong(a: Tensor, b: Tensor) -> bool:
+    if _overlap(one := Lie.of(a), other := Lie.of(b)):
+        return True
+    used = a.numel() * one.itemsize + b.numel() * other.itemsize
+    return (
+        a.requires_grad
+        and b.requires_grad
+        and base_of(a) is base_of(b)
+        and max(one.end, other.end) - min(one.start, other.start) <= _MOST_OF_BASE * used
+    )
+
+
+def _alone(values: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> frozenset[int]:
+    """The places of views with a gradient that share no memory with another of the values.
+
+    What of them goes along is that part of their base, so that the gradients of what a later stage makes of it in place
+    come back apart from those of the view as it was.
+    """
+    shared = {place for group in groups for place in group}
+    return frozenset(
+        place
+        for place, value in enumerate(values)
+        if value.requires_grad
+        and value._is_view()
+        and place not in shared
+        and value.numel()
+        and storage_of(value)
+        and storage_of(base_of(value))
+        and value.dtype == base_of(value).dtype
+        and base_of(value).requires_grad
+        and 0 not in value.stride()
+        and not (value.is_conj() or value.is_neg() or base_of(value).is_conj() or base_of(value).is_neg())
+    )
 
 
 def _overlap(a: Lie, b: Lie) -> bool:
