@@ -39,7 +39,7 @@ class Begin(nn.Module):
 
 
 class Act(nn.Module):
-    """Changes some values in place and adds others to the first; passes on those that are not used for the last time."""
+    """Changes some values in place and adds others to the first; passes on what is used again."""
 
     def __init__(self, actions: tuple[tuple[str, int], ...]) -> None:
         super().__init__()
