@@ -7,8 +7,8 @@
 So a change in place of one is seen in the others, and gradients flow through it, as if the stages were one. What goes
 along is the tensor that autograd has as the base of the views, or what of its memory the outputs use. Back come the
 gradients of that tensor and, apart from it, those of each view as it was before any change in place: so they are
-added up just as in a plain loop. There a view is made again, of what its memory has become, when it is first used after
-a change; so where a change came before the stage, its views are made again there as well.
+added up just as in a plain loop. There a view is made again, of what its memory has become, when it is first used
+after a change; so where a change came before the stage, its views are made again there as well.
 
 Some memory must not be changed by a later stage, as no order of ops would make that right: a parameter or buffer of
 an earlier stage, which its next microbatch reads; what goes to several stages; tensors of which autograd does not
