@@ -1,4 +1,4 @@
-"""Tensors that share memory, changed in place and used in any order by any stage: as the plain loop to the last bit."""
+"""Tensors that share memory, changed in place and used by any stage: as the plain loop to the last bit."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ View = list[Any]
 """What it is made from, how, bytes from the root's start, shape, strides, type, whether it is conjugate.
 
 How is "graded": a view with a gradient, which goes back; "renewed": one whose memory was changed in place since it was
-last used, so that autograd makes it again of what its base has become when it is used next, and its gradient goes
-there; "view": one without; "detached": one that gets none from what it is made from, whatever happens."""
+last used, so that autograd makes it again of what its base has become when it is used next, and its gradient
+goes there; "view": one without; "detached": one that gets none from what it is made from, whatever happens."""
 
 
 def share(
@@ -276,8 +276,8 @@ def _kept(
 
 
 def _groups(values: Sequence[Tensor]) -> list[list[int]]:
-    """The places of values that overlap in memory or, with a gradient, are views of one base and fill most of what lies
-    between them, group by group; those of one alone are left out.
+    """The places of values that overlap in memory or, with a gradient, are views of one base and fill most of what
+    lies between them, group by group; those of one alone are left out.
 
     Autograd takes a change of one view for a change of its base, and so of all views of it.
     """
@@ -312,8 +312,8 @@ def _belong(a: Tensor, b: Tensor) -> bool:
 def _alone(values: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> frozenset[int]:
     """The places of views with a gradient that share no memory with another of the values.
 
-    What of them goes along is that part of their base, so that the gradients of what a later stage makes of it in place
-    come back apart from those of the view as it was.
+    What of them goes along is that part of their base, so that the gradients of what a later stage makes of it in
+    place come back apart from those of the view as it was.
     """
     shared = {place for group in groups for place in group}
     return frozenset(
@@ -399,12 +399,14 @@ def _link(members: dict[int, Tensor], leaf: int, refs: dict[int, int], views: li
 def _is_behind(view: Tensor) -> bool:
     """Whether what a view is of was changed in place since the view was last used.
 
-    Autograd makes its node again when it is asked for, and that node then has a later number than one made just before.
+    Autograd makes its node again when it is asked for, and that node then has a later number than one made just
+    before.
     """
     if not view._is_view() or not view._version:
         return False
     before = (_ANCHOR * 1).grad_fn
-    assert before is not None and view.grad_fn is not None
+    assert before is not None
+    assert view.grad_fn is not None
     return bool(view.grad_fn._sequence_nr() > before._sequence_nr())
 
 
