@@ -69,8 +69,8 @@ class Lie(NamedTuple):
 View = list[Any]
 """What it is made from, how, bytes from the root's start, shape, strides, type, whether it is conjugate.
 
-How is "graded": a view with a gradient, which goes back; "renewed": one whose memory was changed in place since it was
-last used, so that autograd makes it again of what its base has become when it is used next, and its gradient
+How is "graded": a view with a gradient, which goes back; "renewed": one whose memory was changed in place since it
+was last used, so that autograd makes it again of what its base has become when it is used next, and its gradient
 goes there; "view": one without; "detached": one that gets none from what it is made from, whatever happens."""
 
 
