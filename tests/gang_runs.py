@@ -40,9 +40,11 @@ def tokens() -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def train_gpt(schedule: ps.Schedule, tied: bool, cut: bool, **options: Any) -> tuple[Steps, list[float]]:
+def train_gpt(
+    schedule: ps.Schedule, tied: bool, cut: bool, dropout: float = 0.1, **options: Any
+) -> tuple[Steps, list[float]]:
     """Two steps, and the loss of an evaluation."""
-    config = replace(CONFIG, tied=tied, depth=schedule.num_stages - 2)
+    config = replace(CONFIG, tied=tied, dropout=dropout, depth=schedule.num_stages - 2)
     pipe = ps.Pipeline(
         gpt_stages(config), schedule, loss_fn=CrossEntropy(), optimizer=ADAM, clip_norm=0.5, timeout=20,
         tied=tied_parameters(config), parallelize=parallelize if cut else None, **options,

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import penstock as ps
 from copies_runs import grouped_step
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.tensors.dtensor import whole
+from penstock.runtime.tensors.dtensor import is_sharded, whole
 from plain_loop import differences, plain_step
 
 WIDTH = 6
@@ -135,6 +135,8 @@ def wrong_mesh(
         parallelize=parallelize, timeout=30,
     )  # fmt: skip
     found: list[str] = []
+    if sharding == "fsdp" and dp > 1:
+        found += [f"{n} is whole on every replica" for n, p in pipe.named_parameters() if not is_sharded(p)]
     num = dp * schedule.num_microbatches
     for number, (x, y) in enumerate(steps(2 * num + 1, 4), start=1):
         loss = plain_step(plain, x, y, num, MSE, step=number)

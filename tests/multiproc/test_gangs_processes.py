@@ -115,19 +115,47 @@ def test_a_rank_that_fails_or_stands_still_is_told_of(asynchronous: bool, stands
     assert not stands_still or any("DeadlineExceeded" in outcome.text for outcome in outcomes)
 
 
-def replicas(rank: int) -> bytes:
-    """Two replicas of a pipeline that cuts embedding and head over its two ranks; two such pipelines in turn."""
-    made = []
-    for _ in range(2):
-        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
-        made.append(runs.train_gpt(ps.build("mllm", 2, runs.NUM // 2), False, True, mesh=mesh))
+def over_meshes(rank: int) -> bytes:
+    """Pipelines that cut embedding and head over their two ranks, or have both whole on each, one after another."""
+    made = {}
+    for name, (tied, cut, sharding, dispatch) in OVER_MESHES.items():
+        shape = (2, 1, 2) if name.startswith("shards") else (2, 2, 1)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+        schedule = ps.build("mllm", 2, runs.NUM // shape[1])
+        options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "dispatch": dispatch}
+        made[name] = runs.train_gpt(schedule, tied, cut, dropout_of(name), **options)
     return pickle.dumps(made)
 
 
-def test_replicas_of_a_pipeline_with_shared_stages() -> None:
+OVER_MESHES = {
+    "replicas": (False, True, "none", "frozen"),
+    "replicas, tied, whole": (True, False, "none", "frozen"),
+    "replicas, zero1, tied": (True, True, "zero1", "frozen"),
+    "replicas, fsdp": (False, True, "fsdp", "frozen"),
+    "replicas, fsdp, whole": (False, False, "fsdp", "frozen"),
+    "replicas, fsdp, tied": (True, True, "fsdp", "frozen"),
+    "replicas, fsdp, tied, whole, dynamic": (True, False, "fsdp", "dynamic"),
+    "shards": (False, True, "none", "frozen"),
+    "shards, tied": (True, True, "none", "frozen"),
+    "shards, tied, dynamic": (True, True, "none", "dynamic"),
+}
+"""Whether embedding and head are one, whether they are cut; sharding and dispatch."""
+
+
+def dropout_of(name: str) -> float:
+    return (
+        0.0 if name.startswith("shards") else runs.CONFIG.dropout
+    )  # each shard's heads drop out numbers of their own
+
+
+def test_shared_stages_over_meshes() -> None:
     torch.set_num_threads(1)
-    want, told = runs.train_gpt(ps.build("gpipe", 4, runs.NUM), False, False)
-    for found in ran(replicas):
-        for steps, evaluated in found:
-            assert not runs.differences(want, steps)
-            assert evaluated == pytest.approx(told, rel=1e-5)
+    plain = ps.build("gpipe", 4, runs.NUM)
+    expected = {
+        name: runs.train_gpt(plain, tied, False, dropout_of(name)) for name, (tied, _, _, _) in OVER_MESHES.items()
+    }
+    for found in ran(over_meshes):
+        for name, (steps, evaluated) in found.items():
+            want, told = expected[name]
+            assert not runs.differences(want, steps), name
+            assert evaluated == pytest.approx(told, rel=1e-5), name

@@ -30,7 +30,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
         f"{SIZES} --schedule mllm --ranks 4 --tokenizer three.json --data text.txt",
         ["vocabulary of 3, smaller than the 4 ranks"],
     ),
-    "shared twice": (f"{SIZES} --schedule mllm --ranks 2 --tp 2", ["mllm", "--tp 2 would share them out again"]),
     "both names of the ranks": ("--pp 2 --ranks 4", ["--pp 2 and --ranks 4", "give one"]),
     "no replica": ("--dp 0", ["dp is 0", "at least 1"]),
     "no shard": ("--tp 0", ["tp is 0", "at least 1"]),
@@ -40,7 +39,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     ),
     "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, zero1 or fsdp"]),
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
-    "sharding of copies": (f"{SIZES} --schedule chimera --ranks 2 --dp 2 --sharding fsdp", ["chimera", "zero1"]),
     "asynchronous and fully sharded": ("--schedule amdp --dp 2 --sharding fsdp", ["amdp", "give --sharding zero1"]),
     "asynchronous replicas in one process": ("--schedule amdp --dp 2 --in-process", ["leave out --in-process"]),
     "asynchronous shards": (

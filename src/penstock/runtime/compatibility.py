@@ -130,11 +130,6 @@ def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool, has_c
         )
     if steered:
         raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
-    if mesh.num_shards > 1 and schedule.placement.shared:
-        raise RuntimeFailure(
-            f"{schedule.name} cuts stage {schedule.placement.shared[0][0]} over the ranks of the pipeline, and "
-            f"{what} would cut it again; use one of both"
-        )
 
 
 def require_steerable(schedule: Schedule, steering: Steering | None) -> None:

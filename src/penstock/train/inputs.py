@@ -19,7 +19,7 @@ from penstock.runtime.adapt import Steering
 from penstock.runtime.parameters.versions.rules import rule_of
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
-from penstock.train.mesh_sizes import check_placement, check_ties
+from penstock.train.mesh_sizes import check_ties
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
 from penstock.train.start import check_steering
@@ -49,7 +49,6 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
         SettingsError, ScheduleError, PartitionError, DataError, DecoderError: in one or two lines.
     """
     schedule = settings.build_schedule()
-    check_placement(settings, schedule)
     _check_transport(settings, device_of(settings))
     if settings.is_steered:
         check_steering(schedule)

@@ -42,22 +42,6 @@ def check_mesh(settings: Settings) -> None:
         _check_in_process(settings)
 
 
-def check_placement(settings: Settings, schedule: Schedule) -> None:
-    """Raises SettingsError for stages that several ranks share, or have copies of, where they cannot."""
-    if settings.sharding == "fsdp" and (schedule.placement.shared or schedule.placement.num_pipelines > 1):
-        raise SettingsError(
-            f"--sharding fsdp shares out stages that one rank runs, and those of {schedule.name} are on several; "
-            "give --sharding zero1, or another schedule"
-        )
-    if not schedule.placement.shared:
-        return
-    if settings.tp > 1:
-        raise SettingsError(
-            f"{schedule.name} shares its first and last stage out over the ranks, and --tp {settings.tp} would share "
-            "them out again; use one of both"
-        )
-
-
 def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
     """Raises SettingsError for a weight of two stages, one of which could not have what it is to read."""
     if not tied or schedule.num_stages == 1:

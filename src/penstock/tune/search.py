@@ -15,7 +15,6 @@ from typing import Any
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure, partition
 from penstock.runtime.compatibility import require_runnable
-from penstock.train.mesh_sizes import check_placement
 from penstock.train.settings import Settings, SettingsError
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
@@ -208,7 +207,6 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
 def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
     """Why `penstock train` would refuse a candidate; None where it runs it. The checks are the run's own."""
     try:
-        check_placement(settings_of(candidate, settings), candidate.plan.schedule)
         require_runnable(candidate.plan.schedule)
     except (SettingsError, RuntimeFailure) as error:
         return str(error)

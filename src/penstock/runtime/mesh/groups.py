@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,13 +21,24 @@ def groups_of(sets: Mapping[Key, tuple[int, ...]], peers: GroupPeers) -> dict[Ke
 
     Every process of the pipeline must call it, with the same sets. Waits in a group end after the peers' deadline.
     """
-    own = peers.group
-    members = dist.get_process_group_ranks(own)
-    whole = len(members) == dist.get_world_size()
-    limit = timedelta(seconds=peers.timeout)
+    members = dist.get_process_group_ranks(peers.group)
+    inside = {key: [members[rank] for rank in ranks] for key, ranks in sets.items()}
+    return groups_of_processes(inside, peers.timeout, len(members) == dist.get_world_size())
+
+
+def groups_of_processes(
+    sets: Mapping[Key, Sequence[int]], timeout: float, whole: bool
+) -> dict[Key, dist.ProcessGroup | None]:
+    """The same of sets of processes, by their numbers in all of torch.distributed.
+
+    Args:
+        whole: every process of torch.distributed calls it, with the same sets; else every process of theirs does, and
+            others may have sets of their own, as many.
+    """
+    limit = timedelta(seconds=timeout)
     made: dict[Key, dist.ProcessGroup | None] = {}
-    for key, ranks in sets.items():
-        inside = [members[rank] for rank in ranks]
+    for key, each in sets.items():
+        inside = list(each)
         if whole:
             group = dist.new_group(inside, timeout=limit)
         else:
@@ -35,7 +46,7 @@ def groups_of(sets: Mapping[Key, tuple[int, ...]], peers: GroupPeers) -> dict[Ke
             # in it makes one of itself, so that all go on counting alike.
             mine = inside if dist.get_rank() in inside else [dist.get_rank()]
             group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
-        made[key] = group if peers.here[0] in ranks and isinstance(group, dist.ProcessGroup) else None
+        made[key] = group if dist.get_rank() in inside and isinstance(group, dist.ProcessGroup) else None
     return made
 
 

@@ -51,7 +51,12 @@ class Replicas:
         peers: the processes with the same stages and shards.
         order: the stages here whose gradients a REDUCE reduces, in an order that all replicas keep.
         owners: whether every parameter has an owner (ZeRO-1).
+
+    Attributes:
+        keeps_aside: whether a step starts without the gradients of those before, which are added when it ends.
     """
+
+    keeps_aside = True
 
     def __init__(
         self, model: LocalModel, peers: GroupPeers, order: Sequence[int], owners: bool, timeout: float
@@ -94,6 +99,10 @@ class Replicas:
         """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
         return self._owner_of(parameter)
 
+    def _at_rest(self, parameter: Parameter) -> Parameter:
+        """What stands for a parameter between steps."""
+        return parameter
+
     def _owner_of(self, parameter: Tensor) -> int | None:
         return self._owner.get(id(parameter))
 
@@ -112,7 +121,7 @@ class Replicas:
         """Starts a step: gradients of earlier ones are sums already, and kept aside."""
         self._cut()
         for parameter, _ in self._follow:
-            parameter.grad = None
+            self._at_rest(parameter).grad = None
         self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
         for parameter, _ in self._kept:
             parameter.grad = None
@@ -143,7 +152,7 @@ class Replicas:
             parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._kept.clear()
         for parameter, first in self._follow:
-            parameter.grad = None if first is None else first.grad
+            self._at_rest(parameter).grad = None if first is None else self._at_rest(first).grad
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         bucket = self._bucket(parameters)
@@ -292,6 +301,10 @@ class ShardedReplicas(Replicas):
     def _goes_to(self, parameter: Parameter) -> Any:
         return id(parameter) in self._sharded.of_whole
 
+    def _at_rest(self, parameter: Parameter) -> Parameter:
+        one = self._sharded.of_whole.get(id(parameter))
+        return parameter if one is None else one.part
+
     def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
         known = [self._sharded.of_whole.get(id(p)) for p in parameters]
         ones = [one for one in known if one is not None]
@@ -312,6 +325,8 @@ class ShardedReplicas(Replicas):
 class UpdatingReplicas(Replicas):
     """Replicas of a schedule with updates among its ops, which sum gradients when their turn comes."""
 
+    keeps_aside = False
+
     def begin(self) -> None:
         """What is left of an open window stays where it is."""
 
@@ -323,6 +338,7 @@ class NoReplicas:
     """What a pipeline without replicas does in their place: nothing."""
 
     is_first = True
+    keeps_aside = False
 
     def begin(self) -> None: ...
 

@@ -10,13 +10,17 @@ Everything is gathered at once, in one order on all replicas, and gradients go s
 different layers (a mixture whose expert gets no sample here) and run their ops in different orders. torch's FSDP2
 gathers a layer when it is called and adds its gradients up when a backward reaches it, where such replicas would wait
 for each other; it also takes the place of a layer's hooks, and takes one type per layer.
+
+What several stages of this process share has one part. What stages in other processes share, or copies of a stage in
+other pipelines, or ranks that have one stage together, has a part in each of them: replicas cut all of them alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +33,6 @@ from penstock.runtime.parameters.buckets import as_real, cut_into_buckets
 from penstock.runtime.parameters.owners import sees_gradients
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local
-from penstock.schedule import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,37 +58,29 @@ class ShardedParameter:
 class ShardedParameters:
     """The parameters of the stages of this process, of which each replica keeps a part.
 
-    Tied parameters of several stages stay whole on every replica, and so does what is one number.
-
-    Args:
-        tied: names of parameters that several stages share.
-
-    Raises:
-        RuntimeFailure: several pipelines, or shared stages.
+    What is one number stays whole on every replica.
     """
 
-    def __init__(
-        self, stages: Mapping[int, Stage], mesh: ProcessMesh, placement: Placement, tied: Collection[str]
-    ) -> None:
-        if placement.num_pipelines > 1 or placement.shared:
-            raise RuntimeFailure(
-                'sharding="fsdp" takes stages that one rank of one pipeline runs; use "zero1", or another schedule'
-            )
+    def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
         self._mesh, self._group = mesh, mesh.replicas.group  # type: ignore[attr-defined]
+        self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
+        places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
+        names: dict[Parameter, str] = {}
         for stage in stages.values():
             for tensor in (*stage.parameters(), *stage.buffers()):
                 dist.broadcast(as_real(local(tensor.data)), group=self._group, group_src=0)
-            places: dict[Parameter, list[tuple[nn.Module, str]]] = {}
             for module in stage.modules():
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                    places.setdefault(parameter, []).append((module, name))
+                    places.setdefault(parameter, {})[module, name] = None
             for name, parameter in stage.named_parameters():
-                dim = None if name in tied else _cut_along(parameter)
-                if dim is not None and _has_own_memory(parameter):
-                    part = self._part(parameter, dim)
-                    one = ShardedParameter(name, parameter, part, dim, tuple(places[parameter]))
-                    self.of_whole[id(parameter)] = one
+                names.setdefault(parameter, name)
+        for parameter, name in names.items():
+            dim = _cut_along(parameter)
+            if dim is not None and _has_own_memory(parameter):
+                part = self._part(parameter, dim)
+                one = ShardedParameter(name, parameter, part, dim, tuple(places[parameter]))
+                self.of_whole[id(parameter)] = one
         # By the wholes, which are as large on every replica.
         buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
@@ -102,6 +97,8 @@ class ShardedParameters:
         holders, cuts = self._mesh.holders, (Shard(dim),)
         if is_sharded(parameter):
             cuts = (*cuts, *parameter.placements)  # type: ignore[attr-defined]
+            if (across := parameter.device_mesh) != self._mesh.shards:  # type: ignore[attr-defined]
+                holders = self._holders_with(across)
         elif self._mesh.shards is not None:
             holders = holders[REPLICAS]
         part = DTensor.from_local(
@@ -113,6 +110,16 @@ class ShardedParameters:
             stride=parameter.stride(),
         )
         return Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _holders_with(self, across: Any) -> Any:
+        """The device mesh of the replicas of all ranks that have a stage together."""
+        if across not in self._shared:
+            group = across.get_group()
+            rows = self._mesh.replicas.gather(dist.get_process_group_ranks(group))
+            self._shared[across] = dist.device_mesh.DeviceMesh.from_group(
+                [self._group, group], across.device_type, mesh=rows, mesh_dim_names=(REPLICAS, "shared")
+            )
+        return self._shared[across]
 
     def unshard(self) -> None:
         """Gathers the parameters from all replicas."""

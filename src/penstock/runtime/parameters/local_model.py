@@ -23,7 +23,7 @@ from penstock.runtime.parameters.shared_stage import (
     names_of_one,
     require_cut_alike,
     require_tied_alike,
-    share_stages,
+    share_values_of_stages,
 )
 from penstock.runtime.parameters.tied import Tie, TiedGradients
 from penstock.runtime.stage.stage import Stage, StageSource
@@ -88,24 +88,23 @@ class LocalModel:
         self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
         hooked = self._hooked() if parallelize is not None else []
-        share_stages(self.stages, placement, peers, parallelize)
-        cut_stages(stages, mesh, parallelize)
+        share_values_of_stages(self.stages, placement, peers)
+        cut_stages(stages, placement, mesh, parallelize)
         keep_as_one(as_one, stages)
         self._require_kept(hooked)
         self.device = device_of(stages.values(), device)
         for stage in stages.values():
             stage.to(self.device)
-        names = {name for tie in self.ties for name in tie.names.values()}
-        self.sharded = ShardedParameters(stages, mesh, placement, names) if mesh.has_parts else None
         copies.know(self.ties)
         self.tied = TiedGradients(self.ties, stages, copies.here)
         require_cut_alike(self.ties, stages, peers)
+        self.share_values()
+        self.share_tied_values()
+        self.sharded = ShardedParameters(stages, mesh) if mesh.has_parts else None
         self.parameters: list[Parameter] = copies.parameters()
         self.named = owned_parameters(self.stages, self.ties, lambda _: True)
         self.own = owned_parameters(self.stages, self.ties, lambda stage: placement.hosts(0, stage)[0] in peers.here)
         self.dtypes = all_dtypes(self.stages, self.own, peers)
-        self.share_values()
-        self.share_tied_values()
 
     def owned(self) -> list[Parameter]:
         """The parameters of the owners' copies here, each once."""
@@ -123,7 +122,8 @@ class LocalModel:
         for given, index, name in self._given:
             known, one = given(), now[index].get(name)
             if known is not None and one is not None and one is not known:
-                found.setdefault(id(known), []).append(one)
+                those = found.setdefault(id(known), [])
+                those += [] if any(one is each for each in those) else [one]
         return found
 
     def _hooked(self) -> list[tuple[weakref.ref[Parameter], int, str]]:

@@ -73,7 +73,7 @@ class OptimizerState:
         self.model.require_trainable()
         if self.updating is not None:
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
-        else:
+        elif not self.replicas.keeps_aside:
             self.model.copies.leave_sums_to_owners()
         self.replicas.begin()
         self.model.begin()
@@ -150,7 +150,9 @@ class OptimizerState:
     def holder(self, stage: int) -> str:
         """Which replica and shard of a stage this process holds, as names in a checkpoint have it."""
         hosts, here = self.model.placement.hosts(0, stage), self._mesh.pipeline.here
-        part = hosts.index(here[0]) if len(hosts) > 1 and here[0] in hosts else self._mesh.shard
+        part = self._mesh.shard
+        if len(hosts) > 1 and here[0] in hosts:
+            part += hosts.index(here[0]) * self._mesh.num_shards
         return f"{self._mesh.replica}.{part}"
 
     def steps(self, parameter: Parameter) -> bool:

@@ -1,6 +1,7 @@
 """Stages that several ranks share, between processes: each builds the stage, and then holds a shard of it.
 
     stage 0 on ranks 0 1 2    every rank builds it -> all have rank 0's values -> parallelize(stage, mesh of 0 1 2)
+    with two shards of each   all six processes hold a part of stage 0, and two of them a part of stage 1 each
 
 Where nothing says how to cut the stage, every rank runs the whole of it: the same numbers, and no less work. In one
 process there is one stage, and its first rank runs it for all of them.
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.groups import groups_of
+from penstock.runtime.mesh.groups import groups_of, groups_of_processes
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.tied import Tie
@@ -29,14 +30,12 @@ Parallelize = Callable[[nn.Module, Any], Any]
 """(stage, one-dimensional device mesh): changes a whole stage into this rank's shard of it."""
 
 
-def share_stages(
-    stages: Mapping[int, Stage], placement: Placement, peers: Peers, parallelize: Parallelize | None
-) -> None:
-    """Makes this process's stages that it shares with others one with theirs, and cuts them.
+def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, peers: Peers) -> None:
+    """Gives the stages that this process shares with others of its pipeline the values of their first rank's.
 
     Every process of the pipeline must call it.
     """
-    if not placement.shared or not isinstance(peers, GroupPeers):
+    if not isinstance(peers, GroupPeers):
         return
     for stage, ranks in placement.shared:
         if stage in stages:
@@ -45,20 +44,13 @@ def share_stages(
                     value = peers.share(tensor.detach(), tensor.detach(), ranks[0], sorted(ranks))
                     if value is not None and peers.here[0] != ranks[0]:
                         tensor.data.copy_(value)
-    if parallelize is None:
-        return
-    meshes = {
-        ranks: dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shared",))
-        for ranks, group in groups_of({ranks: ranks for _, ranks in placement.shared}, peers).items()
-        if group is not None
-    }
-    for stage, ranks in placement.shared:
-        if stage in stages:
-            parallelize(stages[stage], meshes[ranks])
 
 
-def cut_stages(stages: Mapping[int, Stage], mesh: ProcessMesh, parallelize: Parallelize | None) -> None:
-    """Makes stages this process's shards of them, where the mesh has shards; all start from the first one's values.
+def cut_stages(
+    stages: Mapping[int, Stage], placement: Placement, mesh: ProcessMesh, parallelize: Parallelize | None
+) -> None:
+    """Makes stages this process's shards of them: over the mesh's shards, over the ranks that share a stage, or over
+    both where there are both. All processes with a stage start from the first one's values.
 
     Args:
         stages: each once. A module that lies in several is cut in each of them.
@@ -66,20 +58,45 @@ def cut_stages(stages: Mapping[int, Stage], mesh: ProcessMesh, parallelize: Para
     Raises:
         RuntimeFailure: nothing says how to cut a stage.
     """
-    if mesh.shards is None:
-        return
+    if mesh.shards is not None:
+        if parallelize is None:
+            raise RuntimeFailure(
+                f"the mesh has {mesh.num_shards} tensor-parallel shards of each stage, and nothing says how to cut "
+                "one; give ps.Pipeline(..., parallelize=penstock.models.parallelize) for the models here, or a "
+                "function of your own that takes a stage and a device mesh"
+            )
+        _part(stages)
+        for stage in stages.values():
+            for tensor in (*stage.parameters(), *stage.buffers()):
+                dist.broadcast(tensor.data, group=mesh.shards.get_group(), group_src=0)
     if parallelize is None:
-        raise RuntimeFailure(
-            f"the mesh has {mesh.num_shards} tensor-parallel shards of each stage, and nothing says how to cut one; "
-            "give ps.Pipeline(..., parallelize=penstock.models.parallelize) for the models here, or a function of "
-            "your own that takes a stage and a device mesh"
-        )
-    group = mesh.shards.get_group()
-    _part(stages)
-    for stage in stages.values():
-        for tensor in (*stage.parameters(), *stage.buffers()):
-            dist.broadcast(tensor.data, group=group, group_src=0)
-        parallelize(stage, mesh.shards)
+        return
+    over = _meshes_of_shared(placement, mesh)
+    for index, stage in stages.items():
+        if (across := over.get(index, mesh.shards)) is not None:
+            parallelize(stage, across)
+
+
+def _meshes_of_shared(placement: Placement, mesh: ProcessMesh) -> dict[int, Any]:
+    """By stage that ranks of the pipeline share, the device mesh of all processes that hold it, this one included."""
+    peers = mesh.pipeline
+    if not placement.shared or not isinstance(peers, GroupPeers):
+        return {}
+    sets = {ranks: ranks for _, ranks in placement.shared}
+    if mesh.shards is None:
+        groups = groups_of(sets, peers)
+    else:
+        # A row a rank: the processes that hold its other stages together.
+        rows = peers.gather(dist.get_process_group_ranks(mesh.shards.get_group()))
+        inside = {ranks: [process for rank in ranks for process in rows[rank]] for ranks in sets}
+        groups = groups_of_processes(inside, peers.timeout, whole=False)
+    kind = "cpu" if mesh.shards is None else mesh.shards.device_type
+    meshes = {
+        ranks: dist.device_mesh.DeviceMesh.from_group(group, kind, mesh_dim_names=("shared",))
+        for ranks, group in groups.items()
+        if group is not None
+    }
+    return {stage: meshes[ranks] for stage, ranks in placement.shared if ranks in meshes}
 
 
 def _part(stages: Mapping[int, Stage]) -> None:
