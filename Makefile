@@ -35,10 +35,10 @@ none_is_fine := || [ $$? -eq 5 ]
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
 
-# Tests of one process run two at a time; those that start several processes run alone, for their clocks' sake.
+# Tests run two at a time; those that judge by the clock, or need what a machine has one of, run alone.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not multiproc and not gpu $(tier)" $(call report,one-process) $(ARGS) $(none_is_fine)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "(multiproc or gpu) $(tier)" $(call report,processes) $(ARGS) $(none_is_fine)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not alone and not gpu $(tier)" $(call report,together) $(ARGS) $(none_is_fine)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "(alone or gpu) $(tier)" $(call report,alone) $(ARGS) $(none_is_fine)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
 def values(outcomes: list[Ended]) -> list[Any]:

@@ -23,7 +23,7 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.carrier.frame import Frame, Lane, What, pack
 from penstock.runtime.transport.delegate.listeners import KINDS
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
 def values(outcomes: list[Ended]) -> list[Any]:

@@ -20,7 +20,7 @@ from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 LINKS = "0:1=latency:20ms+bandwidth:100MB/s 1:2=latency:normal:8ms,3ms@5..9ms+loss:2%"
 

@@ -14,7 +14,7 @@ from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
 from penstock.runtime.transport.nccl import lines_of
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 SCHEDULES: dict[str, dict[str, Any]] = {"amdp": {"window": 8}, "pipedream-2bw": {"window": 4}, "chimera": {}}
 TRANSPORTS = {"host": tuple(SCHEDULES), "direct": ("amdp", "chimera"), "delegate": ("amdp", "chimera")}

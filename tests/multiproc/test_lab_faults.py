@@ -12,7 +12,7 @@ import pytest
 from labs import left_of, needs_lab
 from penstock.bench.faults import DATA, run, training_in_a_lab
 
-pytestmark = [pytest.mark.multiproc, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from penstock.cli import main
 from penstock.lab import Lab, LabError, RunningLab
 from penstock.lab.removal import clean, leftovers
 
-pytestmark = [pytest.mark.multiproc, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 MEGABYTE = 10**6
 

@@ -9,7 +9,7 @@ import pytest
 from experiments import scripts
 from labs import needs_lab
 
-pytestmark = [pytest.mark.multiproc, needs_lab]
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone, needs_lab]
 
 
 @pytest.mark.slow

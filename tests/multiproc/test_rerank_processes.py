@@ -15,7 +15,7 @@ from penstock.runtime.migrate import Placed
 from penstock.runtime.tensors.dtensor import whole
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 NUM_MICROBATCHES = 4
 STEPS = 5

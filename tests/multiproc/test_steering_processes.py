@@ -22,7 +22,7 @@ from penstock.runtime.adapt import clock
 from penstock.runtime.adapt import rendezvous as meeting
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 6
 LATE = Links.parse("1:2=latency:steps:0ms/0ms,900ms/25ms,10min/0ms")

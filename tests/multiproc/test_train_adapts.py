@@ -15,6 +15,7 @@ from train_runs import Run, losses, metrics
 
 pytestmark = [
     pytest.mark.multiproc,
+    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
     pytest.mark.timeout(120),
 ]
