@@ -118,12 +118,19 @@ _LOOPED: dict[str, Looped] = {}
 """By graph: whatever the schedule, the plain loop is the same, and is run once a process."""
 
 
-def wrong(name: str, dispatch: str = "frozen", split: bool = False, exact: bool = True) -> list[str]:
-    """What is not as in the plain loop over two steps, in words."""
+def wrong(
+    name: str,
+    dispatch: str = "frozen",
+    split: bool = False,
+    exact: bool = True,
+    schedule: ps.Schedule | None = None,
+) -> list[str]:
+    """What is not as in the plain loop over two steps, in words; of the schedule given or the usual one."""
     if name not in _LOOPED:
         _LOOPED[name] = Looped(name)
     looped, stages = _LOOPED[name], stages_of(name)
-    pipe = ps.Pipeline(stages, schedule_of(name, split), loss_fn=MSE, optimizer=ADAM, dispatch=dispatch, timeout=20)
+    schedule = schedule_of(name, split) if schedule is None else schedule
+    pipe = ps.Pipeline(stages, schedule, loss_fn=MSE, optimizer=ADAM, dispatch=dispatch, timeout=20)
     found: list[str] = []
     for step in (1, 2):
         want = looped.losses[step - 1]

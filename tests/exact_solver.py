@@ -204,6 +204,61 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
     return Solved(round(solver.objective_value), bound, status == cp_model.OPTIMAL, order)
 
 
+@dataclass(frozen=True)
+class Task:
+    """An op of any problem, in whole numbers.
+
+    Attributes:
+        ranks: all run it at once. time: at least 0.
+        needs: (place of another task in the list, how much later than its end).
+        takes, gives: of each of its ranks, at its start and back at its end.
+    """
+
+    ranks: tuple[int, ...]
+    time: int
+    needs: tuple[tuple[int, int], ...]
+    takes: int = 0
+    gives: int = 0
+
+
+def solve_tasks(
+    tasks: Sequence[Task], cap: Sequence[int | None], seconds: float = 60.0, num_workers: int = 1
+) -> Solved:
+    """The least makespan of tasks: those of a rank do not overlap, and none holds more than its cap.
+
+    No order within a stage is assumed.
+    """
+    model: Any = cp_model.CpModel()
+    horizon = sum(task.time + sum(lag for _, lag in task.needs) for task in tasks)
+    start = [model.new_int_var(0, horizon, "") for _ in tasks]
+    value = model.new_int_var(0, horizon, "")
+    for at, task in zip(start, tasks, strict=True):
+        model.add(value >= at + task.time)
+        for before, lag in task.needs:
+            model.add(at >= start[before] + tasks[before].time + lag)
+    for rank, most in enumerate(cap):
+        mine = [k for k, task in enumerate(tasks) if rank in task.ranks]
+        model.add_no_overlap(model.new_fixed_size_interval_var(start[k], tasks[k].time, "") for k in mine)
+        if most is not None and mine:
+            taking = [(start[k], tasks[k].takes) for k in mine if tasks[k].takes]
+            giving = [(start[k] + tasks[k].time, -tasks[k].gives) for k in mine if tasks[k].gives]
+            times, changes = zip(*taking, *giving, strict=True)
+            model.add_reservoir_constraint(times, changes, min(0, -sum(tasks[k].gives for k in mine)), most)
+    model.minimize(value)
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = num_workers
+    status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise ValueError(model.validate())
+    if status == cp_model.INFEASIBLE:
+        return Solved(None, horizon, True, None)
+    bound = int(solver.best_objective_bound + 1e-6)
+    if status == cp_model.UNKNOWN:
+        return Solved(None, bound, False, None)
+    return Solved(round(solver.objective_value), bound, status == cp_model.OPTIMAL, None)
+
+
 def _best_deal(instance: Instance, seconds: float, num_workers: int) -> Solved:
     """The best of all ways to deal the microbatches to the pipelines, each solved by itself."""
     found = []

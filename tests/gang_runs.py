@@ -125,8 +125,11 @@ def pairs() -> dict[int, Tensor]:
     return {0: torch.randn(3 * NUM, 6, generator=generator), 2: torch.randn(3 * NUM, 6, generator=generator)}
 
 
-def train_towers(program: ps.Program, **options: Any) -> tuple[Steps, ps.Timeline]:
-    pipe = ps.Pipeline(tower_stages(), program.build(), optimizer=ADAM, ops=program.callables, timeout=20, **options)
+def train_towers(
+    program: ps.Program, schedule: ps.Schedule | None = None, **options: Any
+) -> tuple[Steps, ps.Timeline]:
+    made = program.build() if schedule is None else schedule
+    pipe = ps.Pipeline(tower_stages(), made, optimizer=ADAM, ops=program.callables, timeout=20, **options)
     steps: Steps = []
     for _ in range(2):
         loss = pipe.step(pairs(), update=False).loss

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
-from exact_solver import Instance, Solved, solve
+from exact_solver import Instance, Solved, Task, solve, solve_tasks
 from penstock.planning.bounds import (
     busy_bound,
     jackson_bound,
@@ -345,3 +345,204 @@ def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[s
     made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound, ramp_bound)
     found = {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
     return found | {"ramp above work": ramp_bound(problem, found["work"])}
+
+
+GRAPHS = ("towers", "encoder", "skip", "any", "shared", "gather", "sizes", "shared and branched")
+"""Families of `draw_graph`: towers that a last stage joins; an encoder whose output two stages take; edges that skip
+stages; any edges; ends run by all ranks; towers with a gather between them; towers with microbatches of two sizes."""
+
+_MOST_GRAPH_OPS = 36
+
+
+@dataclass(frozen=True)
+class GraphCase:
+    """One problem of stages in a graph.
+
+    Attributes:
+        tasks, cap: as the exact solver takes it.
+        arguments: what `ps.plan` is given.
+    """
+
+    seed: int
+    family: str
+    tasks: tuple[Task, ...]
+    cap: tuple[int | None, ...]
+    arguments: dict[str, Any]
+
+
+def draw_graph(seed: int, family: str | None = None) -> GraphCase:
+    """The problem of a seed: stages and edges, ranks, times, delays, caps, whole or split backward."""
+    source = random.Random(f"graph {seed}")
+    family = family or source.choice(GRAPHS)
+    edges, num_stages = _edges(family, source)
+    num_ranks = source.randint(2, 3)
+    everyone = tuple(range(num_ranks))
+    split = source.random() < 0.6
+    shared: dict[int, tuple[int, ...]] = {}
+    row = [source.randrange(num_ranks) for _ in range(num_stages)]
+    if family.startswith("shared"):
+        for stage in {0, num_stages - 1} if family == "shared" else {source.randrange(num_stages)}:
+            shared[stage] = everyone if source.random() < 0.7 else tuple(source.sample(everyone, 2))
+            row[stage] = shared[stage][0]
+    hosts = [shared.get(s, (row[s],)) for s in range(num_stages)]
+    each = num_stages * (3 if split else 2)
+    counts = [max(2, min(4, _MOST_GRAPH_OPS // each))] * num_stages
+    half = (num_stages - 1) // 2
+    if family == "gather":
+        counts = [2] * num_stages if split else [4] * num_stages
+    if family == "sizes":
+        counts = [2 if s < half else 4 for s in range(num_stages - 1)] + [2]
+    longest = source.choice([4, 12])
+    kinds = "FIW" if split else "FB"
+    time = {kind: [source.randint(1, longest) for _ in range(num_stages)] for kind in kinds}
+    late = source.random() < 0.5
+    delay = {
+        (a, b): source.randint(0, longest) if late and source.random() < 0.6 else 0
+        for a in everyone
+        for b in everyone
+        if a != b
+    }
+    gathers = source.choice([1, 2]) if family == "gather" else 0
+    gather_time = source.randint(1, longest)
+    ends = (half - 1, num_stages - 1)
+    meeting = tuple(dict.fromkeys(row[end] for end in ends))
+    asynchronous = gathers > 0 and source.random() < 0.4
+    needs: list[ps.Needs] = []
+    registered: tuple[ps.Registered, ...] = ()
+    if gathers:
+        registered = (ps.Registered("GATHER", ends[0], counts[0] // gathers, meeting, asynchronous),)
+        for end in ends:
+            needs += [
+                ps.Needs(("F", end), ("GATHER", ends[0]), num_before=gathers),
+                ps.Needs(("GATHER", ends[0]), ("B", end), num_after=gathers),
+            ]
+    own_counts = tuple(counts) if len(set(counts)) > 1 else ()
+    stages = ps.StageGraph(num_stages, edges, own_counts, registered, tuple(needs))
+    limit = source.choice(["none", "max_in_flight", "memory_limit"])
+    memory = [source.randint(1, 3) if limit == "memory_limit" else 1 for _ in range(num_stages)]
+    memory = [2 * held for held in memory] if limit == "memory_limit" else memory
+    freed = [held // 2 if split and limit == "memory_limit" else 0 for held in memory]
+    tasks, place = _tasks(stages, counts, hosts, kinds, time, delay, memory, freed)
+    for g in range(counts[0] // gathers if gathers else 0):
+        group = range(g * gathers, (g + 1) * gathers)
+        before = tuple(
+            (
+                place["F", end, m],
+                # Ranks begin an asynchronous op together; to any other a rank's output comes over its link.
+                0 if asynchronous and row[end] in meeting
+                else max(0 if r == row[end] else delay[row[end], r] for r in meeting),
+            )
+            for end in ends
+            for m in group
+        )  # fmt: skip
+        ranks = tuple(r + num_ranks for r in meeting) if asynchronous else meeting
+        # On a stream, or a rank, one gather comes after the other.
+        tasks.append(Task(ranks, gather_time, before))
+        for end in ends:
+            for m in group:
+                k = place[kinds[1], end, m]
+                tasks[k] = replace(tasks[k], needs=(*tasks[k].needs, (len(tasks) - 1, 0)))
+    cap: list[int | None] = [None] * num_ranks
+    if limit != "none":
+        for r in everyone:
+            # Room for one turn of everything, or more.
+            of_rank = sum(memory[s] * counts[s] for s in range(num_stages) if r in hosts[s])
+            alone = [max(1, gathers) * counts[s] // min(counts) for s in range(num_stages)]
+            turn = sum(memory[s] * alone[s] for s in range(num_stages) if r in hosts[s])
+            cap[r] = source.randint(max(1, turn), max(1, turn, of_rank))
+    costs = ps.Costs(
+        **{kind.lower(): [float(ms) for ms in time.get(kind, [0] * num_stages)] for kind in "FIW"},
+        **({} if split else {"b": [float(ms) for ms in time["B"]]}),
+        activation=[float(held) for held in memory],
+        freed_by_input=0.5 if split and limit == "memory_limit" else 0.0,
+    )
+    if gathers:
+        costs = costs.with_other({("GATHER", ends[0]): (float(gather_time), 0.0)})
+    arguments = {
+        "costs": costs,
+        "num_ranks": num_ranks,
+        "num_microbatches": max(counts),
+        "links": ps.Links({pair: float(ms) for pair, ms in delay.items()}),
+        "placement": ps.Placement((tuple(row),), tuple(shared.items())),
+        "stages": stages,
+        "split": split,
+        "seed": seed,
+        **({} if limit == "none" else {limit: list(cap)}),
+    }
+    rows = (*cap, *[None] * (num_ranks if asynchronous else 0))
+    return GraphCase(seed, family, tuple(tasks), rows, arguments)
+
+
+def _edges(family: str, source: random.Random) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The edges of a family, and how many stages there are."""
+    if family == "gather":
+        return ((0, 1), (2, 3)), 4
+    if family in ("towers", "sizes"):
+        return ((0, 1), (1, 4), (2, 3), (3, 4)), 5
+    if family == "encoder":
+        return ((0, 1), (1, 2), (0, 3), (2, 3)), 4
+    if family == "skip":
+        return ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3)), 4
+    if family == "shared":
+        num_stages = source.randint(3, 4)
+        return tuple((s, s + 1) for s in range(num_stages - 1)), num_stages
+    num_stages = source.randint(3, 5)
+    pairs = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages) if source.random() < 0.5]
+    return tuple(pairs), num_stages
+
+
+def _tasks(
+    stages: ps.StageGraph,
+    counts: list[int],
+    hosts: list[tuple[int, ...]],
+    kinds: str,
+    time: dict[str, list[int]],
+    delay: dict[tuple[int, int], int],
+    memory: list[int],
+    freed: list[int],
+) -> tuple[list[Task], dict[tuple[str, int, int], int]]:
+    """Forwards and backwards as tasks, and the place of each (kind, stage, microbatch)."""
+    ops = [(kind, s, m) for s, count in enumerate(counts) for kind in kinds for m in range(count)]
+    place = {op: k for k, op in enumerate(ops)}
+    back = kinds[1]
+
+    def way(a: int, b: int) -> int:
+        return max(0 if r in hosts[a] else delay[hosts[a][0], r] for r in hosts[b])
+
+    def same(s: int, m: int, other: int) -> list[int]:
+        """The microbatches of another stage that share samples with one of this, all samples in one line."""
+        first, end = m * counts[other], (m + 1) * counts[other]
+        return [n for n in range(counts[other]) if n * counts[s] < end and (n + 1) * counts[s] > first]
+
+    tasks = []
+    for kind, s, m in ops:
+        needs = []
+        if kind == "F":
+            needs = [(place["F", a, n], way(a, s)) for a, b in stages.edges if b == s for n in same(s, m, a)]
+        elif kind == back:
+            needs = [(place["F", s, m], 0)]
+            needs += [(place[back, b, n], way(b, s)) for a, b in stages.edges if a == s for n in same(s, m, b)]
+        else:
+            needs = [(place["I", s, m], 0)]
+        gives = {"F": 0, "B": memory[s], "I": freed[s], "W": memory[s] - freed[s]}[kind]
+        tasks.append(Task(hosts[s], time[kind][s], tuple(needs), memory[s] if kind == "F" else 0, gives))
+    return tasks, place
+
+
+def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0) -> tuple[Solved, list[str]]:
+    """Plans a problem of a graph, solves it, and compares; what does not hold, in words."""
+    solved = solve_tasks(case.tasks, case.cap, seconds)
+    try:
+        plan = ps.plan(**case.arguments, time_limit=time_limit)
+    except ps.ScheduleError as error:
+        return solved, [f"ps.plan: {error}"]
+    wrong = []
+    value, bound = plan.value, plan.lower_bound
+    ps.check(plan.schedule)
+    if solved.value is not None and bound > solved.value * (1 + ROUNDING):
+        wrong.append(f"the plan's bound {bound:g} is above the achieved {solved.value}")
+    if value < solved.bound * (1 - ROUNDING):
+        wrong.append(f"the plan's value {value:g} is below the solver's bound {solved.bound}")
+    if plan.gap <= CLAIMED and solved.proved and solved.value is not None and value > solved.value * (1 + CLAIMED):
+        wrong.append(f"the plan's {value:g} is called proved, but {solved.value} is achieved")
+    return solved, wrong

@@ -25,12 +25,46 @@ import ortools
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from penstock.bench.machine import machine
-from proof_cases import Verdict, draw, draw_free, judge
+from proof_cases import GRAPHS, Verdict, draw, draw_free, draw_graph, judge, judge_graph
 
 
 def _judged(given: tuple[int, float, float, bool]) -> Verdict:
     seed, time_limit, seconds, free = given
     return judge(draw_free(seed) if free else draw(seed), time_limit, seconds)
+
+
+def _judged_graph(given: tuple[int, float, float]) -> tuple[int, str, bool, list[str]]:
+    seed, time_limit, seconds = given
+    case = draw_graph(seed, GRAPHS[seed % len(GRAPHS)])
+    solved, wrong = judge_graph(case, time_limit, seconds)
+    return seed, case.family, solved.proved, wrong
+
+
+def graphs(arguments: argparse.Namespace) -> int:
+    """Cases of stages in a graph; what is written says how many of each family are wrong, and which."""
+    given = [
+        (seed, arguments.time, arguments.solver_seconds)
+        for seed in range(arguments.first, arguments.first + arguments.cases)
+    ]
+    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
+        found = list(pool.map(_judged_graph, given))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    told = {
+        "commit": commit,
+        "first": arguments.first,
+        "planner_seconds": arguments.time,
+        "solver_seconds": arguments.solver_seconds,
+        "machine": machine() | {"ortools": ortools.__version__},
+        "cases": len(found),
+        "optimum_known": sum(proved for _, _, proved, _ in found),
+        "wrong": sum(bool(wrong) for *_, wrong in found),
+        "family": dict(sorted(Counter(family for _, family, _, _ in found).items())),
+        "wrong_cases": [{"case": seed, "wrong": wrong} for seed, _, _, wrong in found if wrong],
+    }
+    print(json.dumps(told))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(told, indent=1) + "\n")
+    return 1 if told["wrong"] else 0
 
 
 def counts(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -81,8 +115,11 @@ def main() -> int:
     parser.add_argument("--solver-seconds", type=float, default=60.0)
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--free", action="store_true", help="cases in which more than the order is free")
+    parser.add_argument("--graphs", action="store_true", help="cases of stages that branch, and of shared stages")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.graphs:
+        return graphs(arguments)
     if arguments.case is not None:
         verdict = _judged((arguments.case, arguments.time, arguments.solver_seconds, arguments.free))
         pprint(verdict)

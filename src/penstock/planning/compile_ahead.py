@@ -31,6 +31,10 @@ from penstock.planning import anneal, forward_backward, listing, longest_paths, 
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.family import Forms
+from penstock.planning.graph import sequence as sequences
+from penstock.planning.graph.problem import pose_graph
+from penstock.planning.graph.search import SequenceWalk
+from penstock.planning.graph.search import begin as begin_graph
 from penstock.planning.joint import moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
@@ -190,6 +194,16 @@ def _decide_forms(problem: Problem) -> None:
     walk.go(1e-3, 0.0, 1.0, 0.0, np.zeros(1, np.int64))
 
 
+def _walk_sequence(problem: Problem) -> None:
+    """Shared stages and stages that branch."""
+    limits = Limits((4.0, 4.0), ((1.0, 0.5),) * 2)
+    posed = pose_graph(Costs.uniform(2), one_to_one(2), 2, 3, Links({(0, 1): 0.5}), limits, True)
+    search = begin_graph(posed, [(posed.serial(), "serial")], 0.0, 0, 0.0, None, 0.0)
+    walk = SequenceWalk(posed, 0)
+    walk.begin(search, 0.0)
+    walk.go(1e-3, 0.0, 1.0, 0.0, np.zeros(1, np.int64))
+
+
 STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     listing: _begun,
     sweep: _time,
@@ -201,6 +215,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     anneal: _walk,
     repeat: _repeat,
     moves: _decide_forms,
+    sequences: _walk_sequence,
 }
 """What uses all that plans use of each module, in the order in which a plan needs them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost import CostError, Costs
-from penstock.schedule import Placement, ScheduleError, circular, one_to_one, v_shape
+from penstock.schedule import Placement, ScheduleError, StageGraph, circular, one_to_one, v_shape
 from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 
@@ -23,6 +23,7 @@ class Certificate:
         microbatches: how they are dealt to the pipelines; "in turn" is round robin, "any" every other way too.
         recompute: "any" where forwards may run again or not, each by itself; "none" where none does.
         offload: "any" where each activation may wait in host memory or not; "none" where none does.
+        stages: how they depend on one another, None for a chain.
     """
 
     placement: Placement
@@ -30,12 +31,15 @@ class Certificate:
     microbatches: str = "in turn"
     recompute: str = "none"
     offload: str = "none"
+    stages: StageGraph | None = None
 
     __repr__ = short_repr
 
     def __str__(self) -> str:
         """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
         words = [f"placement {_placement_name(self.placement)}"]
+        if self.stages is not None:
+            words.append(f"stages that branch ({len(self.stages.edges)} edges)")
         backward = {
             "split": "backward split (I and W)",
             "whole": "backward whole (B)",
@@ -171,13 +175,12 @@ def dealt(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def read_deal(deal: str | Sequence[int], num_microbatches: int, placement: Placement) -> tuple[int, ...] | None:
+def read_deal(deal: str | Sequence[int], num_microbatches: int, num_pipelines: int) -> tuple[int, ...] | None:
     """The counts that are given, or None where all deals are to be thought of.
 
     Raises:
         ScheduleError: not "any", "in turn" or one count for each pipeline that add up to the microbatches.
     """
-    num_pipelines = placement.num_pipelines
     if deal == "in turn" or (num_pipelines == 1 and deal == "any"):
         return in_turn(num_microbatches, num_pipelines)
     if deal == "any":

@@ -27,7 +27,7 @@ class Limits:
 
 def limits_of(
     costs: Costs,
-    placement: Placement,
+    placement: Placement | None,
     num_ranks: int,
     max_in_flight: float | Sequence[float] | None,
     memory_limit: float | Sequence[float] | None,
@@ -38,6 +38,7 @@ def limits_of(
     """Reads the limits. Without any, caps are infinite.
 
     Args:
+        placement: of a chain of stages, to refuse caps that leave no schedule; None leaves that to whoever asks.
         offload: most that each rank has in host memory, in the unit of the limit; True for any amount.
         split: whether backwards may be I and W.
         kept: the share of an activation that a forward keeps at least: 1 but where it may run again.
@@ -66,6 +67,8 @@ def limits_of(
         cap = _per_rank("max_in_flight", max_in_flight, num_ranks)
         in_flight = max(cap) if min(cap) == max(cap) < math.inf else None
         limits = Limits(cap, ((1.0, 0.0),) * costs.num_stages, in_flight, host)
+    if placement is None:
+        return limits
     _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit", kept)
     return limits
 

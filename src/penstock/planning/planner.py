@@ -18,7 +18,7 @@ from penstock.planning.family import Certificate, check_options, family_of, in_t
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
-from penstock.schedule import Placement, Schedule, ScheduleError, check, one_to_one
+from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import as_dispatch
@@ -92,6 +92,7 @@ def plan(
     recompute: bool | None = None,
     offload: bool | float | Sequence[float] | None = None,
     deal: str | Sequence[int] = "any",
+    stages: StageGraph | None = None,
     seed: int = 0,
     stop_at_gap: float = 1e-4,
     progress: Callable[[Progress], None] | None = None,
@@ -117,7 +118,8 @@ def plan(
         objective: "makespan"; "span", the longest time from a rank's first start to its last end; or
             `Expected`, the mean makespan over samples of link delays (`links` then only says where to begin).
         dispatch: how the schedule will be run. "hinted" and "dynamic" measure what the search finds in that way.
-        placement: which rank hosts which stage; stage i on rank i where not given.
+        placement: which rank hosts which stage; where not given stage i lies on rank i, and stages of a graph where
+            the first orders are shortest.
         split: True for I and W everywhere, False for B. By default B is thought of where it takes less time than
             I and W, for each op by itself; elsewhere I and its W right behind it are as good.
         recompute: whether forwards may run again, so that they keep only `costs.kept_by_recompute` until then.
@@ -127,6 +129,7 @@ def plan(
             amount. The way there and back are ops OFFLOAD and RELOAD, which run beside the rank's own, one after the
             other; `costs.other` says how long they take. By default nothing does.
         deal: how many microbatches each pipeline has: "any", "in turn" (as even as can be), or their counts.
+        stages: how they depend on one another, with registered ops; a chain where not given.
         seed: of the random numbers. The time left decides how far the search comes, so results may differ
             from run to run all the same.
         stop_at_gap: the gap that is good enough.
@@ -136,7 +139,8 @@ def plan(
     Raises:
         ScheduleError: counts, limits or options that make no sense, or limits that leave no schedule. Recomputing and
             offloading are planned for the makespan of a frozen order; where they are asked for with another objective
-            or dispatch, or with shared stages, that is an error.
+            or dispatch, or with shared stages or stages that branch, that is an error. These are planned for the
+            makespan of a frozen order too.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
             takes, or uneven microbatches in what is planned for even ones.
     """
@@ -144,7 +148,14 @@ def plan(
     links = Links.of(links)
     require_costs(costs)
     links.require_constant("ps.plan")
-    placement = _placement(costs, num_ranks, num_microbatches, placement)
+    stages = _stages(costs, stages)
+    if placement is not None or stages is None:
+        placement = _placement(costs, num_ranks, num_microbatches, placement)
+    else:
+        _check_counts(num_ranks, num_microbatches)
+    num_pipelines = 1 if placement is None else placement.num_pipelines
+    beyond = "stages that branch" if stages is not None else "placements with shared stages"
+    general = stages is not None or (placement is not None and bool(placement.shared))
     goal, mode = read_objective(objective), as_dispatch(dispatch)
     for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
         each.check_ranks(num_ranks)
@@ -156,58 +167,64 @@ def plan(
     away = read_offload(offload, costs)
     if costs.factors:
         turn = deal in ("any", "in turn")
-        if goal != "makespan" or placement.shared or recompute or away or not turn:
-            what = "a placement with shared stages" if placement.shared else f"objective {objective!r}"
+        if goal != "makespan" or general or recompute or away or not turn:
+            what = f"a problem of {beyond}" if general else f"objective {objective!r}"
             what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
             what = f"offload={offload!r}" if away else what
             raise CostError(
                 f"the costs have uneven microbatches, and {what} is planned for microbatches that cost alike; leave "
                 "`uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
             )
+        assert placement is not None
         return _plan_uneven(
             costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
             placement, split is not False, seed, stop_at_gap, progress,
         )  # fmt: skip
     plain_makespan = goal == "makespan" and not mode.is_dynamic
-    if (recompute or away) and (placement.shared or not plain_makespan):
-        given = "shared stages" if placement.shared else f"objective {objective!r}, dispatch {mode.value!r}"
+    if (recompute or away) and (general or not plain_makespan):
+        given = beyond if general else f"objective {objective!r}, dispatch {mode.value!r}"
         what, who = (
             ("recompute=True", "forwards that run again") if recompute else (f"offload={offload!r}", "offloads")
         )
         instead = "recompute out, or use ps.passes.recompute on the schedule" if recompute else "offload out"
         raise ScheduleError(
-            f"{what} with {given}: {who} are planned for the makespan of a frozen order, on placements without "
-            f"shared stages; leave {instead}",
+            f"{what} with {given}: {who} are planned for the makespan of a frozen order, of a chain of stages, each on "
+            f"one rank; leave {instead}",
             rule="options",
         )
-    counts = read_deal(deal, num_microbatches, placement)
-    if placement.shared:
+    counts = read_deal(deal, num_microbatches, num_pipelines)
+    if general:
         if goal != "makespan" or mode.is_dynamic:
             raise ScheduleError(
-                f"objective {objective!r} with dispatch {mode.value!r}: placements with shared stages are "
-                "planned for the makespan of a frozen order",
+                f"objective {objective!r} with dispatch {mode.value!r}: {beyond} are planned for the makespan of a "
+                "frozen order",
                 rule="options",
             )
-        if counts != in_turn(num_microbatches, placement.num_pipelines) and deal != "any":
+        if counts != in_turn(num_microbatches, num_pipelines) and deal != "any":
             raise ScheduleError(
-                f"deal is {deal!r}: with shared stages microbatches are dealt in turn; leave deal out", rule="options"
+                f"deal is {deal!r}: {beyond} are planned with microbatches dealt in turn; leave deal out",
+                rule="options",
             )
-        from penstock.planning.periodic.plan import plan_shared
+        from penstock.planning import compile_ahead as compiling
+        from penstock.planning.graph.plan import plan_graph
 
-        return plan_shared(
+        compiling.begin()
+        return plan_graph(
             costs,
             num_ranks,
             num_microbatches,
             links,
             placement=placement,
+            stages=stages,
             max_in_flight=max_in_flight,
             memory_limit=memory_limit,
-            time_limit=time_limit,
-            split=split is not False,
+            time_limit=float(time_limit),
+            split=split,
             seed=seed,
             stop_at_gap=stop_at_gap,
             progress=progress,
         )
+    assert placement is not None
     family = family_of(
         costs, split, recompute, memory_limit is not None, plain_makespan, away, max_in_flight is not None
     )
@@ -416,10 +433,25 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
+def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
+    """The stage graph; None for a chain."""
+    if stages is None:
+        return None
+    if not isinstance(stages, StageGraph):
+        raise ScheduleError(f"stages is {stages!r}: give a ps.StageGraph", rule="stages")
+    if stages.num_stages != costs.num_stages:
+        raise CostError(f"the costs are for {costs.num_stages} stages, the stage graph has {stages.num_stages}")
+    return None if stages.is_chain else stages
+
+
+def _check_counts(num_ranks: int, num_microbatches: int) -> None:
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
+
+
+def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | None) -> Placement:
+    _check_counts(num_ranks, num_microbatches)
     if placement is None:
         if costs.num_stages != num_ranks:
             raise CostError(

@@ -1,0 +1,151 @@
+"""Plans stages that branch and join, and stages and registered ops that several ranks run together.
+
+    starts       the library's schedule, rules, one turn after the other, simple steady states
+    bound        what no schedule can undercut
+    walked       local search over one sequence of all ops
+    repetends    steady states of the shortest period, each unrolled and retimed as it is found
+    ends         warm-up and cool-down, window by window
+
+Each step stops when the bound is met or its share of the time is spent. The last two need CP-SAT (extra `exact`);
+without it their time goes to local search.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from penstock.cost import Costs, Links
+from penstock.engine.tolerance import EPSILON
+from penstock.planning.family import Certificate
+from penstock.planning.graph import search as searches
+from penstock.planning.graph.placements import candidates
+from penstock.planning.graph.problem import pose_graph
+from penstock.planning.limits import limits_of
+from penstock.planning.planner import Plan
+from penstock.planning.progress import Progress, certain
+from penstock.schedule import Placement, ScheduleError, StageGraph, check
+from penstock.simulation import simulate
+
+_CHOOSING_SHARE = 0.3
+"""Of the time, for trying placements where none is given."""
+_STARTS_SHARE = 0.2
+"""Of the time, for first orders besides the first."""
+_PROOF_SECONDS_AN_OP = 4e-5
+
+
+def plan_graph(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    links: Links | None = None,
+    *,
+    placement: Placement | None,
+    stages: StageGraph | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    time_limit: float = 10.0,
+    split: bool | None = None,
+    seed: int = 0,
+    stop_at_gap: float = 1e-4,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The best schedule found; arguments and result as of `plan`.
+
+    Tessel's MLLM on four ranks (F, E, H and their backwards 1 ms, B 3 ms):
+
+        everyone = (0, 1, 2, 3)
+        placement = Placement(((0, 0, 1, 2, 3, 0),), shared=((0, everyone), (5, everyone)))
+        costs = Costs(f=[1] * 6, i=[0] * 6, w=[0] * 6, b=[1, 3, 3, 3, 3, 1])
+        plan_graph(costs, 4, 12, placement=placement, split=False).makespan       # 8 * 12 + 12, proved
+
+    Args:
+        placement: chosen where not given.
+        stages: how they depend on one another; a chain where not given.
+        split: where it is left open, backwards are all split or all whole, whichever turns out shorter.
+
+    Raises:
+        ScheduleError: a cap below what one microbatch holds, or ops that plans do not take.
+    """
+    began = time.perf_counter()
+    links = Links.of(links)
+    forms = [split] if split is not None else [True]
+    if split is None and any(costs.b[s] < costs.i[s] + costs.w[s] for s in range(costs.num_stages)):
+        forms.append(False)
+    counted = max_in_flight is not None
+
+    def begin(where: Placement, form: bool) -> searches.GraphSearch:
+        limits = limits_of(costs, None, num_ranks, max_in_flight, memory_limit, form)
+        posed = pose_graph(costs, where, num_ranks, num_microbatches, links, limits, form, stages, counted)
+        starts = chain(
+            [(posed.serial(), "serial")],
+            searches.library_starts(posed, form),
+            searches.rule_starts(posed, costs, links, limits, form, counted),
+        )
+        until = time.perf_counter() - began + _STARTS_SHARE * time_limit
+        return searches.begin(posed, starts, until, seed, stop_at_gap, progress, began)
+
+    if placement is None:
+        assert stages is not None
+        deadline = began + _CHOOSING_SHARE * time_limit
+        placement = _chosen(candidates(costs, stages, num_ranks), lambda where: begin(where, forms[0]), deadline)
+    for stage, ranks in placement.shared:
+        if max(ranks) >= num_ranks:
+            raise ScheduleError(
+                f"stage {stage} is shared by rank {max(ranks)}, but ranks go to {num_ranks - 1}", rule="placement"
+            )
+    found: list[tuple[float, int, searches.GraphSearch]] = []
+    for number, each in enumerate(forms):
+        search = begin(placement, each)
+        spared = _PROOF_SECONDS_AN_OP * search.problem.num_ops
+        search.until = search.seconds + (time_limit - spared - search.seconds) / (len(forms) - number)
+        interrupted = not searches.run(search)
+        found.append((search.value, number, search))
+        if interrupted:
+            break
+    _, number, search = min(found, key=lambda one: one[:2])
+    form = forms[number]
+    in_flight = limits_of(costs, None, num_ranks, max_in_flight, memory_limit, form).in_flight
+    schedule = search.problem.schedule(search.sequence, "plan", in_flight)
+    check(schedule)
+    timeline = simulate(schedule, costs, links=links)
+    took = timeline.makespan
+    if not math.isclose(took, search.value, rel_tol=EPSILON, abs_tol=EPSILON):
+        raise ScheduleError(
+            f"the plan says {search.value!r} ms, its simulation {took!r} ms (rule: confirmed); this is a bug in "
+            "penstock",
+            rule="confirmed",
+        )
+    proved = certain(search.lower_bound, took, search.problem.described)
+    certificate = Certificate(placement, "split" if form else "whole", stages=stages)
+    return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)
+
+
+def _chosen(
+    places: Sequence[Placement], begin: Callable[[Placement], searches.GraphSearch], deadline: float
+) -> Placement:
+    """Of several placements that whose first orders are shortest after a moment of search.
+
+    Raises:
+        ScheduleError: none leaves room within the limits.
+    """
+    found: list[tuple[float, int, Placement]] = []
+    refused: ScheduleError | None = None
+    for number, where in enumerate(places):
+        left = deadline - time.perf_counter()
+        if found and left <= 0:
+            break
+        try:
+            search = begin(where)
+        except ScheduleError as error:
+            refused = error
+            continue
+        search.on_progress = None
+        searches.walked(search, search.seconds + max(0.0, deadline - time.perf_counter()) / (len(places) - number))
+        found.append((search.value, number, where))
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found)[2]

@@ -1,0 +1,345 @@
+"""The search of any stages: starts, local search, and, where CP-SAT is there, steady states and their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+
+from penstock.cost import CostError, Costs, Links
+from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.network import Array
+from penstock.library import build
+from penstock.planning.annealing_threads import Annealer, annealed_again
+from penstock.planning.exact import available
+from penstock.planning.graph import sequence as sequences
+from penstock.planning.graph.bounds import lower_bound
+from penstock.planning.graph.problem import GraphProblem
+from penstock.planning.limits import Limits
+from penstock.planning.periodic.bound import flow_bound
+from penstock.planning.periodic.ends import shortened
+from penstock.planning.periodic.model import Flow, Instance, Repetend
+from penstock.planning.periodic.modulo import find_repetends, units_of
+from penstock.planning.periodic.rounds import rounds
+from penstock.planning.progress import Incumbent, Progress, certain
+from penstock.planning.threads import Threads
+from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
+from penstock.program.placements import num_ranks_of
+from penstock.schedule import Schedule, ScheduleError
+from penstock.simulation.lister import Lister, rows_of
+
+_WALKED_SHARE, _REPETENDS_SHARE, _ENDS_SHARE = 0.2, 0.35, 0.6
+"""Shares of the time left that a step takes; what is left after all of them goes to local search again."""
+_MOST_COPIES = 3
+"""Turns in a period, at most."""
+_PERIOD_STEPS = 200
+"""A period is shortened no further once the next shorter one is known to be less than this part away."""
+_MOST_BLOCKS = 120
+"""Blocks of a turn above which no steady states are searched: every pair of them on a rank may come in two orders."""
+_LIMIT = {True: "max_in_flight", False: "memory_limit"}
+"""The option of `Rules` for limits that count activations, and for others."""
+
+
+@dataclass
+class GraphSearch(Incumbent[GraphProblem]):
+    """The state of a search.
+
+    Attributes:
+        sequence: the best so far, ops by their starts.
+        repetend: the best steady state so far.
+    """
+
+    sequence: Array = None
+    repetend: Repetend | None = None
+
+    def take(self, sequence: Any, how: str) -> bool:
+        """Keeps a sequence of queue ids if it is the best so far and within the caps.
+
+        Raises:
+            ScheduleError: its value is below the bound, so that one of the two is wrong.
+        """
+        value, start = self.problem.placed(sequence)
+        if value < 0:
+            return False
+        if value >= self.value * (1 - 1e-12) and self.sequence is not None:
+            return False
+        self.lower_bound = certain(self.lower_bound, value, self.problem.described)
+        self.value, self.how = value, how
+        self.sequence = self.problem.sorted_by_start(sequence, start)
+        self.report(how)
+        return True
+
+
+def begin(
+    problem: GraphProblem,
+    starts: Iterable[tuple[Any, str]],
+    until: float,
+    seed: int,
+    stop_at_gap: float,
+    on_progress: Callable[[Progress], None] | None,
+    began: float,
+) -> GraphSearch:
+    """A search with its first orders and its bound.
+
+    Args:
+        starts: sequences of queue ids, and the names of what made them; those above the caps are left out.
+        until: seconds, since it began, from which no further ones are made.
+
+    Raises:
+        ScheduleError: none of them is within the caps.
+    """
+    search = GraphSearch(problem, 0.0, seed, stop_at_gap, None, began)
+    for sequence, how in starts:
+        search.take(sequence, how)
+        if search.sequence is not None and search.seconds > until:
+            break
+    if search.sequence is None:
+        held = _peaks(problem, problem.serial())
+        r = int(np.argmax(held - problem.cap))
+        raise ScheduleError(
+            f"rank {r} holds {held[r]:g} for one microbatch, all its stages counted, but may hold {problem.cap[r]:g} "
+            "(rule: memory); raise the limit, or place fewer stages there or share them among more ranks",
+            rule="memory",
+            rank=r,
+        )
+    search.on_progress = on_progress
+    search.improve_bound(lower_bound(problem, search.sequence))
+    return search
+
+
+def run(search: GraphSearch) -> bool:
+    """Searches on until the gap is closed or the time of the search is over.
+
+    Returns whether it came to that end: an interrupt from the keyboard ends it too, and what was found till then
+    stands.
+    """
+    try:
+        search.report(search.how)
+        for repetend in rounds(search.problem.flow.flow):
+            if search.closed or search.left <= 0:
+                return True
+            _take_repetend(search, repetend)
+        walked(search, search.seconds + _WALKED_SHARE * search.left)
+        if available():
+            _repetends(search, search.seconds + _REPETENDS_SHARE * search.left)
+            _better_ends(search, search.seconds + _ENDS_SHARE * search.left)
+        walked(search, search.until)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _peaks(problem: GraphProblem, sequence: Sequence[int]) -> Array:
+    """Most that each row holds."""
+    held, most = np.zeros((2, len(problem.cap)))
+    for q in sequence:
+        for row in problem.graph.hosts(q):
+            held[row] += problem.takes[q]
+            most[row] = max(most[row], held[row])
+            held[row] -= problem.gives[q]
+    return most
+
+
+def library_starts(problem: GraphProblem, split: bool) -> Iterator[tuple[list[int], str]]:
+    """The library's schedules of these stages and ranks: a plan is no worse than one that is within the caps."""
+    graph, stages = problem.graph, problem.graph.stage_graph
+    options: dict[str, dict[str, Any]] = {}
+    if stages is None:
+        options["mllm"] = {}
+    elif stages.registered:
+        first, *more = stages.registered
+        ends = [stage for stage in range(stages.num_stages) if not stages.targets[stage]]
+        every, rest = divmod(len(graph.microbatch_pipeline), first.num_ops)
+        if not more and not rest:
+            branches = [end - start for start, end in pairwise([-1, *ends])]
+            options["distmm"] = {"branches": branches, "gather_every": every, "overlap": first.asynchronous}
+    for name, option in options.items():
+        try:
+            schedule = build(name, graph.num_ranks, len(graph.microbatch_pipeline), **option)
+        except ScheduleError:
+            continue
+        if schedule.placement != graph.placement or (schedule.stage_graph or None) != stages:
+            continue
+        sequence = _sequence_of(problem, _separated(schedule) if split else schedule)
+        if sequence is not None:
+            yield sequence, name
+
+
+def _separated(schedule: Schedule) -> Schedule:
+    """Every B as I with its W right behind it, which takes as long where B takes no less than both."""
+    rows = tuple(
+        tuple(
+            each
+            for op in row
+            for each in ((op._replace(kind="I"), op._replace(kind="W")) if op.kind == "B" else (op,))
+        )
+        for row in schedule.order
+    )
+    return replace(schedule, order=rows)
+
+
+def _sequence_of(problem: GraphProblem, schedule: Schedule) -> list[int] | None:
+    try:
+        return problem.lined_up(rows_of(problem.graph, schedule))
+    except ValueError:
+        return None
+
+
+def rule_starts(
+    problem: GraphProblem, costs: Costs, links: Links, limits: Limits, split: bool, counted: bool
+) -> Iterator[tuple[list[int], str]]:
+    """Orders by simple rules, under the caps."""
+    graph = problem.graph
+    number = len(graph.microbatch_pipeline)
+    most: Any = None if min(limits.cap) == float("inf") else list(limits.cap[: num_ranks_of(graph.placement)])
+    for kinds, traversal in product(
+        ("backward-first", "forward-first", "interleaved"),
+        (breadth_first(), depth_first(), earliest_first(), by_microbatch()),
+    ):
+        rules = Rules(kinds, forward=traversal, backward=traversal, **{_LIMIT[counted]: most})
+        try:
+            program = Program(graph.placement, number, rules, split, costs, links, graph.stage_graph)
+            lowered = program.queues()
+            listed = Lister(lowered).list_by_rules(program.tables(lowered))
+        except (ScheduleError, CostError):
+            return  # limits that leave no room for rules, or ranks that host nothing
+        if listed.complete and lowered.labels == graph.labels:
+            rows = listed.copy_rows()
+            idle: list[list[int]] = [[] for _ in range(graph.num_ranks - lowered.num_ranks)]
+            rows = [*rows[: lowered.num_ranks], *idle, *rows[lowered.num_ranks :]]
+            if (sequence := problem.lined_up(rows)) is not None:
+                yield sequence, "rules"
+
+
+class SequenceWalk(Annealer[GraphSearch]):
+    """One thread's walk. Temperatures are shares of the mean duration of an op."""
+
+    HOT, COLD = 0.6, 0.05
+
+    def __init__(self, problem: GraphProblem, seed: int) -> None:
+        n = problem.num_ops
+        many = min(20_000.0, 5e6 / max(1, n)) if is_compiled(sequences) else min(100.0, 2e4 / max(1, n))
+        super().__init__(ready(sequences), seed, many)
+        self._problem = problem
+        self._ints, self._start = np.empty((8, n), np.int64), np.empty(n)
+        self._queues = np.empty((3, problem.graph.num_queues), np.int64)
+        self._last, self._rows = np.empty(len(problem.cap) + 1, np.int64), np.empty((2, len(problem.cap)))
+        self._now, self.best_sequence = np.empty((2, n), np.int64)
+        self.best = float("inf")
+
+    def begin(self, search: GraphSearch, until: float) -> None:
+        self._now[:] = self.best_sequence[:] = search.sequence
+        self.best = search.value
+
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+        problem = self._problem
+        self.best, moved = self._module.walk(
+            problem.network, problem.more, problem.takes, problem.gives, problem.cap, self._now, self._ints,
+            self._start, self._queues, self._last, self._rows, num_moves, hot * problem.scale, cold * problem.scale,
+            target, self.best, self.best_sequence, stop,
+        )  # fmt: skip
+        return int(moved)
+
+    def bring(self, search: GraphSearch) -> None:
+        if self.best < search.value:
+            search.take(self.best_sequence, "local search")
+
+
+def walked(search: GraphSearch, until: float, num_threads: int | None = None) -> None:
+    """Local search until `until` (seconds since the search began), from the best order so far."""
+    if search.closed or search.seconds >= until:
+        return
+    with Threads(num_threads, is_compiled(sequences)) as threads:
+        walks = [SequenceWalk(search.problem, search.seed + k) for k in range(threads.num)]
+        annealed_again(search, walks, threads, until)
+
+
+def _take_repetend(search: GraphSearch, repetend: Repetend) -> bool:
+    """Takes a steady state, unrolled; says whether better ones are wanted."""
+    flow = search.problem.flow
+    sequence = flow.sequence(b for b, _ in repetend.sequence(flow.counts))
+    if search.take(sequence, "repetend") and repetend.flow == flow.flow:
+        search.repetend = repetend
+    return not search.closed
+
+
+def _repetends(search: GraphSearch, until: float) -> None:
+    """Steady states of the shortest period there is one for, or that one was found for.
+
+    Without caps one turn a period is enough. With them, several turns that are not alike can take turns in a
+    period that is shorter for each.
+    """
+    flow = search.problem.flow.flow
+    if search.closed or len(flow.blocks) > _MOST_BLOCKS or max(search.problem.flow.counts) < 2:
+        return
+    caps = search.problem.cap[: flow.num_ranks].tolist()
+    least = flow_bound(flow, search.problem.flow.counts, caps).period
+    copies, period = 1, _shortest(search, flow, least, None, until)
+    while period is not None and copies < _MOST_COPIES and min(caps) < float("inf"):
+        copies += 1
+        shorter = _shortest(search, flow.repeated(copies), copies * least, copies * period, until)
+        period = period if shorter is None else min(period, shorter / copies)
+
+
+def _shortest(search: GraphSearch, flow: Flow, least: float, known: float | None, until: float) -> float | None:
+    """The shortest period (ms) found for `flow`: no shorter than `least`, and shorter than `known` where given."""
+    units = units_of(flow)
+    period = max(units.ceil(least), max(sum(units.durations[b] for b in row) for row in flow.on_rank))
+    too_short, step = period - 1, max(1, period // 64)
+    longest = units.ceil(flow.latency + sum(b.duration for b in flow.blocks))
+    shortest = None if known is None else units.ceil(known)
+    found = False
+    if shortest is not None:
+        period = (shortest + too_short) // 2
+    while too_short < period <= longest:
+        left = until - search.seconds
+        if left <= 0.01 or search.closed:
+            break
+        seen = False
+        hint = search.repetend if flow is search.problem.flow.flow else None
+
+        def consider(repetend: Repetend) -> bool:
+            nonlocal seen
+            seen = True
+            return _take_repetend(search, repetend)
+
+        # A part of what is left, so that a period that can be neither met nor refuted does not eat it all.
+        caps = search.problem.cap[: flow.num_ranks].tolist()
+        find_repetends(flow, units, period, caps, left / 3, consider, hint=hint, seed=search.seed)
+        if seen:
+            shortest, found = period, True
+        else:
+            too_short = period
+        if shortest is None:
+            period, step = period + step, 2 * step
+        elif shortest - too_short > max(1, shortest // _PERIOD_STEPS):
+            period = (shortest + too_short) // 2
+        else:
+            break
+    return shortest * units.unit if found and shortest is not None else None
+
+
+def _better_ends(search: GraphSearch, until: float) -> None:
+    """Windows of the best order by CP-SAT, above all its warm-up and cool-down."""
+    problem, flow = search.problem, search.problem.flow
+    if search.closed or search.seconds >= until:
+        return
+    _, start = problem.placed(search.sequence)
+
+    def take(better: list[Instance]) -> None:
+        search.take(flow.sequence(one.block for one in better), "ends")
+
+    shortened(
+        flow.flow,
+        units_of(flow.flow),
+        flow.timed(search.sequence, problem.ops_of(search.sequence), problem.network.op_first, start),
+        problem.cap[: flow.flow.num_ranks].tolist(),
+        search.lower_bound,
+        search.target,
+        search.began + until,
+        found=take,
+        seed=search.seed,
+    )

@@ -1,0 +1,270 @@
+"""Local search over one sequence of all ops, for any network: stages that join, ops that several rows run at once.
+
+A sequence holds every op once, behind all that it needs. Each row runs its ops in that order, and each op starts as
+soon as its rows and its needs allow; so no sequence ends in a deadlock, and those who run an op together agree on it.
+
+    sequence    E0 F0 G0 E1 H0 ...        E and H on rows 0 and 1, F on row 0, G on row 1
+    row 0     | E0 F0    E1 H0
+    row 1     | E0    G0 E1 H0
+
+The makespan is a longest path. A move takes an op on it that waits for its row alone, and puts it before the op ahead
+of it there, or before one further ahead, together with what it needs in between; or it puts that other op, with what
+needs it, behind. Written to be compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.tolerance import EPSILON
+from penstock.planning import metropolis
+from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import seed as seed
+
+COMPILED_WITH = (metropolis,)
+OPTIONS = {"nogil": True}
+"""For numba: walks on several threads do not wait for one another."""
+
+Array = Any
+_FURTHER = 0.3
+"""How often an op moves past one more op of its row."""
+_ANYWHERE = 0.1
+"""How often the op is any, not one that the makespan depends on."""
+
+
+def placed(
+    p: Any,
+    more: Any,
+    takes: Array,
+    gives: Array,
+    cap: Array,
+    sequence: Array,
+    start: Array,
+    cause: Array,
+    ahead: Array,
+    number: Array,
+    position: Array,
+    head: Array,
+    last: Array,
+    free: Array,
+    held: Array,
+) -> float:
+    """Starts all ops of a sequence; returns the makespan (ms), or -1 where an op comes before what it needs, or takes
+    a row above its cap.
+
+    Args:
+        p, more: `Network` and `Irregular`; all needs are said in the latter.
+        takes, gives: per queue, what an op adds to what each of its rows holds, at its start, and takes away, at its
+            end.
+        cap: per row.
+        sequence: queue ids.
+        start: out, per op, ms.
+        cause: out, per place of the sequence, the place of what it waited for last; -1 where it began at 0.
+        ahead: out, per place, that of the op before it on one of its rows, -1 where it is the first.
+        number: out, per place, which op of its queue it is. position: out, per op, its place.
+        head, last, free, held: working space of one entry a queue, and of one entry a row; behind its rows `last` has
+            one more, out: the place of what ends last.
+    """
+    num_rows = len(cap)
+    head[:] = 0
+    last[:] = -1
+    free[:] = 0.0
+    held[:] = 0.0
+    makespan = 0.0
+    for k in range(len(sequence)):
+        q = sequence[k]
+        j = head[q]
+        time, why, before_it = 0.0, -1, -1
+        for n in range(more.need_first[q], more.need_first[q + 1]):
+            source = more.need_queue[n]
+            index = (j // more.after[n] + 1) * more.before[n] - 1
+            if head[source] <= index:
+                return -1.0
+            op = p.op_first[source] + index
+            arrives = start[op] + p.duration[source] + more.need_delay[n]
+            if arrives > time:
+                time, why = arrives, position[op]
+        for h in range(more.host_first[q], more.host_first[q + 1]):
+            r = more.hosts[h]
+            if takes[q] > 0 and held[r] + takes[q] > cap[r] * (1 + EPSILON):
+                return -1.0
+            if last[r] >= 0:
+                if before_it < 0 or free[r] >= time:
+                    before_it = last[r]
+                if free[r] > time or (free[r] == time and (why < 0 or np.random.random() < 0.5)):
+                    time, why = free[r], last[r]
+        ends = time + p.duration[q]
+        for h in range(more.host_first[q], more.host_first[q + 1]):
+            r = more.hosts[h]
+            free[r], last[r] = ends, k
+            held[r] += takes[q] - gives[q]
+        op = p.op_first[q] + j
+        start[op], position[op] = time, k
+        cause[k], ahead[k], number[k] = why, before_it, j
+        head[q] = j + 1
+        if ends > makespan:
+            makespan, last[num_rows] = ends, k
+    return makespan
+
+
+def moved_forward(more: Any, sequence: Array, number: Array, y: int, x: int, upto: Array, trial: Array) -> bool:
+    """Puts the op at place x before that at y, with all between them that it needs; False where it needs y.
+
+    Args:
+        upto: working space, -1 for every queue, and so it is left. trial: out, the sequence.
+    """
+    marked, possible = 0, True
+    for k in range(x, y - 1, -1):
+        q, j = sequence[k], number[k]
+        if k == x or upto[q] >= j:
+            if k == y:
+                possible = False
+                break
+            marked += 1
+            upto[q] = max(upto[q], j)
+            for n in range(more.need_first[q], more.need_first[q + 1]):
+                source = more.need_queue[n]
+                upto[source] = max(upto[source], (j // more.after[n] + 1) * more.before[n] - 1)
+    if possible:
+        front, rest = y, y + marked
+        for k in range(y, x + 1):
+            if upto[sequence[k]] >= number[k]:
+                trial[front] = sequence[k]
+                front += 1
+            else:
+                trial[rest] = sequence[k]
+                rest += 1
+    for k in range(y, x + 1):
+        q = sequence[k]
+        upto[q] = -1
+        for n in range(more.need_first[q], more.need_first[q + 1]):
+            upto[more.need_queue[n]] = -1
+    return possible
+
+
+def moved_back(more: Any, sequence: Array, number: Array, y: int, x: int, least: Array, trial: Array) -> bool:
+    """Puts the op at place y behind that at x, with all between them that needs it; False where x does.
+
+    Args:
+        least: working space, larger than any number for every queue, and so it is left. trial: out, the sequence.
+    """
+    huge = 1 << 60
+    marked, possible = 0, True
+    for k in range(y, x + 1):
+        q, j = sequence[k], number[k]
+        behind = k == y or least[q] <= j
+        if not behind:
+            for n in range(more.need_first[q], more.need_first[q + 1]):
+                if least[more.need_queue[n]] <= (j // more.after[n] + 1) * more.before[n] - 1:
+                    behind = True
+        if behind:
+            if k == x:
+                possible = False
+                break
+            marked += 1
+            least[q] = min(least[q], j)
+    if possible:
+        front, rest = y, x + 1 - marked
+        for k in range(y, x + 1):
+            if least[sequence[k]] <= number[k]:
+                trial[rest] = sequence[k]
+                rest += 1
+            else:
+                trial[front] = sequence[k]
+                front += 1
+    for k in range(y, x + 1):
+        least[sequence[k]] = huge
+    return possible
+
+
+def walk(
+    p: Any,
+    more: Any,
+    takes: Array,
+    gives: Array,
+    cap: Array,
+    sequence: Array,
+    ints: Array,
+    start: Array,
+    queues: Array,
+    last: Array,
+    rows: Array,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    target: float,
+    best: float,
+    best_sequence: Array,
+    stop: Array,
+) -> tuple[float, int]:
+    """Anneals the sequence that is given; returns the best makespan and how many moves were made.
+
+    It makes none where what ends last waits for needs alone, all the way back: then nothing is shorter.
+
+    Args:
+        sequence: in and out.
+        ints: working space of eight rows of one entry an op.
+        queues: working space of three rows of one entry a queue.
+        rows: working space of two rows of one entry a row.
+        hot, cold: temperatures (ms). target: the makespan at which it may stop.
+        best, best_sequence: the shortest so far, rewritten when a shorter one is found.
+    """
+    cause, ahead, number, trial = ints[0], ints[1], ints[2], ints[3]
+    cause_then, ahead_then, number_then, position = ints[4], ints[5], ints[6], ints[7]
+    head, upto, least = queues[0], queues[1], queues[2]
+    free, held = rows[0], rows[1]
+    upto[:] = -1
+    least[:] = 1 << 60
+    now = placed(
+        p, more, takes, gives, cap, sequence, start, cause, ahead, number, position, head, last, free, held
+    )  # fmt: skip
+    num_ops, num_rows = len(sequence), len(cap)
+    ends_last = last[num_rows]
+    for k in range(num_ops):
+        trial[k] = sequence[k]
+    for move in range(num_moves):
+        if stop[0] != 0 or best <= target:
+            return best, move
+        x, count = -1, 0
+        k = ends_last
+        while k >= 0:
+            if cause[k] >= 0 and cause[k] == ahead[k]:
+                count += 1
+                if np.random.random() * count < 1.0:
+                    x = k
+            k = cause[k]
+        if count == 0:
+            return best, move
+        if np.random.random() < _ANYWHERE:
+            x = np.random.randint(num_ops)
+        y = ahead[x]
+        while y >= 0 and ahead[y] >= 0 and np.random.random() < _FURTHER:
+            y = ahead[y]
+        if y < 0:
+            continue
+        if np.random.random() < 0.5:
+            changed = moved_forward(more, sequence, number, y, x, upto, trial)
+        else:
+            changed = moved_back(more, sequence, number, y, x, least, trial)
+        if not changed:
+            continue
+        made = placed(
+            p, more, takes, gives, cap, trial, start, cause_then, ahead_then, number_then, position, head, last, free,
+            held,
+        )  # fmt: skip
+        if made >= 0 and is_kept(made - now, hot, cold, move / num_moves):
+            now, ends_last = made, last[num_rows]
+            for k in range(y, x + 1):
+                sequence[k] = trial[k]
+            for k in range(num_ops):
+                cause[k], ahead[k], number[k] = cause_then[k], ahead_then[k], number_then[k]
+            if now < best * (1 - 1e-12):
+                best = now
+                for k in range(num_ops):
+                    best_sequence[k] = sequence[k]
+        else:
+            for k in range(y, x + 1):
+                trial[k] = sequence[k]
+    return best, num_moves
