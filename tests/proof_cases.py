@@ -407,17 +407,17 @@ def draw_graph(seed: int, family: str | None = None) -> GraphCase:
     ends = (half - 1, num_stages - 1)
     meeting = tuple(dict.fromkeys(row[end] for end in ends))
     asynchronous = gathers > 0 and source.random() < 0.4
-    needs: list[ps.Needs] = []
-    registered: tuple[ps.Registered, ...] = ()
+    needs: list[ps.schedule.Needs] = []
+    registered: tuple[ps.schedule.Registered, ...] = ()
     if gathers:
-        registered = (ps.Registered("GATHER", ends[0], counts[0] // gathers, meeting, asynchronous),)
+        registered = (ps.schedule.Registered("GATHER", ends[0], counts[0] // gathers, meeting, asynchronous),)
         for end in ends:
             needs += [
-                ps.Needs(("F", end), ("GATHER", ends[0]), num_before=gathers),
-                ps.Needs(("GATHER", ends[0]), ("B", end), num_after=gathers),
+                ps.schedule.Needs(("F", end), ("GATHER", ends[0]), num_before=gathers),
+                ps.schedule.Needs(("GATHER", ends[0]), ("B", end), num_after=gathers),
             ]
     own_counts = tuple(counts) if len(set(counts)) > 1 else ()
-    stages = ps.StageGraph(num_stages, edges, own_counts, registered, tuple(needs))
+    stages = ps.schedule.StageGraph(num_stages, edges, own_counts, registered, tuple(needs))
     limit = source.choice(["none", "max_in_flight", "memory_limit"])
     memory = [source.randint(1, 3) if limit == "memory_limit" else 1 for _ in range(num_stages)]
     memory = [2 * held for held in memory] if limit == "memory_limit" else memory
@@ -492,7 +492,7 @@ def _edges(family: str, source: random.Random) -> tuple[tuple[tuple[int, int], .
 
 
 def _tasks(
-    stages: ps.StageGraph,
+    stages: ps.schedule.StageGraph,
     counts: list[int],
     hosts: list[tuple[int, ...]],
     kinds: str,

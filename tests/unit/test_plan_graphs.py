@@ -17,7 +17,7 @@ from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
 
-TOWERS = ps.StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
+TOWERS = ps.schedule.StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
 
 
 @pytest.mark.parametrize("family", range(8))
@@ -124,7 +124,7 @@ def test_candidates_use_every_rank(seed: int) -> None:
     num_ranks = source.randint(1, num_stages)
     costs = ps.Costs(*[[source.uniform(0, 9) for _ in range(num_stages)] for _ in range(3)])
     edges = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages) if source.random() < 0.4]
-    for place in candidates(costs, ps.StageGraph(num_stages, tuple(edges)), num_ranks):
+    for place in candidates(costs, ps.schedule.StageGraph(num_stages, tuple(edges)), num_ranks):
         assert set(place.pipelines[0]) == set(range(num_ranks))
 
 
@@ -154,12 +154,15 @@ def test_moves_keep_every_op_behind_what_it_needs(seed: int) -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     costs = ps.Costs.uniform(5)
-    holding = ps.StageGraph(
-        5, TOWERS.edges, registered=(ps.Registered("OFFLOAD", 0, 4, asynchronous=True, holds=-1.0),),
-        needs=(ps.Needs(("F", 0), ("OFFLOAD", 0)),),
+    holding = ps.schedule.StageGraph(
+        5, TOWERS.edges, registered=(ps.schedule.Registered("OFFLOAD", 0, 4, asynchronous=True, holds=-1.0),),
+        needs=(ps.schedule.Needs(("F", 0), ("OFFLOAD", 0)),),
     )  # fmt: skip
-    few = ps.StageGraph(
-        5, TOWERS.edges, registered=(ps.Registered("GATHER", 0, 2),), needs=(ps.Needs(("F", 0), ("GATHER", 0), 3),)
+    few = ps.schedule.StageGraph(
+        5,
+        TOWERS.edges,
+        registered=(ps.schedule.Registered("GATHER", 0, 2),),
+        needs=(ps.schedule.Needs(("F", 0), ("GATHER", 0), 3),),
     )
     everyone = ps.Placement(((0, 0, 1, 1, 1),))
     for stages, options, message in (
@@ -173,7 +176,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         (TOWERS, {"dispatch": "dynamic"}, "stages that branch are planned for the makespan of a frozen order"),
         (TOWERS, {"recompute": True}, "recompute=True with stages that branch"),
         (TOWERS, {"max_in_flight": 1}, "rank 1 holds 3 for one microbatch, all its stages counted, but may hold 1"),
-        ("chain", {}, "stages is 'chain': give a ps.StageGraph"),
+        ("chain", {}, "stages is 'chain': give a ps.schedule.StageGraph"),
     ):
         with pytest.raises(ps.ScheduleError, match=message):
             ps.plan(costs, 2, 4, stages=stages, placement=everyone, time_limit=0.1, **options)  # type: ignore[arg-type]
@@ -185,6 +188,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_a_chain_said_as_a_graph_is_planned_as_a_chain() -> None:
     costs = ps.Costs.uniform(4, f=10, i=10, w=10)
-    said = ps.plan(costs, 4, 12, ps.Links({(0, 1): 20.0}), stages=ps.StageGraph.chain(4))
+    said = ps.plan(costs, 4, 12, ps.Links({(0, 1): 20.0}), stages=ps.schedule.StageGraph.chain(4))
     assert said.makespan == said.lower_bound == 410
     assert said.schedule.stage_graph is None

@@ -438,7 +438,7 @@ def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
     if stages is None:
         return None
     if not isinstance(stages, StageGraph):
-        raise ScheduleError(f"stages is {stages!r}: give a ps.StageGraph", rule="stages")
+        raise ScheduleError(f"stages is {stages!r}: give a ps.schedule.StageGraph", rule="stages")
     if stages.num_stages != costs.num_stages:
         raise CostError(f"the costs are for {costs.num_stages} stages, the stage graph has {stages.num_stages}")
     return None if stages.is_chain else stages
