@@ -164,6 +164,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
         registered=(ps.schedule.Registered("GATHER", 0, 2),),
         needs=(ps.schedule.Needs(("F", 0), ("GATHER", 0), 3),),
     )
+    paired = ps.schedule.StageGraph(
+        5, TOWERS.edges, registered=(ps.schedule.Registered("GATHER", 0, 2),),
+        needs=(ps.schedule.Needs(("F", 0), ("GATHER", 0), pairs=((3, 0),)),),
+    )  # fmt: skip
     everyone = ps.Placement(((0, 0, 1, 1, 1),))
     for stages, options, message in (
         (holding, {}, "OFFLOAD of stage 0 is asynchronous and holds -1 activations"),
@@ -172,6 +176,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
             {},
             "2 ops of kind GATHER of stage 0 need 6 of kind F of stage 0, in groups of 1 and 3, but there",
         ),
+        (paired, {}, "ops of kind GATHER of stage 0 are named one by one"),
         (TOWERS, {"objective": "span"}, "stages that branch are planned for the makespan of a frozen order"),
         (TOWERS, {"dispatch": "dynamic"}, "stages that branch are planned for the makespan of a frozen order"),
         (TOWERS, {"recompute": True}, "recompute=True with stages that branch"),

@@ -194,6 +194,15 @@ def queue_graph(
             rule="placement",
         )
 
+    named = [(r.kind, r.stage) for r in graph.registered if r.microbatches]
+    if named := named or [need.after for need in graph.needs if need.pairs]:
+        kind, stage = named[0]
+        raise ScheduleError(
+            f"ops of kind {kind} of stage {stage} are named one by one (by microbatches, or pairs of ops that need "
+            "each other): what is yet to be ordered takes needs in groups, of all the ops of a kind; say num_before "
+            "and num_after, or write the rows yourself",
+            rule="dependencies",
+        )
     splits = split if callable(split) else (lambda _: bool(split))
     labels: list[tuple[int, str, int]] = []
     lengths: list[int] = []
