@@ -188,8 +188,8 @@ def plan(
         )
         instead = "recompute out, or use ps.passes.recompute on the schedule" if recompute else "offload out"
         raise ScheduleError(
-            f"{what} with {given}: {who} are planned for the makespan of a frozen order, of a chain of stages that one "
-            f"rank runs each; leave {instead}",
+            f"{what} with {given}: {who} are planned for the makespan of a frozen order, of a chain of stages that "
+            f"one rank runs each; leave {instead}",
             rule="options",
         )
     counts = read_deal(deal, num_microbatches, num_pipelines)
