@@ -92,7 +92,7 @@ def test_several_pipelines_send_away_what_is_theirs() -> None:
     [
         ({"objective": "span"}, "planned for the makespan of a frozen order"),
         ({"dispatch": "hinted"}, "planned for the makespan of a frozen order"),
-        ({"placement": ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))}, "with placements with shared stages"),
+        ({"placement": ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))}, "with shared stages"),
         ({"offload": -1}, "offload of rank 0 is -1: give a number above 0"),
         ({"offload": [1, 2, 3]}, "offload has 3 entries"),
         ({"offload": "yes"}, "offload"),
