@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.dispatch import Dispatch, Dispatcher, core, lower
+from penstock.dispatch import Dispatch, Dispatcher, lower
+from penstock.engine import decider
 from penstock.engine.compiled import compiled
 from penstock.simulation.simulator import frozen_caps, memory_changes
 
@@ -104,16 +105,16 @@ def test_a_log_replays_to_the_same_decisions(name: str, dispatch: Dispatch) -> N
     graph = lower(schedule)
     changes = memory_changes(graph, ps.Costs.uniform(schedule.num_stages))
     caps = frozen_caps(graph, changes)
-    for rank, decider in enumerate(first):
+    for rank, each in enumerate(first):
         again = Dispatcher(graph, rank, dispatch, changes, caps[rank])
-        for what, op in decider.log:
+        for what, op in each.log:
             if what == "run":
                 assert again.next() == op
             elif what == "finish":
                 again.finish(op)
             else:
                 again.arrive(op)
-        assert again.log == decider.log
+        assert again.log == each.log
         assert again.finished
 
 
@@ -125,13 +126,13 @@ def _drive(schedule: ps.Schedule, dispatch: Dispatch) -> list[Dispatcher]:
     deciders = [Dispatcher(graph, r, dispatch, changes, caps[r]) for r in range(graph.num_ranks)]
     while not all(d.finished for d in deciders):
         ran = False
-        for rank, decider in enumerate(deciders):
-            op = decider.next()
+        for rank, each in enumerate(deciders):
+            op = each.next()
             if op is None:
                 continue
             ran = True
-            decider.finish(op)
-            for successor in decider.successors(op):
+            each.finish(op)
+            for successor in each.successors(op):
                 if graph.rank[successor] != rank:
                     deciders[graph.rank[successor]].arrive(successor)
         assert ran, "every rank waits"
@@ -166,15 +167,15 @@ def test_extra_edges_are_needs_too() -> None:
 
 
 def test_compiled_core_decides_alike() -> None:
-    twin: ModuleType = compiled(core)
-    assert twin is compiled(core)
+    twin: ModuleType = compiled(decider)
+    assert twin is compiled(decider)
     graph = lower(ps.build("zb-v", 2, 4))
     change = np.array(memory_changes(graph, ps.Costs.uniform(graph.num_ranks * 2)))
     names = ("first", "queue_rank_first", "queue_first", "queue_ops", "priority", "gang")
     of = {name: np.array(getattr(graph, name)) for name in names}
     rng = np.random.default_rng(0)
     decided = set()
-    for policy in (core.FROZEN, core.HINTED, core.CLASS_FIRST):
+    for policy in (decider.FROZEN, decider.HINTED, decider.CLASS_FIRST):
         for _ in range(40):
             done = np.zeros(graph.num_ops, np.int64)
             missing = rng.integers(0, 2, graph.num_ops)
@@ -189,12 +190,12 @@ def test_compiled_core_decides_alike() -> None:
                 rng.integers(0, 2, 2), of["gang"], None,
             )  # fmt: skip
             for rank in (0, 1):
-                found = core.decide(policy, rank, *given)
+                found = decider.decide(policy, rank, *given)
                 assert twin.decide(policy, rank, *given) == found
-                decided.add((policy, found == core.NOTHING))
+                decided.add((policy, found == decider.NOTHING))
     assert len(decided) == 6
 
 
 def test_the_compiled_twin_leaves_the_module_as_it_is() -> None:
-    compiled(core)
-    assert type(core.decide).__name__ == "function"
+    compiled(decider)
+    assert type(decider.decide).__name__ == "function"

@@ -19,14 +19,13 @@ import pytest
 
 import penstock as ps
 from penstock.engine import compiled as compiling
+from penstock.engine import event_loop, list_by_values
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, strategy
-from penstock.planning import listing as listing_module
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy
 from penstock.planning.threads import Threads
-from penstock.simulation import engine
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
 
@@ -314,7 +313,7 @@ def test_what_another_process_fails_to_compile_is_compiled_here(
             return 1
 
     done: list[ModuleType] = []
-    steps = {module: (lambda _, module=module: done.append(module)) for module in (listing_module, longest_paths)}
+    steps = {module: (lambda _, module=module: done.append(module)) for module in (list_by_values, longest_paths)}
     monkeypatch.setattr(compile_ahead, "_children", [Dead()])
     monkeypatch.setattr(compile_ahead, "STEPS", steps)
     compile_ahead.wait_for(longest_paths)
@@ -353,8 +352,8 @@ def test_all_that_plans_need_is_compiled_ahead() -> None:
 @pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["ranks", "streams"])
 def test_the_event_loop_is_compiled_ahead(options: dict[str, bool]) -> None:
     """With streams and without, which are compiled apart: what runs later has nothing to compile."""
-    compile_ahead.STEPS[engine](compile_ahead._problem())
-    run = COMPILED(engine).run
+    compile_ahead.STEPS[event_loop](compile_ahead._problem())
+    run = COMPILED(event_loop).run
     before = list(run.signatures)
     assert before
     costs = ps.Costs.uniform(4)

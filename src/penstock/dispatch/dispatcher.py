@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.dispatch import core
 from penstock.dispatch.graph import Graph
 from penstock.dispatch.policy import Dispatch
+from penstock.engine import decider
 
 
 class Dispatcher:
@@ -61,17 +61,17 @@ class Dispatcher:
 
     def _next(self, rank: int) -> int | None:
         graph = self.graph
-        op = core.decide(
+        op = decider.decide(
             self._policy, rank, graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head,
             graph.priority, self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
             self._warmup_left, graph.gang, self._beside,
         )  # fmt: skip
-        return None if op == core.NOTHING else self._take(rank, op)
+        return None if op == decider.NOTHING else self._take(rank, op)
 
     def _take(self, rank: int, op: int) -> int:
         """Counts an op as started."""
         graph = self.graph
-        core.start(
+        decider.start(
             rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
             self._memory_change, self._held, self._warmup_left,
         )  # fmt: skip
@@ -83,13 +83,13 @@ class Dispatcher:
     def _note(self, op: int, sign: int) -> None:
         change = self._memory_change[op]
         if change < 0 and self._beside:
-            core.note_under_way(
+            decider.note_under_way(
                 self.graph.rank[op], sign * change, self.graph.num_rows, self.graph.num_ops, self._beside
             )
 
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        core.finish(self.graph.rank[op], op, self._memory_change, self._held)
+        decider.finish(self.graph.rank[op], op, self._memory_change, self._held)
         self._note(op, -1)
         self.log.append(("finish", op))
         for successor in self.successors(op):

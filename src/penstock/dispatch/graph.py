@@ -115,7 +115,7 @@ class Graph:
 
     @property
     def beside(self) -> list[float] | None:
-        """What `core.decide` knows of streams, before a run; None where there are none."""
+        """What `decider.decide` knows of streams, before a run; None where there are none."""
         return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else None
 
     def host(self, op: int) -> int:

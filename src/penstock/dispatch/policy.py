@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Real
 
-from penstock.dispatch import core
+from penstock.engine import decider
 from penstock.schedule import ScheduleError
 
 
@@ -33,9 +33,9 @@ class Dispatch(StrEnum):
 
 
 _CODES = {
-    Dispatch.FROZEN: core.FROZEN,
-    Dispatch.HINTED: core.HINTED,
-    Dispatch.DYNAMIC: core.CLASS_FIRST,
+    Dispatch.FROZEN: decider.FROZEN,
+    Dispatch.HINTED: decider.HINTED,
+    Dispatch.DYNAMIC: decider.CLASS_FIRST,
 }
 
 

@@ -7,8 +7,7 @@ wait for is said between queues, once for all microbatches, so a problem of mill
     queue 0  F of stage 0   4 ops, on rank 0         queue 2  F of stage 1   needs queue 0, + link delay
     queue 1  B of stage 0   needs 0 and 3 (+ delay)  queue 3  B of stage 1   needs queue 2
 
-A rank's order is then a row of queue numbers: `listing` decides them by rules, `simulate.listing` drives it, and the
-engine times them.
+A rank's order is then a row of queue numbers: the engine makes it by rules (`engine.list_by_rules`) and times it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from itertools import accumulate, groupby
 from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
-from penstock.dispatch.tables import (
+from penstock.engine.network import Irregular, Network, of_queues
+from penstock.engine.rule_tables import (
     BACKWARD,
     FIRST,
     FORWARD,
@@ -34,7 +34,6 @@ from penstock.dispatch.tables import (
     SlotRecord,
     Tables,
 )
-from penstock.engine.network import Irregular, Network, of_queues
 from penstock.engine.tolerance import slack
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined

@@ -4,8 +4,8 @@ The same source serves twice: uncompiled for the runtime, small simulations and 
 for numba), compiled for large ones. Numba's disk cache makes the compiling happen once a machine.
 
 Two traps of that cache are met here. It loads only functions whose module can be imported by name, so the
-twin is registered. And it forgets to look at the functions a function calls, so that an edit of `core`
-would leave an old `engine` in use: the cache's folder carries a digest of all sources that take part.
+twin is registered. And it forgets to look at the functions a function calls, so that an edit of `decider`
+would leave an old `event_loop` in use: the cache's folder carries a digest of all sources that take part.
 """
 
 from __future__ import annotations

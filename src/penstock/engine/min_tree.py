@@ -7,7 +7,7 @@ from typing import Any
 Array = Any
 
 OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates (see `dispatch.listing`)."""
+"""For the compiler: nothing here allocates (see `list_by_rules`)."""
 
 
 def copied(source: Array, target: Array) -> None:

@@ -22,12 +22,12 @@ from types import ModuleType
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.engine import sweep
+from penstock.engine import event_loop, list_by_rules, list_by_values, sweep
 from penstock.engine.compiled import cache_folder, compiling, is_compiled
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.library import build
-from penstock.planning import anneal, forward_backward, listing, longest_paths, ramps, repeat
+from penstock.planning import anneal, forward_backward, longest_paths, ramps, repeat
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.family import Forms
@@ -45,8 +45,7 @@ from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, Space, Trials, greedy, time_of
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
-from penstock.simulation import engine, simulate
-from penstock.simulation import listing as rule_listing
+from penstock.simulation import simulate
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
 
@@ -205,12 +204,12 @@ def _walk_sequence(problem: Problem) -> None:
 
 
 STEPS: dict[ModuleType, Callable[[Problem], object]] = {
-    listing: _begun,
+    list_by_values: _begun,
     sweep: _time,
     longest_paths: _bounds,
     ramps: _ramps,
-    engine: _dispatch,
-    rule_listing: _build,
+    event_loop: _dispatch,
+    list_by_rules: _build,
     forward_backward: _justify,
     anneal: _walk,
     repeat: _repeat,

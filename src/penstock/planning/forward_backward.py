@@ -5,7 +5,7 @@
     turned back list scheduling in the order in which the ops start there: gaps move to the end, and it is shorter
 
 (Double justification, Valls, Ballestin and Quintanilla 2005.) Each half costs one list scheduling. With waits
-(see `listing`) and from many starts this finds what greedy rules cannot. Written to be compiled.
+(see `list_by_values`) and from many starts this finds what greedy rules cannot. Written to be compiled.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine import min_tree
+from penstock.engine import list_by_values, min_tree
+from penstock.engine.list_by_values import list_ops
 from penstock.engine.min_tree import copied
-from penstock.planning import listing, metropolis
-from penstock.planning.listing import list_ops
+from penstock.planning import metropolis
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (min_tree, listing, metropolis)
+COMPILED_WITH = (min_tree, list_by_values, metropolis)
 OPTIONS = {"nogil": True}
 """For numba: trials on several threads do not wait for one another, nor for the one that looks at the clock."""
 

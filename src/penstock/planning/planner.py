@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch
-from penstock.engine import sweep
+from penstock.engine import list_by_values, sweep
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
 from penstock.planning.limits import Limits, limits_of
@@ -234,14 +234,14 @@ def plan(
     )  # fmt: skip
 
     # Here, so that `import penstock` stays light.
-    from penstock.planning import compile_ahead, deals, listing, longest_paths, strategy
+    from penstock.planning import compile_ahead, deals, longest_paths, strategy
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
 
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
     if num_ops > _MOST_UNCOMPILED:
-        compile_ahead.wait_for(listing, sweep, longest_paths)
+        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
     else:
         compile_ahead.begin()
     if counts is None and goal == "span":

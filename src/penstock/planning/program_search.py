@@ -19,8 +19,8 @@ from itertools import accumulate
 from math import ceil
 
 from penstock.cost import CostError, Costs, Links
-from penstock.dispatch.listing import EARLIEST, IN_ORDER
 from penstock.dispatch.queues import QueueGraph
+from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine import min_tree
+from penstock.engine import list_by_values, min_tree
+from penstock.engine.list_by_values import list_ops
 from penstock.engine.min_tree import copied
-from penstock.planning import listing, metropolis
-from penstock.planning.listing import list_ops
+from penstock.planning import metropolis
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
 OPTIONS = {"nogil": True}
 """For numba: searches on several threads do not wait for one another."""
 
-COMPILED_WITH = (min_tree, listing, metropolis)
+COMPILED_WITH = (min_tree, list_by_values, metropolis)
 
 Array = Any
 

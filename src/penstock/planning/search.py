@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.engine import sweep
+from penstock.engine import list_by_values, sweep
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
-from penstock.planning import forward_backward, listing
+from penstock.planning import forward_backward
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
 from penstock.planning.threads import Threads
@@ -108,7 +108,7 @@ def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
     number = np.arange(queues.num_ops) - np.repeat(queues.op_first[:-1], counts)
     space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
     space.wait[:] = 0.0
-    module: Any = ready(listing)
+    module: Any = ready(list_by_values)
     return float(
         module.list_ops(
             queues, space.values, space.wait, False, space.start, space.row, space.state, space.times, False

@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
-from penstock.dispatch.tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
+from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
 from penstock.program.new_op import Branch, NewOp, StageName
 from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules, Traversal

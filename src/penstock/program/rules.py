@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from penstock.dispatch.listing import (
+from penstock.engine.list_by_rules import (
     BACKWARD_FIRST,
     BY_MICROBATCH,
     EARLIEST,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from penstock.dispatch import listing
-from penstock.dispatch.listing import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
-from penstock.dispatch.tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
+from penstock.engine import list_by_rules
+from penstock.engine.list_by_rules import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
+from penstock.engine.rule_tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
 from penstock.engine.tolerance import is_within
 from penstock.program.view import View
 from penstock.schedule import Op, Schedule, ScheduleError
@@ -101,7 +101,7 @@ class Stepper:
         t = self._tables
         if self._num_started == 0:
             for q, queue in enumerate(t.queues):
-                queue.ready_at = listing.ready_time(q, t.queues, t.needs, self._start_time)
+                queue.ready_at = list_by_rules.ready_time(q, t.queues, t.needs, self._start_time)
                 if queue.ready_at < NEVER:
                     for rank in self.graph.hosts(q):
                         t.ranks[rank].wake = 0.0
@@ -122,7 +122,7 @@ class Stepper:
             q = self._decide(rank, time)
             step = self._explained(rank, time, q) if explain else None
             if q == NOTHING:
-                t.ranks[rank].wake = listing.next_wake(
+                t.ranks[rank].wake = list_by_rules.next_wake(
                     rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time
                 )
                 if rank < self.graph.num_ranks and self.program.rules_of(rank).has_functions:
@@ -134,7 +134,7 @@ class Stepper:
 
     def _begin(self, q: int, time: float) -> None:
         t = self._tables
-        started = listing.begin(
+        started = list_by_rules.begin(
             q, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts, t.needs, t.unlocks, self._start_time
         )
         self._num_started += 1
@@ -148,15 +148,15 @@ class Stepper:
     def _decide(self, rank: int, time: float) -> int:
         t = self._tables
         if t.ranks[rank].beside >= 0:
-            listing.give_back(rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time)
+            list_by_rules.give_back(rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time)
         if rank >= self.graph.num_ranks:  # a stream, which takes what is ready
-            return listing.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
+            return list_by_rules.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
         rules = self.program.rules_of(rank)
         if rules.has_functions:
             self._ask(rank, time)
         if rules.choose is not None:
             return self._ask_to_choose(rank, time)
-        return listing.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
+        return list_by_rules.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
 
     def _ask(self, rank: int, time: float) -> None:
         """Lets the user's check and limit look at every op that could run."""
@@ -165,7 +165,7 @@ class Stepper:
         for q in self._own(rank):
             queue = t.queues[q]
             queue.refused = 0
-            if listing.standing(q, time, t.queues, t.ranks, t.hosts) != READY:
+            if list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts) != READY:
                 continue
             op = self._op(q)
             if rules.check is not None:
@@ -184,7 +184,7 @@ class Stepper:
         ready = {
             self._op(q): q
             for q in self._in_order(rank)
-            if listing.standing(q, time, t.queues, t.ranks, t.hosts) == READY
+            if list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts) == READY
         }
         if not ready or rules.choose is None:
             return NOTHING
@@ -234,7 +234,7 @@ class Stepper:
     def _in_order(self, rank: int) -> list[int]:
         """A rank's queues, classes in the order of the rules and then traversal."""
         t = self._tables
-        kind = listing.preferred(rank, t.ranks)
+        kind = list_by_rules.preferred(rank, t.ranks)
         other = FORWARD if kind == BACKWARD else BACKWARD
         found = []
         for c in (0, kind, other, WEIGHT, LAST):
@@ -249,7 +249,7 @@ class Stepper:
         t = self._tables
         candidates = []
         for q in self._in_order(rank):
-            standing = listing.standing(q, time, t.queues, t.ranks, t.hosts)
+            standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
             if standing == DONE:
                 continue
             reason = "chosen" if q == chosen else self._reason(rank, time, q, standing, chosen)
@@ -277,8 +277,8 @@ class Stepper:
         if chosen == NOTHING:
             if queue.op_class in (WEIGHT, LAST) and rules.patience:
                 return f"{since}; a forward or backward comes within {rules.patience:g} ms"
-            if queue.op_class in (FORWARD, BACKWARD) and listing.preferred(rank, t.ranks) != queue.op_class:
-                return f"{since}; strict: it is the turn of a {CLASS_NAMES[listing.preferred(rank, t.ranks)]}"
+            if queue.op_class in (FORWARD, BACKWARD) and list_by_rules.preferred(rank, t.ranks) != queue.op_class:
+                return f"{since}; strict: it is the turn of a {CLASS_NAMES[list_by_rules.preferred(rank, t.ranks)]}"
             return f"{since}; strict: another stage's interval is not over"
         first = self._op(chosen)
         if t.queues[chosen].op_class == queue.op_class:
@@ -322,7 +322,7 @@ class Stepper:
         for rank in range(len(t.ranks)):
             left = []
             for q in self._in_order(rank):
-                standing = listing.standing(q, time, t.queues, t.ranks, t.hosts)
+                standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
                 if standing != DONE:
                     left.append(f"{self._op(q)} {self._reason(rank, time, q, standing, NOTHING)}")
             if left:

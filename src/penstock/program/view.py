@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from penstock.dispatch.queues import CLASS_OF, QueueGraph
-from penstock.dispatch.tables import INFINITY, QueueRecord, Tables
+from penstock.engine.rule_tables import INFINITY, QueueRecord, Tables
 from penstock.schedule import Op
 
 

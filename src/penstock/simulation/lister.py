@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from penstock.dispatch.queues import QueueGraph
-from penstock.dispatch.tables import Tables
+from penstock.engine import list_by_rules
 from penstock.engine.compiled import compiled, is_compiled
+from penstock.engine.rule_tables import Tables
 from penstock.engine.timing import COMPILE_ABOVE, Timer
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
-from penstock.simulation import listing
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Lister:
         self.graph = graph
         self.row_first: list[int] = graph.network[0].row_first
         if compile is None:
-            compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(listing))
+            compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(list_by_rules))
         self._compiled = compile
         self._numpy_tables = graph.tables.as_numpy() if compile else None
-        self._loop: ModuleType = compiled(listing) if compile else listing
+        self._loop: ModuleType = compiled(list_by_rules) if compile else list_by_rules
         self._rows = self._numbers(self.row_first[-1], small=True)
         self._start_time = self._numbers(graph.num_ops, floats=True)
         self._row_first = self._as_numbers(self.row_first)

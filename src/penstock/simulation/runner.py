@@ -24,6 +24,7 @@ import numpy as np
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Graph, Policy, lower
+from penstock.engine import event_loop
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
@@ -31,7 +32,6 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
 from penstock.schedule.columns import Array, B, W
 from penstock.schedule.updates import OWNER
-from penstock.simulation import engine
 from penstock.simulation.link_arrays import depths, passed
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
@@ -149,7 +149,7 @@ class Runner:
         through = passed(order, links, self.costs, links_at)
         use = self.compile
         if use is None:
-            use = "numba" in sys.modules and is_compiled(engine)
+            use = "numba" in sys.modules and is_compiled(event_loop)
         use = use and through.arrival is None
         plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
         if plain and policy.dispatch is Dispatch.FROZEN and len(order.ints["gang_first"]) <= 1:
@@ -178,9 +178,9 @@ class Runner:
         }
         if streams:
             arrays["beside"] = np.array(order.graph.beside)
-        loop: ModuleType = engine
+        loop: ModuleType = event_loop
         if use:
-            loop = compiled(engine)
+            loop = compiled(event_loop)
         else:
             arrays = {name: array.tolist() for name, array in arrays.items()}
         ended = loop.run(

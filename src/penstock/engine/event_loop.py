@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from penstock.dispatch import core
-from penstock.dispatch.core import Array, decide, finish, note_under_way, start, wait_until
+from penstock.engine import decider
+from penstock.engine.decider import Array, decide, finish, note_under_way, start, wait_until
 
-COMPILED_WITH = (core,)
+COMPILED_WITH = (decider,)
 
 IDLE, BUSY, BLOCKED, GATHERING = 0, 1, 2, 3
 
@@ -71,7 +71,7 @@ def run(
 
     Rows are the ranks and, where ops are asynchronous, as many streams, which use the ranks' memory.
 
-    In: `policy`, one of the core's; `wait`, `due` per op (0: no waiting, see `core.wait_until`); `duration` and
+    In: `policy`, one of the core's; `wait`, `due` per op (0: no waiting, see `decider.wait_until`); `duration` and
     `memory_change` per op (ms, activations); `delay[a * num_rows + b]` (ms), and alike `depth`, how many messages a
     link may hold under way before its sender blocks (0: no bound; `bounded` says whether any has one). Where `lines`
     is true links have conditions instead of `delay`: see `cross`. Where `arrival` is there (never when compiled), it
@@ -98,7 +98,7 @@ def run(
                 policy, rank, first, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
                 next_frozen, memory_change, held, cap, warmup_left, gang, beside,
             )  # fmt: skip
-            if op == core.NOTHING:
+            if op == decider.NOTHING:
                 continue
             if wait > 0:
                 until = wait_until(rank, op, time, wait, due, duration, done, next_frozen)

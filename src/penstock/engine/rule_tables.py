@@ -1,4 +1,4 @@
-"""The tables that `listing` works on: records by queue, rank, class slot and need, and lists of numbers.
+"""The tables that `list_by_rules` works on: records by queue, rank, class slot and need, and lists of numbers.
 
 As lists of plain objects they serve uncompiled code (users' own functions, stepping); as numpy records,
 compiled code. Both are read alike: `queues[3].started`.
