@@ -73,9 +73,9 @@ def pipeline_of(run: Run) -> ps.Pipeline:
         schedule,
         loss_fn=MSE,
         optimizer=run.optimizer,
-        zero=run.zero,
-        clip_norm=run.clip_norm,
         timeout=20,
+        precision=ps.PrecisionOptions(clip_norm=run.clip_norm),
+        parallel=ps.ParallelOptions(sharding="copies" if run.zero else "none"),
     )
 
 

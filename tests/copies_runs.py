@@ -101,7 +101,14 @@ def wrong(name: str, options: dict[str, Any], zero: bool, ranks: int = 4) -> lis
         _GROUPED[schedule] = Grouped(model, schedule)
     want = _GROUPED[schedule]
     found: list[str] = []
-    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, zero=zero, timeout=20)
+    pipe = ps.Pipeline(
+        model,
+        schedule,
+        loss_fn=MSE,
+        optimizer=ADAM,
+        timeout=20,
+        parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
+    )
     for number, (x, y) in enumerate(steps()):
         result = pipe.step(x, y, update=False)
         own = {n: p.grad for n, p in pipe.named_parameters()}

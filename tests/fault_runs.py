@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from crashes import UNSHARE, may_mount
+from packed import packed
 
 MARK = "PENSTOCK_FAULT_RUN"
 STEPS, CHANGES, EVERY = 8, (3, 6), 2
@@ -313,9 +314,8 @@ def _pipeline(schedule: str, num_stages: int, **options: Any) -> Any:
         ps.build(schedule, num_stages, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
         optimizer=torch.optim.AdamW,
-        clip_norm=0.5,
         timeout=TIMEOUT,
-        **options,
+        **packed(clip_norm=0.5, **options),
     )
 
 
@@ -326,7 +326,7 @@ class _Switches:
         import penstock as ps
 
         self._phase = phase
-        self.pipe = _pipeline("1f1b", 2, delegates=ps.DelegateOptions())
+        self.pipe = _pipeline("1f1b", 2, delegates=ps.runtime.DelegateOptions())
 
     def change(self, number: int) -> None:
         import penstock as ps

@@ -660,19 +660,25 @@ def _run(case: Case, schedule: ps.Schedule, place: Any, want: Seen) -> Outcome:
         pipe = ps.Pipeline(
             given,
             schedule,
-            tied=tied,
             loss_fn=None if case.schedule == TOWERS else LOSSES[case.loss](),
             ops={"GATHER": compare} if case.schedule == TOWERS else None,
             optimizer=OPTIMIZERS[case.optimizer],
             mesh=place,
             dispatch=case.dispatch,
-            autocast=torch.bfloat16 if case.autocast else None,
-            clip_norm=case.clip_norm,
-            zero=case.zero,
-            sharding=case.sharding,
             transport=case.transport,
-            parallelize=parallelize if tp else None,
             timeout=15.0,
+            precision=ps.PrecisionOptions(
+                autocast=torch.bfloat16 if case.autocast else None, clip_norm=case.clip_norm
+            ),
+            parallel=ps.ParallelOptions(
+                tied=tied,
+                parallelize=parallelize if tp else None,
+                sharding="none"
+                if not case.zero and case.sharding == "none"
+                else "copies"
+                if case.sharding == "none"
+                else case.sharding,
+            ),
         )
     except Exception as error:
         if _is_ours(error):

@@ -14,6 +14,7 @@ import torch.nn.functional as f
 from torch import Tensor, nn
 
 import penstock as ps
+from packed import packed
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize, tied_parameters
 from penstock.runtime.tensors.dtensor import whole
 
@@ -46,9 +47,13 @@ def train_gpt(
     """Two steps, and the loss of an evaluation."""
     config = replace(CONFIG, tied=tied, dropout=dropout, depth=schedule.num_stages - 2)
     pipe = ps.Pipeline(
-        gpt_stages(config), schedule, loss_fn=CrossEntropy(), optimizer=ADAM, clip_norm=0.5, timeout=20,
-        tied=tied_parameters(config), parallelize=parallelize if cut else None, **options,
-    )  # fmt: skip
+        gpt_stages(config),
+        schedule,
+        loss_fn=CrossEntropy(),
+        optimizer=ADAM,
+        timeout=20,
+        **packed(clip_norm=0.5, tied=tied_parameters(config), parallelize=parallelize if cut else None, **options),
+    )
     steps: Steps = []
     for _ in range(2):
         loss = pipe.step(*tokens(), update=False).loss
@@ -129,7 +134,7 @@ def train_towers(
     program: ps.Program, schedule: ps.Schedule | None = None, **options: Any
 ) -> tuple[Steps, ps.Timeline]:
     made = program.build() if schedule is None else schedule
-    pipe = ps.Pipeline(tower_stages(), made, optimizer=ADAM, ops=program.callables, timeout=20, **options)
+    pipe = ps.Pipeline(tower_stages(), made, optimizer=ADAM, ops=program.callables, timeout=20, **packed(**options))
     steps: Steps = []
     for _ in range(2):
         loss = pipe.step(pairs(), update=False).loss

@@ -312,11 +312,9 @@ def run_job(job: Job, mesh: DeviceMesh, one: Wanted) -> Found:
         optimizer=sgd,
         mesh=mesh,
         dispatch=job.dispatch,
-        sharding=job.sharding,
-        clip_norm=job.clip_norm,
-        parallelize=parallelize,
-        tied=tied,
         timeout=30,
+        precision=ps.PrecisionOptions(clip_norm=job.clip_norm),
+        parallel=ps.ParallelOptions(tied=tied, parallelize=parallelize, sharding=job.sharding),
     )
     given = clip_cut(job.split[0]).inputs(inputs) if job.model == "clip" else inputs
     try:

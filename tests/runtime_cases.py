@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
+from packed import packed
 from plain_loop import Model, differences, gradients, plain_step
 
 W = 8
@@ -92,7 +93,13 @@ def compare_case(made: Case, schedule: ps.Schedule, dispatch: str, plain: Plain 
     """The same for a case at hand; `plain` where it is known already."""
     plain = plain or plain_case(made, schedule.num_microbatches)
     pipe = ps.Pipeline(
-        made.model, schedule, loss_fn=made.loss_fn, dispatch=dispatch, optimizer=SGD, timeout=20, **made.options
+        made.model,
+        schedule,
+        loss_fn=made.loss_fn,
+        dispatch=dispatch,
+        optimizer=SGD,
+        timeout=20,
+        **packed(**made.options),
     )
     found: list[str] = []
     rng = torch.get_rng_state()

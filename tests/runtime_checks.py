@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients, plain_evaluate, plain_step
 from runtime_cases import Do, Tokens, batches, language_model, lin, mlp, token_steps
@@ -33,7 +34,7 @@ def run(name: str, ranks: int) -> None:
 
 
 def build(model: Any, schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
-    return ps.Pipeline(copy.deepcopy(model), schedule, **{"loss_fn": MSE, "timeout": 20, **options})
+    return ps.Pipeline(copy.deepcopy(model), schedule, **packed(**{"loss_fn": MSE, "timeout": 20, **options}))
 
 
 def own_gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
@@ -226,9 +227,13 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
     for dispatch in ("frozen", "dynamic"):
         built.clear()
         pipe = ps.Pipeline(
-            [partial(make, s) for s in range(ranks)], schedule, loss_fn=Tokens(), tied=names if ranks > 1 else (),
-            dispatch=dispatch, optimizer=partial(torch.optim.SGD, lr=0.1),
-        )  # fmt: skip
+            [partial(make, s) for s in range(ranks)],
+            schedule,
+            loss_fn=Tokens(),
+            dispatch=dispatch,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            parallel=ps.ParallelOptions(tied=names if ranks > 1 else ()),
+        )
         assert built == sorted(pipe._model.stages)
         plain = copy.deepcopy(tied if ranks > 1 else stages)
         optimizer = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import penstock as ps
 from copies_runs import grouped_step
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import is_sharded, whole
 from plain_loop import differences, plain_step
@@ -77,7 +78,14 @@ def wrong_copies(name: str, options: dict[str, Any], given: str, zero: bool, num
     plain = copy.deepcopy(model)
     adam = ADAM(plain.parameters())
     source, tied = as_given(model, given)
-    pipe = ps.Pipeline(source, schedule, loss_fn=MSE, optimizer=ADAM, zero=zero, tied=tied, timeout=20)
+    pipe = ps.Pipeline(
+        source,
+        schedule,
+        loss_fn=MSE,
+        optimizer=ADAM,
+        timeout=20,
+        parallel=ps.ParallelOptions(tied=tied, sharding="copies" if zero else "none"),
+    )
     found: list[str] = []
     for number, (x, y) in enumerate(steps(2 * schedule.num_microbatches + 1, 3), start=1):
         loss, want = grouped_step(plain, x, y, schedule, number)
@@ -131,9 +139,14 @@ def wrong_mesh(
     source, tied = as_given(model, given)
     given_optimizer: Any = ADAM(model.parameters()) if instance else ADAM
     pipe = ps.Pipeline(
-        source, schedule, loss_fn=MSE, optimizer=given_optimizer, mesh=mesh, sharding=sharding, tied=tied,
-        parallelize=parallelize, timeout=30,
-    )  # fmt: skip
+        source,
+        schedule,
+        loss_fn=MSE,
+        optimizer=given_optimizer,
+        mesh=mesh,
+        timeout=30,
+        parallel=ps.ParallelOptions(tied=tied, parallelize=parallelize, sharding=sharding),
+    )
     found: list[str] = []
     if sharding == "fsdp" and dp > 1:
         found += [f"{n} is whole on every replica" for n, p in pipe.named_parameters() if not is_sharded(p)]
@@ -198,7 +211,7 @@ def using(uses: Sequence[str]) -> nn.Sequential:
 def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """What is not as in the loop under autocast, in words."""
     plain, num = copy.deepcopy(model), schedule.num_microbatches
-    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, autocast=dtype, timeout=20)
+    pipe = ps.Pipeline(model, schedule, loss_fn=MSE, timeout=20, precision=ps.PrecisionOptions(autocast=dtype))
     found: list[str] = []
     for number, (x, y) in enumerate(steps(8 * num + 1), start=1):
         if schedule.placement.num_pipelines > 1:
@@ -219,7 +232,7 @@ def wrong_casts(model: nn.Sequential, schedule: ps.Schedule, dtype: torch.dtype 
 def refused(model: Any, schedule: ps.Schedule, **options: Any) -> str:
     """The message with which a pipeline is refused; empty where it is not."""
     try:
-        ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, timeout=20, **options).close()
+        ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=ADAM, timeout=20, **packed(**options)).close()
     except RuntimeFailure as error:
         return str(error)
     return ""

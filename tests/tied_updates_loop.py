@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 import penstock as ps
 import tie_runs
+from packed import packed
 from penstock.schedule import Op
 
 MSE = nn.MSELoss()
@@ -216,9 +217,13 @@ def unlike_the_loop(
     loop = VersionsLoop(copy.deepcopy(model), schedule, optimizer, clip_norm, num_replicas)
     source, tied = tie_runs.as_given(model, given)
     pipe = ps.Pipeline(
-        source, schedule, loss_fn=MSE, optimizer=optimizer, zero=zero, clip_norm=clip_norm, tied=tied, timeout=20,
-        **options,
-    )  # fmt: skip
+        source,
+        schedule,
+        loss_fn=MSE,
+        optimizer=optimizer,
+        timeout=20,
+        **packed(zero=zero, clip_norm=clip_norm, tied=tied, **options),
+    )
     found: list[str] = []
     for number, (x, y) in enumerate(batches(num, num_steps)):
         loop.step(list(x.split(2)), list(y.split(2)))

@@ -167,7 +167,9 @@ class Passes:
             self._schedule(),
             loss_fn=CrossEntropy(),
             optimizer=optimizer,
-            zero=method.rule is None,  # predictions are made on every copy
+            parallel=ps.ParallelOptions(
+                sharding="copies" if method.rule is None else "none"
+            ),  # predictions are made on every copy
         )
 
     def _schedule(self) -> ps.Schedule:

@@ -52,7 +52,7 @@ def held(trial: Trial, zero: bool = True) -> ps.simulation.Footprint:
     """What each rank holds in a trial."""
     parameters = [weights / 2 for weights in trial.costs.weight_bytes]
     costs = replace(trial.costs, optimizer_bytes=[STEPPED_BYTES * count for count in parameters])
-    return ps.footprint(trial.schedule, costs, zero=zero, masters=True, links=trial.links)
+    return ps.footprint(trial.schedule, costs, sharding="copies" if zero else "none", masters=True, links=trial.links)
 
 
 def trials(setup: Setup) -> dict[str, Trial]:

@@ -116,9 +116,9 @@ def links(job: Job) -> list[tuple[int, int]]:
 
 def steering_of(job: Job) -> Any:
     """How the runtime is told what a job says."""
-    from penstock.runtime.adapt import Steering  # here, so that simulation starts without torch
+    from penstock.runtime.adapt import AdaptOptions  # here, so that simulation starts without torch
 
-    return Steering(
+    return AdaptOptions(
         costs=job.costs,
         max_held=job.start.caps,
         host_memory=job.host_memory,

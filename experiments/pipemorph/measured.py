@@ -16,10 +16,10 @@ from typing import Any
 
 from penstock.control import Configuration
 from penstock.cost import Costs, Links
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.launch import init_process, launch
-from penstock.runtime.transport.choose import DelegateOptions
+from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 
 TOLD = ("number", "iteration", "action", "reason", "ms_now", "ms_then")
 """What is kept of a decision."""
@@ -45,7 +45,7 @@ class Order:
     depth: int | None
     steps: int
     stretch: float
-    steering: Steering | None = None
+    steering: AdaptOptions | None = None
 
 
 def measure(order: Order, processes: bool = False) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         max_held=first.caps,
         stretch=order.stretch,
         timeout=TIMEOUT,
-        transport=order.transport,
-        depth=order.depth,
-        steering=order.steering,
-        delegates=DelegateOptions() if first.delegated else None,
+        adapt=order.steering,
+        transport=TransportOptions(
+            order.transport, depth=order.depth, delegates=DelegateOptions() if first.delegated else None
+        ),
     ) as pipe:
         if first.delegated:
             pipe.reconfigure(first)

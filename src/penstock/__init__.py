@@ -27,31 +27,43 @@ from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, par
 from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
-    from penstock.runtime import DelegateOptions, Pipeline, RuntimeFailure, Steering, StepResult, emulate, split
+    from penstock.runtime import (
+        AdaptOptions,
+        ParallelOptions,
+        Pipeline,
+        PrecisionOptions,
+        RuntimeFailure,
+        StepResult,
+        TransportOptions,
+        emulate,
+        split,
+    )
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "AdaptOptions",
     "Blocking",
     "Branch",
     "CostError",
     "Costs",
-    "DelegateOptions",
     "Links",
     "Mesh",
     "NewOp",
     "Op",
+    "ParallelOptions",
     "Pipeline",
     "Placement",
     "Plan",
+    "PrecisionOptions",
     "Program",
     "Rules",
     "RuntimeFailure",
     "Schedule",
     "ScheduleError",
-    "Steering",
     "StepResult",
     "Timeline",
+    "TransportOptions",
     "breadth_first",
     "build",
     "check",

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NAMES: dict[str, str] = {
+    "DelegateOptions": "ps.TransportOptions(delegates=ps.runtime.DelegateOptions(...))",
+    "Steering": "ps.AdaptOptions",
     "LinkCondition": "ps.Links, whose links take texts: ps.Links({(0, 1): 'latency:30ms+loss:1%'}), or "
     "penstock.cost.LinkCondition",
     "LinkConditions": "ps.Links, which reads conditions too: ps.Links.parse('0:1=latency:30ms+loss:1%')",
@@ -33,3 +41,19 @@ def missing(name: str, known: list[str]) -> Exception:
     # `from penstock import NAME` replaces an AttributeError by one that says less. It asks by importlib first.
     importing = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
     return ImportError(message, name=f"penstock.{name}") if importing else AttributeError(message)
+
+
+def refuse_old(keywords: Mapping[str, str], error: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function refuse keywords that it no longer takes, each with what to write instead."""
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **given: P.kwargs) -> R:
+            for name in given:
+                if name in keywords:
+                    raise error(f"{name}= is gone since 0.2; give {keywords[name]}")
+            return function(*args, **given)
+
+        return called
+
+    return wrap

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from delegate_ranks import Chain, run_delegate_ranks
+from packed import packed
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.delegate import DelegateTransport
 from plain_loop import plain_step
@@ -87,7 +88,7 @@ def train(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     schedule = ps.build(name, 2, 8)
     options = {"loss_fn": nn.functional.mse_loss, "dispatch": dispatch, "device": "cuda:0", "transport": "delegate"}
-    pipe = ps.Pipeline(build_model(), schedule, **options)  # type: ignore[arg-type]
+    pipe = ps.Pipeline(build_model(), schedule, **packed(**options))  # type: ignore[arg-type]
     try:
         result = pipe.step(*build_batch(), update=False)
         found = {key: p.grad.flatten().tolist() for key, p in pipe.named_parameters() if p.grad is not None}

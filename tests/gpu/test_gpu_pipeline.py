@@ -60,7 +60,11 @@ def test_one_process_equals_the_plain_loop(name: str, dispatch: str) -> None:
 def share_one_device(rank: int, name: str, dispatch: str) -> dict[str, list[float]]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     pipe = ps.Pipeline(
-        build_model(), ps.build(name, 2, 8), loss_fn=nn.functional.mse_loss, dispatch=dispatch, device="cuda:0"
+        build_model(),
+        ps.build(name, 2, 8),
+        loss_fn=nn.functional.mse_loss,
+        dispatch=dispatch,
+        parallel=ps.ParallelOptions(device="cuda:0"),
     )
     result = pipe.step(*build_batch(), update=False)
     found = {key: p.grad.flatten().tolist() for key, p in pipe.named_parameters() if p.grad is not None}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
+from packed import packed
 from penstock.runtime.checkpoint import CheckpointError, Reader
 from processes import run_ranks
 
@@ -62,7 +63,7 @@ def pipeline(schedule: str = "1f1b", ranks: int = 2, layers: int = 4, **options:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), Counted(), nn.Linear(WIDTH, 1))
     given: dict[str, Any] = {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.AdamW, **options}
-    return ps.Pipeline(net, ps.build(schedule, ranks, 4), **given)
+    return ps.Pipeline(net, ps.build(schedule, ranks, 4), **packed(**given))
 
 
 def mesh(pp: int, dp: int) -> Any:

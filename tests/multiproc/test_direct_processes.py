@@ -11,6 +11,7 @@ from torch import nn
 import penstock as ps
 from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
+from packed import packed
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
@@ -196,7 +197,7 @@ def train(rank: int, name: str, dispatch: str) -> list[bool]:
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
         schedule = ps.build(name, 3, 6)
-        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20, **how)  # type: ignore[arg-type]
+        pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20, **packed(**how))  # type: ignore[arg-type]
         numbers = []
         for size in (12, 7, 18, 12):
             x = torch.randn(size, 4)

@@ -93,7 +93,12 @@ def train(rank: int, dispatch: str) -> list[bool]:
     for links in (None, Links.parse("0:1=latency:15ms+loss:5% 1:2=occupancy:2ms")):
         model.load_state_dict(start)
         pipe = ps.Pipeline(
-            model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links, timeout=20
+            model,
+            ps.build("zb-h1", 3, 4),
+            loss_fn=nn.MSELoss(),
+            dispatch=dispatch,
+            timeout=20,
+            transport=ps.TransportOptions(links=links),
         )
         numbers = []
         for x in batches:

@@ -13,6 +13,7 @@ from torch import nn
 import penstock as ps
 from delegate_ranks import Chain, exchange, run_delegate_ranks
 from listening import Listener, family, listeners, shown
+from packed import packed
 from penstock.runtime.transport.delegate import DelegateTransport
 from processes import run_ranks
 
@@ -50,16 +51,15 @@ def steered(rank: int, transport: str) -> list[Listener]:
     assert "MASTER_ADDR" not in os.environ
     torch.manual_seed(0)
     model = [nn.Linear(8, 8) for _ in range(2)]
-    options: dict[str, Any] = {} if transport == "delegate" else {"steering": ps.Steering()}
+    options: dict[str, Any] = {} if transport == "delegate" else {"steering": ps.AdaptOptions()}
     if transport == "routed":
-        options["delegates"] = ps.DelegateOptions()
+        options["delegates"] = ps.runtime.DelegateOptions()
     pipe = ps.Pipeline(
         model,
         ps.build("1f1b", 2, 4),
         loss_fn=nn.MSELoss(),
-        transport="delegate" if transport == "delegate" else "host",
         timeout=30,
-        **options,
+        **packed(transport="delegate" if transport == "delegate" else "host", **options),
     )
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     pipe.step(x, x)

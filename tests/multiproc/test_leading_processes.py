@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
+from packed import packed
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize
 from penstock.runtime import partition
 from processes import run_ranks
@@ -27,7 +28,7 @@ def trained(schedule: ps.Schedule, **options: Any) -> tuple[ps.Pipeline, list[fl
         schedule,
         loss_fn=CrossEntropy(),
         optimizer=torch.optim.SGD,
-        **options,
+        **packed(**options),
     )
     return pipe, [float(pipe.step(TOKENS[:, :-1], TOKENS[:, 1:]).loss) for _ in range(4)]
 

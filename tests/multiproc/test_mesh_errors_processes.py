@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
+from packed import packed
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 from processes import appears, run_ranks
@@ -30,7 +31,7 @@ def late(rank: int, name: str, folder: str) -> str:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, timeout=1, **options)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, timeout=1, **packed(**options))
     x = torch.randn(8, 4)
     pipe.step(x, x)
     if rank == 1:
@@ -70,7 +71,9 @@ def hooked(rank: int) -> list[str]:
             elif place == "when it is added":
                 weight.register_post_accumulate_grad_hook(lambda p: None)
             try:
-                pipe = ps.Pipeline(model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, **options)
+                pipe = ps.Pipeline(
+                    model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, **packed(**options)
+                )
                 if place == "afterwards":
                     model[0].weight.register_hook(lambda g: g)
                 x = torch.randn(8, 4)
@@ -109,7 +112,7 @@ def mixed(rank: int) -> dict[str, torch.Tensor]:
         made = {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD, "mesh": mesh, "sharding": sharding}
         with torch.no_grad():
             x = torch.randn(8, 4)
-        pipe = ps.Pipeline([Mixed()], ps.build("zb-h1", 1, 2), **made)
+        pipe = ps.Pipeline([Mixed()], ps.build("zb-h1", 1, 2), **packed(**made))
         pipe.step(x, x.roll(1, 0))
         found[sharding] = torch.cat([whole(p.detach()).double().flatten() for _, p in pipe.named_parameters()])
     return found

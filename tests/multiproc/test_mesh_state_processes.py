@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from mesh_runs import Split
+from packed import packed
 from penstock.models import GPTConfig, gpt_stage, parallelize, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.runtime import partition
@@ -51,11 +52,9 @@ def pipeline(split: Split | None, sharding: str, tied: bool) -> ps.Pipeline:
         schedule,
         loss_fn=CrossEntropy(),
         optimizer=torch.optim.AdamW,
-        clip_norm=1.0,
-        tied=tied_parameters(config),
         mesh=None if split is None else init_device_mesh("cpu", split, mesh_dim_names=("pp", "dp", "tp")),
-        sharding=sharding,
-        parallelize=parallelize,
+        precision=ps.PrecisionOptions(clip_norm=1.0),
+        parallel=ps.ParallelOptions(tied=tied_parameters(config), parallelize=parallelize, sharding=sharding),
     )
 
 
@@ -123,14 +122,14 @@ def refused(rank: int) -> list[str]:
         {"mesh": flat, "sharding": "zero3"},
         {"mesh": flat, "schedule": ps.build("pipedream-2bw", 2, 4, window=2), "sharding": "fsdp"},
         {"mesh": flat, "schedule": ps.build("1f1b", 4, 4)},
-        {"mesh": flat, "steering": ps.Steering()},
+        {"mesh": flat, "steering": ps.AdaptOptions()},
         {"mesh": flat, "sharding": "zero1" if rank == 1 else "none"},
     ]
     for options in cases:
         schedule = options.pop("schedule", ps.build("1f1b", 2, 4))
         stages = [torch.nn.Linear(2, 2) for _ in range(schedule.num_stages)]
         try:
-            ps.Pipeline(stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.Adam, **options)
+            ps.Pipeline(stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.Adam, **packed(**options))
         except RuntimeFailure as error:
             said.append(str(error))
         else:

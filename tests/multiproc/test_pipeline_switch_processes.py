@@ -50,10 +50,10 @@ def train(rank: int, transport: str) -> list[bool]:
         stages,
         ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
-        transport=transport,
-        links=Links.parse("1:2=latency:4ms"),
-        delegates=ps.DelegateOptions(),
         timeout=20,
+        transport=ps.TransportOptions(
+            transport, links=Links.parse("1:2=latency:4ms"), delegates=ps.runtime.DelegateOptions()
+        ),
     )
     same = []
     for place, switch in enumerate(SWITCHES):
@@ -97,6 +97,6 @@ def test_what_cannot_be_switched_to_leaves_all_as_it_was() -> None:
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
     for first, second, after in (o.value for o in outcomes):
         assert "links [(0, 1)] are to be delegated" in first
-        assert "delegates=ps.DelegateOptions()" in first
+        assert "delegates=ps.runtime.DelegateOptions()" in first
         assert second == "rank 1 was given another configuration than rank 0; every rank must switch to the same"
         assert after == "1f1b True"

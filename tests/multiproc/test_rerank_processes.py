@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.migrate import Placed
 from penstock.runtime.tensors.dtensor import whole
@@ -39,10 +40,9 @@ def maker(pp: int, schedule: str, made: list[nn.Module] | None = None, **options
             ps.build(schedule, pp, NUM_MICROBATCHES),
             loss_fn=nn.MSELoss(),
             optimizer=torch.optim.AdamW,
-            clip_norm=0.5,
             mesh=device_mesh,
             timeout=20,
-            **options,
+            **packed(clip_norm=0.5, **options),
         )
 
     return make

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from processes import Outcome, appears, run_ranks
 
@@ -21,7 +22,7 @@ def pipeline(name: str = "1f1b", dispatch: str = "frozen", timeout: float = 20, 
     torch.manual_seed(0)
     model = options.pop("model", None) or nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     return ps.Pipeline(
-        model, ps.build(name, 4, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=timeout, **options
+        model, ps.build(name, 4, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=timeout, **packed(**options)
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from packed import packed
 from penstock.control import replay
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
@@ -41,7 +42,7 @@ class Busy(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def pipeline(steering: ps.Steering | None, links: Links | None, **options: Any) -> ps.Pipeline:
+def pipeline(steering: ps.AdaptOptions | None, links: Links | None, **options: Any) -> ps.Pipeline:
     torch.manual_seed(3)
     schedule = ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES)
     model = [Busy() for _ in range(NUM_RANKS)]
@@ -49,10 +50,8 @@ def pipeline(steering: ps.Steering | None, links: Links | None, **options: Any) 
         model,
         schedule,
         loss_fn=nn.MSELoss(),
-        links=links,
-        steering=steering,
         timeout=30,
-        **options,
+        **packed(links=links, steering=steering, **options),
     )
 
 
@@ -67,7 +66,7 @@ def losses(pipe: ps.Pipeline, num_steps: int) -> list[torch.Tensor]:
 
 def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     pipe = pipeline(
-        ps.Steering(folder=folder if rank == 0 else None, max_held=6.0), LATE, optimizer=torch.optim.AdamW
+        ps.AdaptOptions(folder=folder if rank == 0 else None, max_held=6.0), LATE, optimizer=torch.optim.AdamW
     )
     numbers, got = [], []
     for step in range(num_steps):
@@ -108,7 +107,7 @@ def test_a_model_is_steered_around_a_late_link_with_the_same_losses(tmp_path: Pa
 
 
 def dies(rank: int, folder: str) -> list[str]:
-    pipe = pipeline(ps.Steering(folder=folder, costs=ps.Costs.uniform(NUM_RANKS)), None)
+    pipe = pipeline(ps.AdaptOptions(folder=folder, costs=ps.Costs.uniform(NUM_RANKS)), None)
     losses(pipe, 2)
     if rank == 2:
         os._exit(9)
@@ -133,7 +132,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_controller(tmp_path: Path) -> 
 
 def cannot(rank: int, store: str, folder: str) -> str:
     with pytest.raises(RuntimeFailure) as raised:
-        pipeline(ps.Steering(store=store or None, folder=folder), None)
+        pipeline(ps.AdaptOptions(store=store or None, folder=folder), None)
     return str(raised.value)
 
 
@@ -155,7 +154,7 @@ def emulated(rank: int, transport: str) -> list[Any]:
     links = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
     found: list[Any] = []
     with ps.runtime.EmulatedPipeline(
-        ps.build("zb", NUM_RANKS, 6), costs, links=links, transport=transport, steering=ps.Steering(), timeout=30
+        ps.build("zb", NUM_RANKS, 6), costs, links=links, transport=transport, adapt=ps.AdaptOptions(), timeout=30
     ) as pipe:
         for _ in range(80):
             step = pipe.step()
@@ -181,7 +180,7 @@ def drifting(rank: int) -> list[int]:
     clock.time = SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + shift[0] * second)  # type: ignore[assignment]
     meeting.clock_name = clock.clock_name
     helm.COMPARED = 4
-    pipe = pipeline(ps.Steering(), None)
+    pipe = pipeline(ps.AdaptOptions(), None)
     found = list(pipe._helm._meeting.ahead)  # type: ignore[union-attr]
     shift[0] += 5 * rank
     losses(pipe, 5)

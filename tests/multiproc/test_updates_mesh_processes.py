@@ -32,7 +32,7 @@ def beside_the_loop(rank: int) -> dict[str, list[str]]:
     return {
         "amdp": run("amdp", 8, 4),
         "amdp, functions, zero1": run("amdp", 8, 4, "functions", sharding="zero1"),
-        "amdp, every copy steps, zero1": run("amdp", 8, 4, zero=False, clip_norm=0.05, sharding="zero1"),
+        "amdp, every copy steps": run("amdp", 8, 4, zero=False, clip_norm=0.05),
         "amdp, a window a step": run("amdp", 8, 8),
         "pipedream, zero1": run("pipedream", 4, 1, "list", sharding="zero1"),
         "pipedream-2bw": run("pipedream-2bw", 8, 4, "functions"),
@@ -56,8 +56,8 @@ def goes_on(rank: int, folder: str) -> dict[str, list[str]]:
                     loss_fn=loop.MSE,
                     optimizer=runs.ADAM,
                     mesh=groups,
-                    sharding=sharding,
                     timeout=20,
+                    parallel=ps.ParallelOptions(sharding=sharding),
                 )
 
             whole, first, loaded, then = made(), made(), made(), made()

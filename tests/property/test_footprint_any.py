@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn) -> tuple[ps.Schedule, ps.Costs]:
 def test_a_footprint_adds_up(run: tuple[ps.Schedule, ps.Costs]) -> None:
     schedule, costs = run
     copies = schedule.placement.num_pipelines
-    zero, everywhere = ps.footprint(schedule, costs), ps.footprint(schedule, costs, zero=False)
+    zero, everywhere = ps.footprint(schedule, costs), ps.footprint(schedule, costs, sharding="none")
     assert sum(rank.weights for rank in zero.ranks) == copies * sum(costs.weight_bytes)
     assert sum(rank.gradients for rank in zero.ranks) >= copies * sum(costs.gradient_bytes)
     assert sum(rank.optimizer for rank in zero.ranks) == sum(costs.optimizer_bytes)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import branches_runs
 import penstock as ps
 from alias_cases import ALIASES
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients
 from recomputed import with_recompute
@@ -46,7 +47,7 @@ MSE = nn.MSELoss()
 
 
 def step(stages: list[nn.Module], name: str = "1f1b", **options: Any) -> ps.Pipeline:
-    pipe = ps.Pipeline(stages, ps.build(name, len(stages), 4), loss_fn=MSE, **options)
+    pipe = ps.Pipeline(stages, ps.build(name, len(stages), 4), loss_fn=MSE, **packed(**options))
     pipe.step(*batches(4, 8)[0], update=False)
     return pipe
 

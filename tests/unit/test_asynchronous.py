@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import asynchronous_runs as runs
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 
 RUNS = runs.RUNS
@@ -196,13 +197,17 @@ def test_losses_are_weighed_in_their_window() -> None:
     ("options", "message"),
     [
         ({"dispatch": "dynamic"}, "amdp has its updates in the order, which says what each op meets; run it frozen"),
-        ({"steering": ps.Steering()}, "nothing but that order may run"),
+        ({"steering": ps.AdaptOptions()}, "nothing but that order may run"),
     ],
 )
 def test_what_does_not_go_with_updates_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(RuntimeFailure, match=message):
         ps.Pipeline(
-            runs.model_of(4), ps.build("amdp", 4, 8, window=8), loss_fn=runs.MSE, optimizer=runs.ADAM, **options
+            runs.model_of(4),
+            ps.build("amdp", 4, 8, window=8),
+            loss_fn=runs.MSE,
+            optimizer=runs.ADAM,
+            **packed(**options),
         )
 
 

@@ -7,6 +7,7 @@ import torch
 
 import branches_runs as runs
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 
 
@@ -24,7 +25,7 @@ def test_split_backwards(name: str) -> None:
 def pipeline(graph: ps.schedule.StageGraph, **options: object) -> ps.Pipeline:
     schedule = ps.Program(ps.placements.one_to_one(graph.num_stages), 8, stages=graph).build()
     stages = [runs.Joined() if len(sources) == 2 else runs.Plain() for sources in graph.sources]
-    return ps.Pipeline(stages, schedule, loss_fn=runs.MSE, **options)
+    return ps.Pipeline(stages, schedule, loss_fn=runs.MSE, **packed(**options))
 
 
 def test_a_branch_that_leads_nowhere_is_refused() -> None:
@@ -40,7 +41,7 @@ def test_microbatches_that_do_not_match_are_refused() -> None:
 
 def test_steering_is_refused() -> None:
     with pytest.raises(RuntimeFailure, match="the stages of program branch, and steering plans for a chain of them"):
-        pipeline(runs.GRAPHS["a skip"], steering=ps.Steering())
+        pipeline(runs.GRAPHS["a skip"], steering=ps.AdaptOptions())
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,13 @@ def test_clipping_of_gradients_of_several_types(name: str, ranks: int, seed: int
     x, y = batches(4, 8)[0]
     plain_step(plain, x, y, 4, MSE)
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-    pipe = ps.Pipeline(model, ps.build(name, ranks, 4), loss_fn=MSE, clip_norm=max_norm, optimizer=Kept)
+    pipe = ps.Pipeline(
+        model,
+        ps.build(name, ranks, 4),
+        loss_fn=MSE,
+        optimizer=Kept,
+        precision=ps.PrecisionOptions(clip_norm=max_norm),
+    )
     got = pipe.step(x, y).grad_norm
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
@@ -67,7 +73,7 @@ class Kept(torch.optim.SGD):
 
 def test_clipping_where_nothing_has_a_gradient() -> None:
     stages = [nn.Sequential(nn.Linear(8, 8)).requires_grad_(False), nn.Tanh()]
-    pipe = ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=MSE, clip_norm=1.0)
+    pipe = ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=MSE, precision=ps.PrecisionOptions(clip_norm=1.0))
     norm = pipe.step(*batches(4, 8)[0]).grad_norm
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(stages[0].parameters(), 1.0))
 
@@ -80,7 +86,7 @@ def test_a_gradient_that_is_no_number_makes_the_norm_none(bad: float) -> None:
     for each in (model, plain):
         each[0].bias.register_hook(lambda g: g * bad)
     x, y = batches(4, 8)[0]
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE, clip_norm=1.0)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE, precision=ps.PrecisionOptions(clip_norm=1.0))
     plain_step(plain, x, y, 4, MSE)
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     got = pipe.step(x, y).grad_norm

@@ -13,6 +13,7 @@ from torch import nn
 
 import copies_runs
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences
 
@@ -29,7 +30,7 @@ def small(schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(schedule.num_stages)))
     return ps.Pipeline(
-        model, schedule, **{"loss_fn": MSE, "optimizer": partial(torch.optim.AdamW, lr=0.1), **options}
+        model, schedule, **packed(**{"loss_fn": MSE, "optimizer": partial(torch.optim.AdamW, lr=0.1), **options})
     )
 
 
@@ -52,7 +53,13 @@ def test_an_optimizer_given_steps_the_one_parameter_that_pipelines_of_a_process_
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
-        pipe = ps.Pipeline(model, schedule, loss_fn=MSE, optimizer=optimizer, zero=zero)
+        pipe = ps.Pipeline(
+            model,
+            schedule,
+            loss_fn=MSE,
+            optimizer=optimizer,
+            parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
+        )
         assert [group["params"] for group in optimizer.param_groups] == [list(part.parameters()) for part in model]
         before = [p.detach().clone() for p in model.parameters()]
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
@@ -132,7 +139,7 @@ def test_a_rank_that_hosts_a_stage_twice_is_refused() -> None:
 
 def test_steering_is_refused() -> None:
     with pytest.raises(RuntimeFailure, match="chimera has 2 pipelines, and steering plans for one"):
-        small(ps.build("chimera", 4, 8), steering=ps.Steering())
+        small(ps.build("chimera", 4, 8), steering=ps.AdaptOptions())
 
 
 def two_by_two(model: nn.Module) -> ps.Pipeline:
@@ -218,7 +225,9 @@ def test_an_optimizer_that_has_stepped_goes_on() -> None:
             p.grad = torch.ones_like(p)
         optimizer.step()
         optimizer.zero_grad()
-    pipe = ps.Pipeline(model, ps.build("chimera", 2, 4), loss_fn=MSE, optimizer=mine, zero=False)
+    pipe = ps.Pipeline(
+        model, ps.build("chimera", 2, 4), loss_fn=MSE, optimizer=mine, parallel=ps.ParallelOptions(sharding="none")
+    )
     torch.manual_seed(1)
     x, y = torch.randn(9, 4), torch.randn(9, 4)
     _, want = copies_runs.grouped_step(plain, x, y, pipe.schedule, 1)

@@ -220,7 +220,13 @@ def test_training_in_one_process_has_the_same_numbers_on_slow_links(dispatch: st
     found = []
     for links in (None, Links.parse("0:1=latency:10ms+loss:5% 1:2=occupancy:normal:3ms,1ms@5..9ms")):
         model.load_state_dict(start)
-        pipe = ps.Pipeline(model, ps.build("zb-h1", 3, 4), loss_fn=nn.MSELoss(), dispatch=dispatch, links=links)
+        pipe = ps.Pipeline(
+            model,
+            ps.build("zb-h1", 3, 4),
+            loss_fn=nn.MSELoss(),
+            dispatch=dispatch,
+            transport=ps.TransportOptions(links=links),
+        )
         result = pipe.step(x, x.sum(1, keepdim=True), update=False)
         assert pipe.evaluate(x, x.sum(1, keepdim=True)).loss == result.loss
         found.append((result.loss, [p.grad for p in pipe.parameters()], pipe.timeline().makespan))
@@ -233,7 +239,7 @@ def test_training_in_one_process_has_the_same_numbers_on_slow_links(dispatch: st
 def test_a_pipeline_refuses_links_that_are_not_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(ps.CostError, match="link 0:7"):
-        ps.Pipeline(model, ps.build("1f1b", 2, 2), links=Links.parse("0:7=latency:1"))
+        ps.Pipeline(model, ps.build("1f1b", 2, 2), transport=ps.TransportOptions(links=Links.parse("0:7=latency:1")))
 
 
 def test_conditions_go_by_their_own_clock() -> None:

@@ -115,8 +115,8 @@ def test_a_run_with_updates_is_frozen() -> None:
 def test_such_a_run_is_not_steered(name: str, options: dict[str, Any]) -> None:
     schedule = ps.build(name, 4, 16, **options)
     what = "updates in the order" if options else "2 pipelines"
-    with pytest.raises(RuntimeFailure, match=f"{name} has (its )?{what}.*leave steering out"):
-        ps.runtime.EmulatedPipeline(schedule, costs_of(schedule), steering=ps.Steering())
+    with pytest.raises(RuntimeFailure, match=f"{name} has (its )?{what}.*leave adapt out"):
+        ps.runtime.EmulatedPipeline(schedule, costs_of(schedule), adapt=ps.AdaptOptions())
 
 
 def timeline_of(schedule: ps.Schedule, times: dict[ps.Op, float]) -> Timeline:
@@ -159,8 +159,8 @@ def test_measured_costs_keep_forwards_that_ran_again() -> None:
 @pytest.mark.parametrize("name", ["amdp", "chimera"])
 def test_links_of_such_a_run_are_measured_where_nothing_is_to_change(name: str) -> None:
     schedule = ps.build(name, 4, 16, **({"window": 8} if name == "amdp" else {}))
-    steering = ps.Steering(may_replan=False, may_delegate=False, dispatches=())
-    with ps.runtime.EmulatedPipeline(schedule, costs_of(schedule), steering=steering) as pipe:
+    steering = ps.AdaptOptions(may_replan=False, may_delegate=False, dispatches=())
+    with ps.runtime.EmulatedPipeline(schedule, costs_of(schedule), adapt=steering) as pipe:
         steps = [pipe.step() for _ in range(2)]
         assert not pipe.decisions
     assert [step.timeline.executed().order for step in steps] == [schedule.order] * 2

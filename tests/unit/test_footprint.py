@@ -69,7 +69,7 @@ def test_amdp_has_half_as_many_copies_as_ranks_and_one_owner(num_ranks: int) -> 
     assert {rank.weights for rank in found.ranks} == {copies}
     assert {rank.versions for rank in found.ranks} == {0}
     assert {rank.optimizer for rank in found.ranks} == {6}
-    everywhere = ps.footprint(schedule, uniform(num_ranks), zero=False)
+    everywhere = ps.footprint(schedule, uniform(num_ranks), sharding="none")
     assert {rank.optimizer for rank in everywhere.ranks} == {6 * copies}
     assert [rank._replace(optimizer=0) for rank in everywhere.ranks] == [
         rank._replace(optimizer=0) for rank in found.ranks
@@ -78,7 +78,7 @@ def test_amdp_has_half_as_many_copies_as_ranks_and_one_owner(num_ranks: int) -> 
 
 @pytest.mark.parametrize("zero", [True, False])
 def test_copies_of_a_synchronous_schedule(zero: bool) -> None:
-    found = ps.footprint(ps.build("chimera", 4, 4), uniform(4), zero=zero)
+    found = ps.footprint(ps.build("chimera", 4, 4), uniform(4), sharding="copies" if zero else "none")
     assert {(rank.weights, rank.gradients, rank.optimizer) for rank in found.ranks} == {(2, 2, 6 if zero else 12)}
 
 

@@ -80,8 +80,15 @@ def test_a_pipeline_holds_what_its_footprint_says(
 ) -> None:
     layers = build_layers(CONFIG, range(4), seed=0)
     schedule = ps.build(name, 4, num_microbatches, **options)
-    expected = ps.footprint(schedule, costs_of(layers, optimizer), zero=zero)
-    pipe = ps.Pipeline(nn.Sequential(*layers), schedule, loss_fn=loss, optimizer=optimizer, zero=zero, timeout=20)
+    expected = ps.footprint(schedule, costs_of(layers, optimizer), sharding="copies" if zero else "none")
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        schedule,
+        loss_fn=loss,
+        optimizer=optimizer,
+        timeout=20,
+        parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
+    )
     assert held(pipe, num_microbatches) == [tuple(rank[:4]) for rank in expected.ranks]
 
 

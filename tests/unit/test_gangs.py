@@ -374,7 +374,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(
             RuntimeFailure, match="run together, or that run beside others, and steering plans for ops"
         ):
-            ps.emulate(schedule, Costs.uniform(4), steering=ps.Steering())
+            ps.emulate(schedule, Costs.uniform(4), adapt=ps.AdaptOptions())
     ends = ps.schedule.StageGraph(2, ())
     schedule = ps.Program(ps.placements.one_to_one(2), 2, stages=ends).build()
     with pytest.raises(RuntimeFailure, match="stages 0, 1 feed no other stage, and the loss is one stage's"):

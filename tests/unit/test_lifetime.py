@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from packed import packed
 from penstock.control import Configuration
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.lifetime import Lifetime
@@ -43,7 +44,7 @@ def fails(parameters: Any) -> torch.optim.Optimizer:
     [
         ({"optimizer": fails}, "no optimizer today"),
         ({"tied": [("0.nothing", "1.nothing")]}, "is in no stage"),
-        ({"steering": ps.Steering(store="redis://127.0.0.1:1/0")}, "."),
+        ({"steering": ps.AdaptOptions(store="redis://127.0.0.1:1/0")}, "."),
         ({"dispatch": "dynamics"}, "dispatch"),
     ],
     ids=["optimizer", "tied", "steering", "dispatch"],
@@ -54,7 +55,7 @@ def test_a_pipeline_that_can_not_be_made_leaves_nothing_behind(options: dict[str
     groups = [[id(p) for p in group["params"]] for group in given.param_groups]
     before = traces(model)
     with pytest.raises(Exception, match=said):
-        ps.Pipeline(model, ps.build("zb-h1", 4, 4), loss_fn=MSE, **{"optimizer": given, **options})
+        ps.Pipeline(model, ps.build("zb-h1", 4, 4), loss_fn=MSE, **packed(**{"optimizer": given, **options}))
     assert traces(model) == before
     assert [[id(p) for p in group["params"]] for group in given.param_groups] == groups
 

@@ -120,7 +120,7 @@ def test_a_pipeline_gives_the_plain_loops_loss_and_gradients(schedule: str) -> N
         [bert_stage(CONFIG, part) for part in parts],
         built,
         loss_fn=BERTLoss(),
-        tied=bert_tied_parameters(CONFIG),
+        parallel=ps.ParallelOptions(tied=bert_tied_parameters(CONFIG)),
     )
     result = pipe.step(inputs, targets, update=False)
     model = nn.Sequential(*bert_layers(CONFIG))

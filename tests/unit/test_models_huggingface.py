@@ -129,7 +129,12 @@ def test_a_pipeline_gives_the_models_own_loss_and_gradients(name: str, schedule:
     model, batch = model_of(name), batch_of()
     built = ps.build(schedule, ranks, 3)
     decoder = Decoder(copy.deepcopy(model))
-    pipe = ps.Pipeline(decoder.stages(built.num_stages), built, loss_fn=NextTokenLoss(), tied=decoder.tied)
+    pipe = ps.Pipeline(
+        decoder.stages(built.num_stages),
+        built,
+        loss_fn=NextTokenLoss(),
+        parallel=ps.ParallelOptions(tied=decoder.tied),
+    )
     result = pipe.step(*inputs_and_targets(batch), update=False)
     loss, gradients = plain_step(model, batch, 3)
     found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
@@ -204,8 +209,8 @@ def test_a_model_built_stage_by_stage_trains() -> None:
         decoder.stages(3),
         ps.build("1f1b", 3, 2),
         loss_fn=NextTokenLoss(),
-        tied=decoder.tied,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        parallel=ps.ParallelOptions(tied=decoder.tied),
     )
     inputs, targets = inputs_and_targets(batch_of(4))
     losses = [float(pipe.step(inputs, targets).loss) for _ in range(25)]
@@ -222,7 +227,11 @@ def test_dropout_is_the_same_whatever_the_cut() -> None:
     for ranks in (1, 2, 4):
         decoder = Decoder(config)
         pipe = ps.Pipeline(
-            decoder.stages(ranks), ps.build("1f1b", ranks, 2), loss_fn=NextTokenLoss(), tied=decoder.tied, seed=9
+            decoder.stages(ranks),
+            ps.build("1f1b", ranks, 2),
+            loss_fn=NextTokenLoss(),
+            seed=9,
+            parallel=ps.ParallelOptions(tied=decoder.tied),
         )
         losses.append(pipe.step(inputs, targets, update=False).loss)
         quiet = [float(pipe.evaluate(inputs, targets).loss) for _ in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import random
 from functools import partial
 from typing import Any
@@ -12,7 +14,9 @@ from torch import nn
 
 import branches_runs
 import penstock as ps
+from packed import packed
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.transport.choose import TransportOptions
 from runtime_cases import Do, batches, lin
 
 pytestmark = pytest.mark.unit
@@ -70,12 +74,14 @@ class NeedsMore(torch.optim.SGD):
 def test_an_argument_that_makes_no_sense(options: dict[str, Any], said: str) -> None:
     given = {"model": nn.Sequential(lin(), lin()), "schedule": ps.build("1f1b", 2, 4), "loss_fn": MSE, **options}
     with pytest.raises((RuntimeFailure, ps.ScheduleError), match=said):
-        ps.Pipeline(given.pop("model"), given.pop("schedule"), **given)
+        ps.Pipeline(given.pop("model"), given.pop("schedule"), **packed(**given))
 
 
 @pytest.mark.parametrize("clip_norm", [0, 0.0, 1, float("inf")])
 def test_norms_that_make_sense(clip_norm: float) -> None:
-    pipe = ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, clip_norm=clip_norm)
+    pipe = ps.Pipeline(
+        [lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, precision=ps.PrecisionOptions(clip_norm=clip_norm)
+    )
     assert pipe.step(*batches(4, 8)[0]).grad_norm > 0
 
 
@@ -110,3 +116,58 @@ def test_a_stage_that_joins_says_what_it_is_called_with(seed: int) -> None:
     with pytest.raises(TypeError) as caught:
         ps.Pipeline(stages, program.build(), loss_fn=MSE).step(inputs, targets)
     assert "stage 3 joins others: it is called with the outputs of stages 1 and 2" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "now"),
+    [
+        ({"zero": False}, r"zero= is gone since 0.2; give parallel=ps.ParallelOptions\(sharding=...\): 'copies' for"),
+        ({"steering": None}, r"steering= is gone since 0.2; give adapt=ps.AdaptOptions\(...\)"),
+        ({"autocast": torch.bfloat16}, r"precision=ps.PrecisionOptions\(autocast=...\)"),
+        ({"tied": ()}, r"parallel=ps.ParallelOptions\(tied=...\)"),
+        ({"links": None}, r"transport=ps.TransportOptions\(links=...\)"),
+        ({"depth": 2}, r"transport=ps.TransportOptions\('direct', depth=...\)"),
+    ],
+)
+def test_an_old_keyword_says_the_new_one(keyword: dict[str, Any], now: str) -> None:
+    with pytest.raises(RuntimeFailure, match=now):
+        ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **keyword)
+    if keyword.keys() <= {"steering", "depth"}:
+        with pytest.raises(RuntimeFailure, match=now):
+            ps.emulate(ps.build("1f1b", 2, 4), ps.Costs.uniform(2), **keyword)
+
+
+def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:
+    names = inspect.signature(ps.Pipeline).parameters
+    assert len(names) <= 13
+    assert {"links", "depth", "zero", "sharding"}.isdisjoint(names)
+    for kind in (ps.PrecisionOptions, ps.ParallelOptions, ps.TransportOptions, ps.AdaptOptions):
+        assert kind() == kind()
+        assert kind.__doc__
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(kind(), dataclasses.fields(kind)[0].name, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": torch.bfloat16}, r"precision is torch.bfloat16; give ps.PrecisionOptions\(...\)"),
+        ({"parallel": "fsdp"}, r"parallel is 'fsdp'; give ps.ParallelOptions"),
+        ({"adapt": True}, r"adapt is True; give ps.AdaptOptions"),
+        ({"transport": "pigeon"}, "transport 'pigeon': give 'host'"),
+    ],
+)
+def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RuntimeFailure, match=said):
+        ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **options)
+
+
+def test_a_name_alone_stands_for_a_transport() -> None:
+    assert TransportOptions.of("direct") == ps.TransportOptions("direct")
+    assert TransportOptions.of(None) == ps.TransportOptions() == TransportOptions.of(ps.TransportOptions())
+    with pytest.raises(RuntimeFailure, match="delegates is 3"):
+        ps.TransportOptions(delegates=3)
+    with pytest.raises(RuntimeFailure, match="links is"):
+        ps.TransportOptions(links={(0, 1): 3})
+    with pytest.raises(RuntimeFailure, match="given as links="):
+        ps.emulate(ps.build("1f1b", 2, 4), ps.Costs.uniform(2), transport=ps.TransportOptions(links=ps.Links()))

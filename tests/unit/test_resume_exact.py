@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 import penstock as ps
+from packed import packed
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader, pack, unpack, write
 
 pytestmark = pytest.mark.unit
@@ -69,7 +70,7 @@ def model(*extra: nn.Module) -> nn.Sequential:
 
 def pipeline(net: nn.Module, schedule: str = "1f1b", ranks: int = 2, **options: Any) -> ps.Pipeline:
     given = {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.AdamW, **options}
-    return ps.Pipeline(net, ps.build(schedule, ranks, 4), **given)  # type: ignore[arg-type]
+    return ps.Pipeline(net, ps.build(schedule, ranks, 4), **packed(**given))  # type: ignore[arg-type]
 
 
 def train(pipe: ps.Pipeline, steps: range) -> list[Tensor]:

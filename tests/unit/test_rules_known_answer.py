@@ -73,7 +73,13 @@ def test_amdp_trains_as_worked_out_by_hand(zero: bool) -> None:
     assert max(ps.schedule.count_mismatch(schedule).values()) == 1
     weights = [[draw.uniform(0.5, 1.5, 2) for _ in "uv"] for _ in range(d)]
     optimizers = [[Sgd(0.75) for _ in "uv"] for _ in range(d)]
-    pipe = ps.Pipeline([Scale(*w) for w in weights], schedule, loss_fn=squared, optimizer=sgd(0.75), zero=zero)
+    pipe = ps.Pipeline(
+        [Scale(*w) for w in weights],
+        schedule,
+        loss_fn=squared,
+        optimizer=sgd(0.75),
+        parallel=ps.ParallelOptions(sharding="copies" if zero else "none"),
+    )
     before = updates_before(schedule)
     for x, t in batches(2, num, draw):
         rates = RATES[:4]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from packed import packed
 from penstock.runtime import PartitionError, RuntimeFailure
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, Do, batches, lin
@@ -20,7 +21,7 @@ MSE = nn.MSELoss()
 
 
 def pipeline(stages: Any, name: str = "1f1b", ranks: int = 2, num: int = 4, **options: Any) -> ps.Pipeline:
-    return ps.Pipeline(stages, ps.build(name, ranks, num), **{"loss_fn": MSE, **options})
+    return ps.Pipeline(stages, ps.build(name, ranks, num), **packed(**{"loss_fn": MSE, **options}))
 
 
 def test_more_stages_than_layers() -> None:

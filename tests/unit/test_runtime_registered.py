@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
+from packed import packed
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
@@ -41,7 +42,7 @@ LOSS = nn.functional.mse_loss
 
 
 def pipeline(schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
-    return ps.Pipeline(model(schedule.num_stages), schedule, loss_fn=LOSS, **options)
+    return ps.Pipeline(model(schedule.num_stages), schedule, loss_fn=LOSS, **packed(**options))
 
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])

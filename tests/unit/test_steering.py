@@ -214,16 +214,16 @@ def test_what_the_filter_does_not_take() -> None:
 
 def test_options_that_make_no_sense() -> None:
     with pytest.raises(RuntimeFailure, match="a patience of 0 s"):
-        ps.Steering(patience=0.0)
+        ps.AdaptOptions(patience=0.0)
     zb = ps.build("zb", 2, 2)
     with pytest.raises(ControlError, match="least_gain is -1"):
-        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(least_gain=-1.0))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(least_gain=-1.0))
     with pytest.raises(ps.ScheduleError, match="cap is 1"):
-        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(max_held=1.0))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(max_held=1.0))
     with pytest.raises(ps.ScheduleError, match="dispatch 'any'"):
-        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(dispatches=("any",)))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(dispatches=("any",)))
     with pytest.raises(RuntimeFailure, match="give another folder"):
-        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), steering=ps.Steering(folder="/proc/nowhere"))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(folder="/proc/nowhere"))
 
 
 def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:

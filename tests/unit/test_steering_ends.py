@@ -103,7 +103,7 @@ def test_a_disk_that_fills_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None:
     said: list[str] = []
-    job = ps.Steering().job(COSTS, START, 0, False)
+    job = ps.AdaptOptions().job(COSTS, START, 0, False)
 
     def take(line: str) -> None:
         raise OSError(28, "No space left on device")

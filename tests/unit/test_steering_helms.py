@@ -43,7 +43,7 @@ class Group:
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
         setting = RunSetting(START, COSTS, 2, True, 1.0, range(NUM_RANKS))
-        steering = ps.Steering(folder=folder, **options)
+        steering = ps.AdaptOptions(folder=folder, **options)
         self.helms = [
             Agent(
                 steering,

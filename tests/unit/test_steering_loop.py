@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
+from packed import packed
 from penstock.control import Configuration, replay
 from penstock.control.configuration import peaks
 from penstock.runtime import EmulatedPipeline, RuntimeFailure
@@ -39,10 +40,8 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
 @pytest.mark.parametrize("transport", ["direct", "host"])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
-    steering = ps.Steering(folder=tmp_path, max_held=limits)
-    with ps.runtime.EmulatedPipeline(
-        ZB, COSTS, links=LATE, transport=transport, steering=steering, timeout=20
-    ) as pipe:
+    steering = ps.AdaptOptions(folder=tmp_path, max_held=limits)
+    with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=steering, timeout=20) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:
             assert len(steps) < 80, (pipe.decisions, pipe.notices)
@@ -71,7 +70,9 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
 
 
 def test_emulate_tells_what_each_step_ran() -> None:
-    run = ps.emulate(ZB, COSTS, num_steps=3, steering=ps.Steering(), transport="direct", depth=1)
+    run = ps.emulate(
+        ZB, COSTS, num_steps=3, adapt=ps.AdaptOptions(), transport=ps.TransportOptions("direct", depth=1)
+    )
     assert run.numbers == (0, 0, 0)
     assert {each.digest for each in run.configurations} == {Configuration(ZB, "frozen", (), caps(ZB)).digest}  # type: ignore[arg-type]
     assert run.notices == ()
@@ -83,9 +84,9 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
     """Two seconds of standing still and a restart on the way; then the link turns late and is answered."""
     zero = ps.Links.parse("2:3=latency:steps:0ms/0ms,4s/80ms,10min/0ms")
     with running(kind) as server:
-        steering = ps.Steering(store=server.address, folder=tmp_path)
+        steering = ps.AdaptOptions(store=server.address, folder=tmp_path)
         with ps.runtime.EmulatedPipeline(
-            ZB, COSTS, links=zero, transport="direct", steering=steering, timeout=20
+            ZB, COSTS, links=zero, transport="direct", adapt=steering, timeout=20
         ) as pipe:
             pipe.step()
             server.signal(signal.SIGSTOP)
@@ -105,8 +106,8 @@ def test_the_store_stands_still_and_dies_and_training_goes_on(kind: str, tmp_pat
 @pytest.mark.slow
 def test_a_store_that_is_gone_for_good_is_said_once() -> None:
     with running("redis") as server:
-        steering = ps.Steering(store=server.address, patience=0.5)
-        with ps.runtime.EmulatedPipeline(ZB, COSTS, steering=steering, timeout=20) as pipe:
+        steering = ps.AdaptOptions(store=server.address, patience=0.5)
+        with ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=steering, timeout=20) as pipe:
             pipe.step()
             server.kill()
             for _ in range(60):
@@ -135,8 +136,8 @@ def test_by_hand_switches_and_switches_back() -> None:
 
 def test_a_steered_run_is_not_switched_by_hand() -> None:
     with (
-        ps.runtime.EmulatedPipeline(ZB, COSTS, steering=ps.Steering()) as pipe,
-        pytest.raises(RuntimeFailure, match="leave steering out"),
+        ps.runtime.EmulatedPipeline(ZB, COSTS, adapt=ps.AdaptOptions()) as pipe,
+        pytest.raises(RuntimeFailure, match="leave adapt out"),
     ):
         pipe.reconfigure(pipe.configuration)
 
@@ -147,10 +148,10 @@ def test_a_steered_run_is_not_switched_by_hand() -> None:
         ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'gloo', 'direct', 'delegate' or 'nccl'"),
         ({"transport": "direct", "depth": 0}, "a direct channel of depth 0"),
         ({"depth": 3}, "depth=3 is for transport='direct'"),
-        ({"steering": ps.Steering(store="redis://127.0.0.1:1")}, "cannot be used"),
-        ({"steering": ps.Steering(store="tcp://127.0.0.1:1")}, "cannot be reached"),
+        ({"steering": ps.AdaptOptions(store="redis://127.0.0.1:1")}, "cannot be used"),
+        ({"steering": ps.AdaptOptions(store="tcp://127.0.0.1:1")}, "cannot be reached"),
     ],
 )
 def test_what_can_not_be_is_said_before_anything_runs(options: dict[str, object], rule: str) -> None:
     with pytest.raises(RuntimeFailure, match=rule):
-        ps.runtime.EmulatedPipeline(ZB, COSTS, **options)  # type: ignore[arg-type]
+        ps.runtime.EmulatedPipeline(ZB, COSTS, **packed(**options))  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def test_any_name_of_a_parameter_ties_it_and_groups_that_overlap_are_one() -> No
     plain = nn.Sequential(*copy.deepcopy(modules))
     plain[1][0].weight = plain[1][2].weight = plain[2][0].weight = plain[2][2].weight = plain[0][0].weight
     tied = [["0.2.weight", "1.0.weight"], ["2.2.weight", "1.2.weight"]]
-    pipe = ps.Pipeline(modules, ps.build("1f1b", 3, 4), loss_fn=MSE, tied=tied)
+    pipe = ps.Pipeline(modules, ps.build("1f1b", 3, 4), loss_fn=MSE, parallel=ps.ParallelOptions(tied=tied))
     x, y = tie_runs.steps(9, 1)[0]
     plain_step(plain, x, y, 4, MSE)
     pipe.step(x, y, update=False)

@@ -96,14 +96,14 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 0", "--zero off", "--drain-every 2"])
+@pytest.mark.parametrize("options", ["--window 8", "--max-mismatch 0", "--sharding none", "--drain-every 2"])
 def test_options_of_amdp(train: Train, tmp_path: Path, options: str) -> None:
     updating = train("run", f"--schedule amdp --steps 8 {options}")["updating"]
     assert updating["num_updates"] == (4 if "window" in options else 8)
     assert updating["proved"] == updating["measured"] == (0 if "mismatch" in options else 1)
-    assert updating["zero"] == ("zero" not in options)
+    assert updating["zero"] == ("sharding" not in options)
     assert updating["drain_every"] == (2 if "drain" in options else 8)
-    if "zero" in options:  # which copy steps changes no number
+    if "sharding" in options:  # which copy steps changes no number
         train("on", "--schedule amdp --steps 8")
         assert losses(tmp_path / "run") == losses(tmp_path / "on")
 
@@ -153,7 +153,7 @@ def back_to(folder: Path, steps: int) -> Path:
 
 RESUMED = {
     "amdp": "--schedule amdp --dropout 0.1",
-    "no ZeRO": "--schedule amdp --zero off",
+    "no ZeRO": "--schedule amdp --sharding none",
     "pipedream": "--schedule pipedream",
     "2bw": "--schedule pipedream-2bw",
     "xpipe": "--schedule xpipe",

@@ -98,7 +98,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "nothing to drain": ("--schedule zb-v --drain-every 2", ["--drain-every 2", "not for zb-v"]),
     "a window without updates": ("--schedule two.json --window 4", ["two.json has no updates", "leave out --window"]),
     "more mismatch than allowed": ("--schedule xpipe --window 1 --max-mismatch 1", ["microbatch 2", "at most 1"]),
-    "zero": ("--schedule amdp --zero maybe", ["no zero 'maybe'", "on or off"]),
+    "sharding": ("--schedule amdp --sharding maybe", ["no sharding 'maybe'", "none, copies, zero1 or fsdp"]),
     "adapting what is asynchronous": ("--schedule amdp --adapt", ["leave out --adapt"]),
     "asynchronous and dynamic": ("--schedule amdp --dispatch dynamic", ["frozen", "leave out --dispatch"]),
     "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain' predicts on stage", "--no-tied"]),

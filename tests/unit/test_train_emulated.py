@@ -171,7 +171,7 @@ def test_without_zero_copies_update_as_long(place: Path) -> None:
         "dispatch": "frozen",
         "costs": "costs.json",
     }
-    on, off = (EmulatedSettings.from_mapping({**told, "zero": zero}) for zero in ("on", "off"))
+    on, off = (EmulatedSettings.from_mapping({**told, "sharding": kept}) for kept in ("copies", "none"))
     plan = on.build_schedule()
     assert plan.updates is not None
     assert [settings.read_costs(plan).take_over for settings in (on, off)] == [(), (3.0, 3.0)]

@@ -37,7 +37,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
         "--dp 8 --batch 16",
         ["batch of 16", "4 microbatches in each of 8 replicas", "at least 32"],
     ),
-    "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, zero1 or fsdp"]),
+    "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, copies, zero1 or fsdp"]),
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
     "asynchronous and fully sharded": ("--schedule amdp --dp 2 --sharding fsdp", ["amdp", "give --sharding zero1"]),
     "asynchronous replicas in one process": ("--schedule amdp --dp 2 --in-process", ["leave out --in-process"]),

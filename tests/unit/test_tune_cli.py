@@ -316,7 +316,7 @@ def test_copies_and_several_pipelines_are_recommended_where_they_are_fastest(
         result = told(capsys, "tune", *FAST, "--ranks", "2", *extra)
         choice = result["choice"]
         assert {name: choice[name] for name in result["best"][0]} == result["best"][0]
-        assert (choice["tp"], choice["sharding"], choice["dispatch"]) == (1, "none", "frozen")
+        assert (choice["tp"], choice["sharding"], choice["dispatch"]) == (1, "copies", "frozen")
         assert result["refused"] == {}
         assert main(shlex.split(result["train"])[1:]) == 0
         settings = orders[-1].settings

@@ -32,7 +32,7 @@ WAIT = 300.0
 class FaultJob:
     """Attributes:
     folder: where files say go; num_runs: how often to train; num_steps: each time; timeout: of any wait, s.
-    store: by which the runs are steered, see `ps.Steering`; None: they are not.
+    store: by which the runs are steered, see `ps.AdaptOptions`; None: they are not.
     """
 
     folder: str
@@ -85,7 +85,7 @@ def train(
         dispatch="dynamic",
         transport="delegate",
         timeout=job.timeout,
-        steering=None if job.store is None else ps.Steering(store=job.store),
+        adapt=None if job.store is None else ps.AdaptOptions(store=job.store),
     )
     transport: Any = pipe._transport
     steps, losses, crossings = [], [], []

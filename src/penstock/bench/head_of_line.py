@@ -24,6 +24,7 @@ from penstock.bench.machine import machine
 from penstock.cost.presets import PRESETS
 from penstock.runtime.emulation.emulated_run import Emulation
 from penstock.runtime.emulation.processes import emulate_processes
+from penstock.runtime.transport.choose import TransportOptions
 
 NORMAL_14 = 368.0
 """Milliseconds of the iteration of Figure 14 without delay: 398 ms, "only 30 ms slowdown"."""
@@ -134,8 +135,7 @@ def _emulate(case: Case, steps: int, stretch: float, processes: bool) -> Emulati
         links=links,
         num_steps=steps,
         stretch=stretch,
-        transport=case.transport,
-        depth=case.depth,
+        transport=TransportOptions(case.transport, depth=case.depth),
     )
 
 

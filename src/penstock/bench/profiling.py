@@ -1,4 +1,4 @@
-"""What measuring costs: steps with links, ops and reports watched (`ps.Steering`), beside the same steps without.
+"""What measuring costs: steps with links, ops and reports watched (`ps.AdaptOptions`), beside the same steps without.
 
     python -m penstock.bench.profiling [--ranks 4] [--steps 8] [--blocks 6] [--out FILE.json]
 
@@ -40,11 +40,11 @@ def run(num_ranks: int, steps: int, blocks: int) -> list[dict[str, Any]]:
     schedule = ps.build("1f1b", num_ranks, 4 * num_ranks)
     row = [OP] * num_ranks
     costs = ps.Costs(row, row, row, message_bytes=[SIZE] * num_ranks)
-    steering = ps.Steering(dispatches=("frozen",), may_replan=False, may_delegate=False)
+    steering = ps.AdaptOptions(dispatches=("frozen",), may_replan=False, may_delegate=False)
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     with (
         ps.runtime.EmulatedPipeline(schedule, costs) as plain,
-        ps.runtime.EmulatedPipeline(schedule, costs, steering=steering) as ours,
+        ps.runtime.EmulatedPipeline(schedule, costs, adapt=steering) as ours,
     ):
         pipes = {"plain": plain, "steered": ours}
         for pipe in pipes.values():

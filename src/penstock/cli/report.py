@@ -66,7 +66,8 @@ def _folder(run: Path) -> Path:
         raise Misuse(f"{run} holds {len(below)} runs: give one, like {below[0]}")
     if not below:
         raise Misuse(
-            f"{run} has no {LOG}: its links were not watched; train with --adapt, or run with ps.Steering(folder=...)"
+            f"{run} has no {LOG}: its links were not watched; train with --adapt, or run with "
+            "ps.AdaptOptions(folder=...)"
         )
     return below[0]
 

@@ -1,7 +1,8 @@
 """Runs a schedule with torch: stages, split backward, transports, updates."""
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
+from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.emulated_run import Emulation, emulate
 from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
@@ -13,7 +14,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.transport.choose import DelegateOptions
+from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 
 __all__ = [
     "DeadlineExceeded",
@@ -24,13 +25,16 @@ __all__ = [
     "OpCall",
     "PartitionError",
     "PeerLost",
+    "ParallelOptions",
     "Pipeline",
+    "PrecisionOptions",
     "Placed",
     "RuntimeFailure",
     "Split",
     "Stage",
-    "Steering",
+    "AdaptOptions",
     "StepResult",
+    "TransportOptions",
     "device_mesh",
     "emulate",
     "partition",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,7 +14,115 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
+from penstock.runtime.parameters.shared_stage import Parallelize
 from penstock.schedule import Schedule
+from penstock.schedule.short_repr import short_repr
+
+SHARDINGS = ("none", "copies", "zero1", "fsdp")
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """In which type ops compute, and how gradients are kept in range.
+
+    Attributes:
+        autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss; None: none.
+        clip_norm: most the norm of the whole model's gradient may be at an update; where updates are ops of the
+            schedule, that of each stage's gradient. None: any.
+
+    Raises:
+        RuntimeFailure: another type, or a norm below 0.
+    """
+
+    autocast: torch.dtype | None = None
+    clip_norm: float | None = None
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        fits = self.autocast is None or isinstance(self.autocast, torch.dtype)
+        _require(fits, "autocast", self.autocast, "a type like torch.bfloat16")
+        if self.clip_norm is not None:
+            fits = _is_number(self.clip_norm) and self.clip_norm >= 0
+            _require(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How a model is cut into stages, where they run, and what those who hold a stage keep in parts.
+
+    Attributes:
+        sharding: what the holders of a stage share out: "none" (each keeps and steps all of it), "copies" (of the
+            copies of a stage in several pipelines one has the optimizer's state, and sends the others its parameters;
+            ZeRO over pipelines), "zero1" (that, and replicas of a mesh each keep a part of the optimizer's state) or
+            "fsdp" (that, and replicas keep parts of parameters and gradients too, gathered while a step runs).
+        parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
+            share a stage; `penstock.models.parallelize` for the models here.
+        device: where stages run; None: where the model's parameters lie.
+        costs: of each layer of a module, in the order in which they are called, for cutting it; None: alike.
+        tied: for stages built by functions: groups of names of parameters that are one.
+
+    Raises:
+        RuntimeFailure: a sharding or device that is none, or a value of another type.
+    """
+
+    sharding: str = "copies"
+    parallelize: Parallelize | None = None
+    device: torch.device | str | None = None
+    costs: Sequence[float] | None = None
+    tied: Sequence[Sequence[str]] = ()
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            names = f"{', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}"
+            raise RuntimeFailure(f"no sharding {self.sharding!r}; choose {names}")
+        fits = self.parallelize is None or callable(self.parallelize)
+        _require(fits, "parallelize", self.parallelize, "a function (stage, device mesh), or None")
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                first = str(error).splitlines()[0]
+                raise RuntimeFailure(f'device is {self.device!r}: {first}; give one like "cpu" or "cuda:0"') from None
+        if self.costs is not None:
+            listed = hasattr(self.costs, "__len__") and hasattr(self.costs, "__iter__")
+            _require(listed and all(map(_is_number, self.costs)), "costs", self.costs, "a number for each layer")
+        groups = isinstance(self.tied, Sequence) and not isinstance(self.tied, str)
+        fits = groups and all(
+            isinstance(group, Sequence)
+            and not isinstance(group, str)
+            and all(isinstance(name, str) for name in group)
+            for group in self.tied
+        )
+        wanted = 'groups of names of parameters that are one: [("0.weight", "3.weight")]'
+        _require(fits, "tied", self.tied, wanted)
+
+    @property
+    def one_copy_steps(self) -> bool:
+        """Whether, of the copies of a stage in several pipelines, one alone has the optimizer's state."""
+        return self.sharding != "none"
+
+    @property
+    def of_replicas(self) -> str:
+        """What the replicas of a mesh keep in parts: "none", "zero1" or "fsdp"."""
+        return self.sharding if self.sharding in ("zero1", "fsdp") else "none"
+
+
+KEYWORDS = {
+    **{name: f"precision=ps.PrecisionOptions({name}=...)" for name in ("autocast", "clip_norm")},
+    **{
+        name: f"parallel=ps.ParallelOptions({name}=...)"
+        for name in ("sharding", "parallelize", "device", "costs", "tied")
+    },
+    "zero": "parallel=ps.ParallelOptions(sharding=...): 'copies' for zero=True, 'none' for zero=False",
+    "depth": "transport=ps.TransportOptions('direct', depth=...)",
+    "delegates": "transport=ps.TransportOptions(delegates=...)",
+    "links": "transport=ps.TransportOptions(links=...)",
+    "steering": "adapt=ps.AdaptOptions(...)",
+}
+"""Keywords of `ps.Pipeline` before 0.2, each with what to write instead."""
 
 
 def require_arguments(
@@ -21,16 +130,16 @@ def require_arguments(
     schedule: Any,
     loss_fn: Any,
     optimizer: Any,
-    device: Any,
-    autocast: Any,
-    clip_norm: Any,
-    costs: Any,
-    tied: Any,
     seed: Any,
     timeout: Any,
     ops: Any,
+    options: Mapping[str, Any],
 ) -> None:
-    """Raises RuntimeFailure for an argument of another type, or a number, that makes no sense."""
+    """Raises RuntimeFailure for an argument of another type, or a number, that makes no sense.
+
+    Args:
+        options: by keyword, the option value given or None, and its type.
+    """
     if isinstance(schedule, str):
         raise RuntimeFailure(
             f"the schedule is the text {schedule!r}; build it first: "
@@ -43,31 +152,12 @@ def require_arguments(
         _require(callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one")
     require_steps_alone(optimizer)
     _require_its_parameters(optimizer, [model] if isinstance(model, nn.Module) else model)
-    if clip_norm is not None:
-        fits = _is_number(clip_norm) and clip_norm >= 0
-        _require(fits, "clip_norm", clip_norm, "a number, at least 0, or None")
     _require(_is_number(timeout) and 0 < timeout < math.inf, "timeout", timeout, "seconds, above 0")
     _require(isinstance(seed, Integral) and not isinstance(seed, bool), "seed", seed, "an integer")
-    _require(
-        autocast is None or isinstance(autocast, torch.dtype), "autocast", autocast, "a type like torch.bfloat16"
-    )
-    if device is not None:
-        try:
-            torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            first = str(error).splitlines()[0]
-            raise RuntimeFailure(f'device is {device!r}: {first}; give one like "cpu" or "cuda:0"') from None
-    if costs is not None:
-        fits = hasattr(costs, "__len__") and hasattr(costs, "__iter__") and all(map(_is_number, costs))
-        _require(fits, "costs", costs, "a number for each layer")
-    groups = isinstance(tied, Sequence) and not isinstance(tied, str)
-    fits = groups and all(
-        isinstance(group, Sequence) and not isinstance(group, str) and all(isinstance(name, str) for name in group)
-        for group in tied
-    )
-    _require(fits, "tied", tied, 'groups of names of parameters that are one: [("0.weight", "3.weight")]')
     fits = ops is None or isinstance(ops, Mapping)
     _require(fits, "ops", ops, "a function for each registered kind of op, by its name")
+    for name, (given, kind) in options.items():
+        _require(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
 
 
 def _require_model(model: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
@@ -124,33 +124,33 @@ def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool, has_c
             )
     if schedule.updates is not None and has_conditions and isinstance(mesh.pipeline, LocalPeers):
         raise RuntimeFailure(
-            f"links= changes when the ranks of this process take turns, and so in which order the updates of "
-            f"{schedule.name} come, which all {mesh.num_replicas} replicas have to make alike; leave links out, or "
-            "give each rank a process"
+            "links that are made late change when the ranks of this process take turns, and so in which order the "
+            f"updates of {schedule.name} come, which all {mesh.num_replicas} replicas have to make alike; leave the "
+            "links out, or give each rank a process"
         )
     if steered:
-        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave steering out")
+        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave adapt out")
 
 
-def require_steerable(schedule: Schedule, steering: Steering | None) -> None:
+def require_steerable(schedule: Schedule, steering: AdaptOptions | None) -> None:
     """Raises RuntimeFailure where a run is to be changed by steering whose order may not change."""
     if steering is None or not steering.may_change:
         return
     if schedule.updates is not None:
         raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, so nothing but that order may run; leave steering out"
+            f"{schedule.name} has its updates in the order, so nothing but that order may run; leave adapt out"
         )
     if schedule.placement.num_pipelines > 1:
         raise RuntimeFailure(
             f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
-            "steering out"
+            "adapt out"
         )
     if schedule.has_shared_ops or schedule.asynchronous:
         raise RuntimeFailure(
             f"{schedule.name} has ops that several ranks run together, or that run beside others, and steering plans "
-            "for ops of one rank; leave steering out"
+            "for ops of one rank; leave adapt out"
         )
     if not is_plain(schedule):
         raise RuntimeFailure(
-            f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave steering out"
+            f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave adapt out"
         )

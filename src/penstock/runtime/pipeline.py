@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.control import Configuration
-from penstock.cost import Links
 from penstock.dispatch import Dispatch
-from penstock.runtime.adapt import Agent, Steering, steer
-from penstock.runtime.arguments import require_arguments
+from penstock.renamed import refuse_old
+from penstock.runtime.adapt import AdaptOptions, Agent, steer
+from penstock.runtime.arguments import KEYWORDS, ParallelOptions, PrecisionOptions, require_arguments
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
@@ -34,7 +34,6 @@ from penstock.runtime.compatibility import (
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import (
     ActivePlan,
-    choice_of,
     dispatch_of,
     require_free,
     require_switchable,
@@ -57,7 +56,6 @@ from penstock.runtime.parameters.data_parallel import reductions_of, with_reduct
 from penstock.runtime.parameters.given_optimizer import kept_groups
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, OptimizerState
-from penstock.runtime.parameters.shared_stage import Parallelize
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating, stages_of
 from penstock.runtime.stage.microbatches import Microbatches, counts_of, cut_for, num_entries
@@ -67,7 +65,7 @@ from penstock.runtime.stage.split_backward import DeferredShare, unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.choose import DelegateOptions, TransportChoice
+from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
@@ -97,35 +95,21 @@ class Pipeline:
         mesh: a process group or one-dimensional device mesh to run over, by default all of torch.distributed; or a
             device mesh with dimensions named pp (the pipeline), dp (its replicas, each with a part of the batch) and
             tp (shards of its stages).
-        sharding: what replicas keep in parts: "none", "zero1" (the optimizer's state) or "fsdp" (that, parameters and
-            gradients, gathered from all replicas while a step runs).
-        parallelize: `(stage, device mesh)`, makes a whole stage this process's shard, where the mesh has tp, or ranks
-            share a stage; `penstock.models.parallelize` for the models here.
         dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation without delays).
-        device: where stages run; by default where the model's parameters lie.
-        autocast: a type, like torch.bfloat16, for `torch.autocast` around forwards and the loss.
-        clip_norm: most the norm of the whole model's gradient may be at an update.
-        costs: of each layer of a module, in the order in which they are called, for cutting it.
-        tied: for stages built by functions: groups of names of parameters that are one.
-        seed: for dropout, the same whatever the schedule and the number of ranks.
-        timeout: seconds that any wait may last.
-        transport: between processes: "host" (memory that ranks of one host share, else gloo; messages of a GPU pass
-            through host memory, so that several ranks may share one), "gloo", "direct" (a bounded channel a link),
-            "delegate" (by processes of their own), or "nccl" (from GPU to GPU, one a rank, frozen dispatch).
-        depth: messages that a channel of "direct" holds; 2 where not given.
         ops: of each registered kind of op in the schedule the function that runs it, like `program.callables`;
             called with an `OpCall` at the op's place in the order. Evaluation leaves these ops out.
-        links: conditions to inject: messages are held back as these say, and the numbers stay the same.
-        steering: measure links while training, and switch to what is faster; None: not at all.
-        delegates: how delegates carry messages, where there are any.
-        zero: of the copies of a stage in several pipelines only the first has the optimizer's state, and sends the
-            others its parameters (ZeRO); False: every copy has it and steps.
+        seed: for dropout, the same whatever the schedule and the number of ranks.
+        timeout: seconds that any wait may last.
+        precision: the type of `torch.autocast`, and clipping; see `PrecisionOptions`.
+        parallel: cutting, devices, tied parameters, shards; see `ParallelOptions`.
+        transport: what carries messages between processes; see `TransportOptions`, or its name alone.
+        adapt: measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at all.
 
     A pipeline that cannot be made leaves nothing behind. One that was is closed at the end of a `with` block, or by
     `close()`.
 
     Where updates are ops of the schedule (U), one step runs many of them, each on its stage alone, by the rule that
-    the schedule names; `clip_norm` then bounds the norm of each stage's gradient.
+    the schedule names; `PrecisionOptions.clip_norm` then bounds the norm of each stage's gradient.
 
     Raises:
         ScheduleError: the schedule is not valid. Only the first rank tells why.
@@ -133,9 +117,10 @@ class Pipeline:
             the model's forward that stands in the way of cutting it; the message has the line.
         RuntimeFailure: what torch.distributed has, or `ops`, does not fit the schedule; a store that cannot be
             reached.
-        ControlError: steering with numbers that make no sense.
+        ControlError: adapting with numbers that make no sense.
     """
 
+    @refuse_old(KEYWORDS, RuntimeFailure)
     def __init__(
         self,
         model: nn.Module | Sequence[StageSource],
@@ -145,39 +130,36 @@ class Pipeline:
         optimizer: GivenOptimizer = None,
         mesh: Any = None,
         dispatch: Dispatch | str = Dispatch.FROZEN,
-        device: torch.device | str | None = None,
-        autocast: torch.dtype | None = None,
-        clip_norm: float | None = None,
-        costs: Sequence[float] | None = None,
-        tied: Sequence[Sequence[str]] = (),
+        ops: Mapping[str, OpFunction] | None = None,
         seed: int = 0,
         timeout: float = 60.0,
-        transport: str = "host",
-        depth: int | None = None,
-        ops: Mapping[str, OpFunction] | None = None,
-        links: Links | None = None,
-        steering: Steering | None = None,
-        delegates: DelegateOptions | None = None,
-        zero: bool = True,
-        sharding: str = "none",
-        parallelize: Parallelize | None = None,
+        precision: PrecisionOptions | None = None,
+        parallel: ParallelOptions | None = None,
+        transport: TransportOptions | str | None = None,
+        adapt: AdaptOptions | None = None,
     ) -> None:
-        require_arguments(
-            model, schedule, loss_fn, optimizer, device, autocast, clip_norm, costs, tied, seed, timeout, ops
-        )
+        options = {
+            "precision": (precision, PrecisionOptions),
+            "parallel": (parallel, ParallelOptions),
+            "adapt": (adapt, AdaptOptions),
+        }
+        require_arguments(model, schedule, loss_fn, optimizer, seed, timeout, ops, options)
+        precision, parallel = precision or PrecisionOptions(), parallel or ParallelOptions()
+        carried = TransportOptions.of(transport)
+        clip_norm, links = precision.clip_norm, carried.links
         schedule = remove_communication(schedule)  # the transport places messages
         self._learner: OptimizerState
         self._num_steps = 0
         self._seed = seed
         self._loss_fn = loss_fn
-        self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout, sharding)
+        self._mesh = place = read_mesh(mesh, schedule.num_ranks, timeout, parallel.of_replicas)
         self._peers = place.pipeline
         self._told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
-        require_steerable(schedule, steering)
+        require_steerable(schedule, adapt)
         if links is not None:
             links.check_ranks(schedule.num_ranks)
-        choice = choice_of(transport, depth, steering, delegates)
+        choice = carried.choice(adapt is not None and adapt.may_delegate)
         self._choice = choice if isinstance(self._peers, GroupPeers) else TransportChoice()
         ops = ops or {}
         facts = {
@@ -185,34 +167,37 @@ class Pipeline:
             "dispatch": str(dispatch),
             "seed": seed,
             "clip_norm": clip_norm,
-            "tied": [list(group) for group in tied],
+            "tied": [list(group) for group in parallel.tied],
             "ops": sorted(ops),
             "transport": choice.shared,
-            "steering": steering is not None,
-            "zero": zero,
-            "sharding": sharding,
+            "adapt": adapt is not None,
+            "sharding": parallel.sharding,
         }
         require_same(place.everyone.gather(facts), "every rank must make the same ps.Pipeline(...)")
         check_once(schedule, place.everyone)
-        self._costs = known = steering.costs if steering is not None else None
+        self._costs = known = adapt.costs if adapt is not None else None
         chosen = dispatch_of(dispatch, schedule, known, self._choice)
-        require_meshable(place, schedule, steering is not None, links is not None)
+        require_meshable(place, schedule, adapt is not None, links is not None)
         schedule = with_reductions(schedule, place)
-        start = start_of(schedule, chosen, known, steering)
+        start = start_of(schedule, chosen, known, adapt)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
         functions = functions_of(schedule, {**ops, **reducing})
-        sources = stages_of(model, schedule.num_stages, costs)
+        sources = stages_of(model, schedule.num_stages, parallel.costs)
         self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
         self._transport: Any = None
         self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
         with kept_groups(optimizer), self._life.making() as on_close:
-            self._model = held = LocalModel(sources, schedule.placement, place, device, tied, parallelize)
+            self._model = held = LocalModel(
+                sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
+            )
             on_close(self._leave_model)
             require_tied_updates(schedule, {", ".join(tie.names.values()): tie.stages for tie in held.ties})
             require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
-            self._learner = OptimizerState(held, place, schedule, optimizer, clip_norm, zero, timeout)
+            self._learner = OptimizerState(
+                held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, timeout
+            )
             self._tags = Tags.of(schedule, [tie.stages for tie in held.ties])
             self._running = self._worked_out(start)
             updating, here = self._learner.updating, self._peers.here
@@ -220,7 +205,7 @@ class Pipeline:
             conditions = None if links is None else Conditions(links)
             shards = None if place.shards is None else Lockstep(place.shards.get_group(), timeout)
             self._ranks = StepExecutor(
-                schedule, held, here, loss_fn, autocast, calls, updating, self._choice, conditions, shards
+                schedule, held, here, loss_fn, precision.autocast, calls, updating, self._choice, conditions, shards
             )
             self._split_stages()
             self._notices.share()
@@ -231,8 +216,8 @@ class Pipeline:
                 )
                 on_close(self._transport.close)
             given = self._peers, start, known, self._choice, self._ready
-            if steering is not None:
-                self._helm = steer(steering, *given)
+            if adapt is not None:
+                self._helm = steer(adapt, *given)
                 on_close(self._helm.close)
 
     def _ready(self, configuration: Configuration) -> ActivePlan:

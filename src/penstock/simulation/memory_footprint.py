@@ -1,6 +1,6 @@
 """What each rank holds at most: weights, older versions, gradients, the optimizer's state, activations, messages.
 
-    two pipelines over two ranks        weights       optimizer, zero      and without
+    two pipelines over two ranks        weights       optimizer, copies    and none
     rank 0 | 0F0 ..  1F1 ..             W0 + W1       O0                   O0 + O1
     rank 1 | 1F0 ..  0F1 ..             W1 + W0       O1                   O1 + O0
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine import memory
+from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
@@ -83,13 +84,15 @@ class Footprint:
         return self.mean / self.peak if self.peak else 1.0
 
 
+@refuse_old({"zero": "sharding='copies' for zero=True, 'none' for zero=False"}, CostError)
 def footprint(
     schedule: Schedule,
     costs: Costs,
-    zero: bool = True,
-    masters: bool = False,
     links: Links | None = None,
+    *,
     dispatch: Dispatch | str = "frozen",
+    sharding: str = "copies",
+    masters: bool = False,
 ) -> Footprint:
     """What each rank holds at most while `schedule` runs over `costs`.
 
@@ -99,17 +102,20 @@ def footprint(
 
     Args:
         costs: with `weight_bytes`.
-        zero: only the copy that owns a stage has the optimizer's state, and sends the parameters of each update to
-            the others (ZeRO; AMDP, section 3.4).
-        masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
-            version: what ops read is written from those anyway.
         links: delays or conditions of the run; none where not given.
         dispatch: of the run.
+        sharding: "copies": only the copy that owns a stage has the optimizer's state, and sends the parameters of
+            each update to the others (ZeRO; AMDP, section 3.4). "none": each copy has it. "zero1" and
+            "fsdp" are about replicas, of which a schedule knows none, and count as "copies".
+        masters: `optimizer_bytes` include the parameters, in full precision. Then rules that predict need no second
+            version: what ops read is written from those anyway.
 
     Raises:
         CostError: costs without weights, or for another number of stages.
         ScheduleError: what `simulate` refuses.
     """
+    if sharding not in ("none", "copies", "zero1", "fsdp"):
+        raise CostError(f"no sharding {sharding!r}; choose none, copies, zero1 or fsdp")
     if not costs.weight_bytes:
         raise CostError(
             "the costs do not say what weights take; give weight_bytes (and gradient_bytes, optimizer_bytes), or "
@@ -124,7 +130,7 @@ def footprint(
     ranks = [RankFootprint(0.0, 0.0, 0.0, 0.0, held, messages) for held, messages in peaks]
     for stage, pipeline, rank in _copies(schedule):
         mine, copy = ranks[rank], (stage, pipeline)
-        has_state = optimizer and (pipeline == OWNER or not zero)
+        has_state = optimizer and (pipeline == OWNER or sharding == "none")
         ranks[rank] = mine._replace(
             weights=mine.weights + costs.weight_bytes[stage],
             versions=mine.versions + costs.weight_bytes[stage] * (versions[copy] - 1),

@@ -106,8 +106,6 @@ def check_updates(settings: RunSettings) -> None:
 
 def _check_none(settings: RunSettings) -> None:
     given = [name for name in OPTIONS if getattr(settings, name) is not None]
-    if settings.zero != "on":
-        given.append("zero")
     if given:
         option = given[0].replace("_", "-")
         raise SettingsError(

@@ -35,7 +35,9 @@ def train(
     pp: Annotated[int | None, _option("The same as --ranks.")] = None,
     dp: Annotated[int | None, _option("Replicas of the pipeline, each with its part of the batch.", "dp")] = None,
     tp: Annotated[int | None, _option("Processes that share each layer.", "tp")] = None,
-    sharding: Annotated[str | None, _option("Of the replicas' state: none, zero1 or fsdp.", "sharding")] = None,
+    sharding: Annotated[
+        str | None, _option("What holders of a stage share out: none, copies, zero1, fsdp.", "sharding")
+    ] = None,
     microbatches: Annotated[int | None, _option("Microbatches a step.", "microbatches")] = None,
     stages: Annotated[int | None, _option("Stages over the whole model (interleaved-1f1b).")] = None,
     warmup: Annotated[str | None, _option("Warm-up counts, one a rank (zb).", metavar="X0,X1,...")] = None,
@@ -90,9 +92,6 @@ def train(
     ] = None,
     drain_every: Annotated[
         int | None, _option("Asynchronous: steps after which the pipeline drains; else about 8.")
-    ] = None,
-    zero: Annotated[
-        str | None, _option("on, one copy of a stage has the optimizer's state; or off, each.", "zero")
     ] = None,
     link: Annotated[
         list[str] | None,

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.data import Corpus
 from penstock.models import parallelize
 from penstock.runtime import Pipeline, RuntimeFailure
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
+from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.versions.rules import rule_of
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_ties
@@ -74,7 +76,7 @@ def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., tor
     rule = rule_of(schedule.updates.rule)
     try:
         rule.require(build([torch.nn.Parameter(torch.zeros(1))]))
-        rule.require_schedule(schedule, settings.zero == "on")
+        rule.require_schedule(schedule, settings.sharding != "none")
     except RuntimeFailure as error:
         raise SettingsError(f"{schedule.name} with --optimizer {settings.optimizer}: {error}") from None
 
@@ -111,7 +113,7 @@ def _try(build: Callable[..., torch.optim.Optimizer], settings: Settings) -> Non
         ) from None
 
 
-def build_pipeline(inputs: Inputs, steering: Steering | None = None, mesh: DeviceMesh | None = None) -> Pipeline:
+def build_pipeline(inputs: Inputs, steering: AdaptOptions | None = None, mesh: DeviceMesh | None = None) -> Pipeline:
     """The pipeline of a run, over torch.distributed where it is set up, or some mesh of its processes."""
     settings, task = inputs.settings, inputs.task
     return Pipeline(
@@ -120,21 +122,22 @@ def build_pipeline(inputs: Inputs, steering: Steering | None = None, mesh: Devic
         loss_fn=loss_of(inputs),
         optimizer=optimizer_class(settings),
         mesh=mesh or mesh_of(settings),
-        sharding=settings.sharding,
-        parallelize=parallelize,
         dispatch=settings.dispatch,
-        device=device_of(settings),
-        autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
-        clip_norm=settings.clip or None,
-        tied=task.tied,
         seed=settings.seed,
         timeout=settings.timeout,
-        transport=settings.transport,
-        depth=settings.link_depth,
-        delegates=settings.travel.delegate_options(),
-        links=settings.link_conditions(),
-        steering=steering,
-        zero=settings.zero == "on",
+        adapt=steering,
+        precision=PrecisionOptions(
+            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip or None
+        ),
+        parallel=ParallelOptions(
+            device=device_of(settings), tied=task.tied, parallelize=parallelize, sharding=settings.sharding
+        ),
+        transport=TransportOptions(
+            settings.transport,
+            depth=settings.link_depth,
+            links=settings.link_conditions(),
+            delegates=settings.travel.delegate_options(),
+        ),
     )
 
 

@@ -176,11 +176,11 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     """What another schedule makes void of a resumed run's settings: options that only the old one takes."""
     cleared: dict[str, Any] = {}
     if "schedule" in given:
-        cleared |= {"window": None, "max_mismatch": None, "drain_every": None, "zero": "on"}
+        cleared |= {"window": None, "max_mismatch": None, "drain_every": None}
     if given.get("schedule") in ASYNCHRONOUS:
         cleared |= {"dispatch": "frozen", "adapt": False}
     if given.get("dp") == 1:
-        cleared |= {"sharding": "none"}
+        cleared |= {"sharding": "copies"}
     if "schedule" in given or "ranks" in given:
         cleared |= {"stages": None, "warmup": None, "cut": None, "towers": None}
     return cleared

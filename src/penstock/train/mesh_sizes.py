@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def check_mesh(settings: Settings) -> None:
     """Raises SettingsError for options that do not go together with replicas, or with layers that are shared out."""
-    if settings.sharding != "none" and settings.dp == 1:
+    if settings.is_sharded and settings.dp == 1:
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
             "it out"
@@ -59,7 +59,7 @@ def _check_in_process(settings: Settings) -> None:
         raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
     if settings.adapt:
         raise SettingsError("over a mesh --adapt moves nodes, which one process has none of; leave out --in-process")
-    if settings.sharding != "none":
+    if settings.is_sharded:
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"
         )

@@ -17,7 +17,7 @@ import torch
 from penstock.control import Configuration
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, set_aside
 from penstock.runtime.checkpoint.saving import export_model
 from penstock.runtime.execute.timeline import measured_costs
@@ -91,11 +91,11 @@ class RankRun:
         self.interrupted = False
         self.report: Report | None = None
 
-    def _steering(self, folder: RunFolder) -> Steering | None:
+    def _steering(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
         if not settings.is_steered:
             return None
-        return Steering(folder.path, settings.store, host_memory=settings.host_units)
+        return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
 
     def resume(self, checkpoint: str | None, damaged: Sequence[str] = ()) -> None:
         """Goes on from a checkpoint, by its name, if one was ever written; damaged ones are set aside.

@@ -66,7 +66,7 @@ class Report:
     deferred: list[dict[str, Any]] = field(default_factory=list)
     model: str = "gpt"
     mesh: dict[str, int] = field(default_factory=dict)
-    sharding: str = "none"
+    sharding: str = "copies"
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -141,7 +141,7 @@ class Report:
             return []
         dp, tp = self.mesh["dp"], self.mesh["tp"]
         words = f"{self.num_ranks * dp * tp} processes: pp {self.num_ranks} x dp {dp} x tp {tp}"
-        return [("mesh", words + ("" if self.sharding == "none" else f", {self.sharding}"))]
+        return [("mesh", words + ("" if self.sharding in ("none", "copies") else f", {self.sharding}"))]
 
 
 def timing_report(

@@ -30,7 +30,7 @@ class RunSettings:
     window: int | None
     max_mismatch: int | None
     drain_every: int | None
-    zero: str
+    sharding: str
 
     def link_conditions(self) -> Links | None:
         """The conditions to inject. Raises SettingsError for those that make no sense."""

@@ -34,7 +34,7 @@ class Settings(RunSettings):
         schedule: a library schedule's name, or a schedule file.
         ranks, microbatches, stages, warmup: what the schedule is built for.
         dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
-        sharding: of the replicas' state: "none", "zero1" (each has some parameters' optimizer state) or "fsdp".
+        sharding: what the holders of a stage share out, see `ParallelOptions`: "none", "copies", "zero1" or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
         model: "gpt", "bert", "clip", or the path of a Hugging Face folder or config.json.
         preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
@@ -60,14 +60,13 @@ class Settings(RunSettings):
         window: of an asynchronous schedule, the microbatches an update gathers; None: updates are no ops of the
             schedule. max_mismatch: most updates between a forward and its backward; None: the schedule's own bound.
         drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
-        zero: "on", one copy of a stage has its optimizer's state, or "off", each copy.
     """
 
     schedule: str = "1f1b"
     ranks: int = 4
     dp: int = 1
     tp: int = 1
-    sharding: str = "none"
+    sharding: str = "copies"
     microbatches: int = 8
     stages: int | None = None
     warmup: tuple[int, ...] | None = None
@@ -114,7 +113,6 @@ class Settings(RunSettings):
     window: int | None = None
     max_mismatch: int | None = None
     drain_every: int | None = None
-    zero: str = "on"
 
     def __post_init__(self) -> None:
         counts = ["ranks", "dp", "tp", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
@@ -130,8 +128,7 @@ class Settings(RunSettings):
                 "dispatch": (*map(str, Dispatch), "auto"),
                 "device": ("cpu", "cuda"),
                 "transport": ("host", "gloo", "direct", "delegate", "nccl"),
-                "zero": ("on", "off"),
-                "sharding": ("none", "zero1", "fsdp"),
+                "sharding": ("none", "copies", "zero1", "fsdp"),
             },
         )
         check_model(self.model, self.towers)
@@ -153,6 +150,11 @@ class Settings(RunSettings):
     def num_processes(self) -> int:
         """Of the whole mesh."""
         return self.ranks * self.dp * self.tp
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas keep parts of what they train."""
+        return self.sharding in ("zero1", "fsdp")
 
     @property
     def is_flat(self) -> bool:

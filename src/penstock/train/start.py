@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.adapt.store import StoreLost, open_store
 from penstock.runtime.compatibility import require_steerable
 from penstock.runtime.launch import launch
@@ -64,9 +64,9 @@ def check_interfaces(travel: Travel) -> None:
 def check_steering(schedule: Schedule) -> None:
     """Raises SettingsError for a schedule whose order --adapt can't change."""
     try:
-        require_steerable(schedule, Steering())
+        require_steerable(schedule, AdaptOptions())
     except RuntimeFailure as error:
-        raise SettingsError(str(error).replace("leave steering out", "leave out --adapt")) from None
+        raise SettingsError(str(error).replace("leave adapt out", "leave out --adapt")) from None
 
 
 def start_ranks(

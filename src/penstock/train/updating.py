@@ -62,7 +62,7 @@ def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> Updat
         rule=schedule.updates.rule,
         window=settings.passes.window,
         drain_every=settings.passes.steps,
-        zero=settings.zero == "on",
+        zero=settings.sharding != "none",
         num_updates=num_updates,
         proved=proved_mismatch(schedule),
         measured=max(counted.values(), default=0),

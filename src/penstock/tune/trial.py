@@ -11,6 +11,7 @@ import torch
 from penstock.formats.native import from_json
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage, tied_parameters
 from penstock.runtime import Pipeline
+from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.simulation import Timeline
 from penstock.train.inputs import device_of, optimizer_class
@@ -40,14 +41,15 @@ def run(
         loss_fn=CrossEntropy(),
         optimizer=optimizer_class(settings),
         mesh=mesh_of(settings),
-        sharding=settings.sharding,
         dispatch=settings.dispatch,
-        device=device_of(settings),
-        autocast=torch.bfloat16 if settings.precision == "bfloat16" else None,
-        clip_norm=settings.clip or None,
-        tied=tied_parameters(config),
         seed=settings.seed,
         timeout=settings.timeout,
+        precision=PrecisionOptions(
+            autocast=torch.bfloat16 if settings.precision == "bfloat16" else None, clip_norm=settings.clip or None
+        ),
+        parallel=ParallelOptions(
+            device=device_of(settings), tied=tied_parameters(config), sharding=settings.sharding
+        ),
     )
     draws = torch.Generator().manual_seed(1)
     shape = task["microbatch_size"] * schedule.num_microbatches * settings.dp, config.context

@@ -30,7 +30,8 @@ class Decoder:
     """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
-        pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(), tied=decoder.tied, ...)
+        pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
+                           parallel=ps.ParallelOptions(tied=decoder.tied), ...)
         pipe.step(*inputs_and_targets(batch))                # input_ids, attention_mask, labels
 
     Parameters keep the names that they have in the model. A batch may have an attention mask, position ids and
@@ -103,7 +104,7 @@ class Decoder:
 
     @property
     def tied(self) -> list[list[str]]:
-        """Groups of names of parameters that are one, for `ps.Pipeline(tied=...)`."""
+        """Groups of names of parameters that are one, for `ps.ParallelOptions(tied=...)`."""
         return tied_groups(self._model)
 
     def layers(self, indices: Iterable[int] | None = None) -> list[Piece]:

@@ -13,9 +13,9 @@ first_costs      costs read off the first iterations
 """
 
 from penstock.runtime.adapt.agent import Agent, Readied
-from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 from penstock.runtime.adapt.start import steer
 from penstock.runtime.adapt.vote import Offer
 
-__all__ = ["Agent", "MeasuredStep", "Offer", "Readied", "Steering", "steer"]
+__all__ = ["Agent", "MeasuredStep", "Offer", "Readied", "AdaptOptions", "steer"]

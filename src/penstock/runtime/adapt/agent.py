@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.control import Configuration, ControlError, Dropped, Switched
 from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
-from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.rendezvous import Rendezvous
 from penstock.runtime.adapt.report import MeasuredStep, report_of
 from penstock.runtime.adapt.store_client import StoreClient
@@ -67,7 +67,7 @@ class Agent:
 
     def __init__(
         self,
-        steering: Steering,
+        steering: AdaptOptions,
         setting: RunSetting,
         meeting: Rendezvous,
         ready: Callable[[Configuration], Any],

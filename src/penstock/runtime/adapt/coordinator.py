@@ -21,7 +21,7 @@ from penstock.control.log import event_line
 from penstock.cost import Costs
 from penstock.runtime.adapt.controller_process import ControllerProcess
 from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
-from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import RankReport, lines_of
 from penstock.runtime.adapt.report_collector import ReportCollector
 from penstock.runtime.adapt.run_log import RunLog
@@ -39,7 +39,7 @@ class RunSetting:
 
     Attributes:
         start: what runs first. costs: None where they are to be measured.
-        depth, has_delegates: see `Steering.job`.
+        depth, has_delegates: see `AdaptOptions.job`.
         stretch: milliseconds of the clock to one of the costs' time.
         processes: the first rank of each.
     """
@@ -85,7 +85,7 @@ class Coordinator:
 
     def __init__(
         self,
-        steering: Steering,
+        steering: AdaptOptions,
         setting: RunSetting,
         line: StoreClient,
         plans: StoreClient,

@@ -16,7 +16,7 @@ from penstock.simulation.simulator import as_dispatch
 
 
 @dataclass(frozen=True)
-class Steering:
+class AdaptOptions:
     """Measure links while training, and change schedule, dispatch and delegated links where that is faster.
 
     Attributes:

@@ -9,7 +9,7 @@ from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.runtime.adapt.agent import Agent
 from penstock.runtime.adapt.coordinator import RunSetting
-from penstock.runtime.adapt.options import Steering
+from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.rendezvous import meet
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
@@ -17,7 +17,7 @@ from penstock.runtime.transport.choose import TransportChoice
 
 
 def steer(
-    steering: Steering,
+    steering: AdaptOptions,
     peers: Peers,
     start: Configuration,
     costs: Costs | None,

@@ -17,8 +17,11 @@ from typing import Any
 from penstock.control import Configuration
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
-from penstock.runtime.adapt import Steering
-from penstock.runtime.emulation.pipeline import EmulatedPipeline
+from penstock.renamed import refuse_old
+from penstock.runtime.adapt import AdaptOptions
+from penstock.runtime.emulation.pipeline import KEYWORDS, EmulatedPipeline
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.text import ranks_together
@@ -83,6 +86,7 @@ def _errors(measured: Sequence[Timeline], simulated: Sequence[Timeline]) -> tupl
     return tuple(m.makespan / s.makespan - 1 if s.makespan else 0.0 for m, s in zip(measured, simulated, strict=True))
 
 
+@refuse_old(KEYWORDS, RuntimeFailure)
 def emulate(
     schedule: Schedule,
     costs: Costs,
@@ -94,9 +98,8 @@ def emulate(
     stretch: float = 1.0,
     timeout: float = 60.0,
     mesh: Any = None,
-    transport: str = "host",
-    depth: int | None = None,
-    steering: Steering | None = None,
+    transport: TransportOptions | str | None = None,
+    adapt: AdaptOptions | None = None,
 ) -> Emulation:
     """Runs `schedule` on emulated devices and measures it.
 
@@ -105,7 +108,7 @@ def emulate(
 
     Args:
         num_steps: times to run it, one after the other.
-        links, dispatch, max_held, stretch, timeout, mesh, transport, depth, steering: see `EmulatedPipeline`.
+        links, dispatch, max_held, stretch, timeout, mesh, transport, adapt: see `EmulatedPipeline`.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
@@ -125,8 +128,7 @@ def emulate(
         timeout=timeout,
         mesh=mesh,
         transport=transport,
-        depth=depth,
-        steering=steering,
+        adapt=adapt,
     ) as pipe:
         steps = [pipe.step() for _ in range(num_steps)]
     measured = tuple(step.timeline for step in steps)

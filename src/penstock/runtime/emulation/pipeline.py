@@ -1,6 +1,6 @@
 """A pipeline of emulated devices: stepped and switched like one that trains, with ops that only take their time.
 
-with EmulatedPipeline(schedule, costs, links=conditions, transport="direct", steering=ps.Steering()) as pipe:
+with EmulatedPipeline(schedule, costs, links=conditions, transport="direct", adapt=ps.AdaptOptions()) as pipe:
     step = pipe.step()
     print(step.number, step.timeline.makespan, pipe.simulated([step])[0].makespan)
 """
@@ -15,16 +15,17 @@ from penstock.control import Configuration
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
-from penstock.runtime.adapt import Steering, steer
+from penstock.renamed import refuse_old
+from penstock.runtime.adapt import AdaptOptions, steer
 from penstock.runtime.compatibility import require_steerable
 from penstock.runtime.emulation.plan import plan_of
 from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.active_plan import choice_of, dispatch_of, require_switchable
+from penstock.runtime.execute.active_plan import dispatch_of, require_switchable
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.mesh.consistency import require_same
 from penstock.runtime.mesh.peers import GroupPeers, peers_of
-from penstock.runtime.transport.choose import DelegateOptions
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op, Schedule, check
 from penstock.schedule.send_recv import remove_communication
@@ -51,6 +52,14 @@ class EmulatedStep:
     crossings: tuple[TransferRecord, ...] = ()
 
 
+KEYWORDS = {
+    "depth": "transport=ps.TransportOptions('direct', depth=...)",
+    "delegates": "transport=ps.TransportOptions(delegates=...)",
+    "steering": "adapt=ps.AdaptOptions(...)",
+}
+"""Keywords before 0.2, each with what to write instead."""
+
+
 class EmulatedPipeline:
     """Emulated devices, a thread a rank; or a process a rank where torch.distributed is set up with several.
 
@@ -63,10 +72,9 @@ class EmulatedPipeline:
         stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
         timeout: seconds that any wait may last.
         mesh: as in `ps.Pipeline`.
-        transport: "host", "direct" or "delegate"; between threads "delegate" is the same as "host", no copy.
-        depth: messages that a channel of "direct" holds; 2 where not given.
-        steering: how to measure and switch while running; None: not at all.
-        delegates: how delegates carry messages between processes, where there are any.
+        transport: "host", "direct" or "delegate", or `TransportOptions` that say more (their `links` aside:
+            conditions are given here); between threads "delegate" is the same as "host", no copy.
+        adapt: how to measure and switch while running; None: not at all.
 
     Attributes:
         configuration: what the next step runs; number: of the decision that it comes from.
@@ -74,11 +82,12 @@ class EmulatedPipeline:
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
         CostError: costs for another number of stages, a link that is not there, a number that makes no sense.
-        ControlError: steering with numbers that make no sense.
+        ControlError: adapting with numbers that make no sense.
         RuntimeFailure: a schedule or transport that the runtime does not run (the error names what), other calls on
             other ranks, a store that cannot be reached.
     """
 
+    @refuse_old(KEYWORDS, RuntimeFailure)
     def __init__(
         self,
         schedule: Schedule,
@@ -90,14 +99,15 @@ class EmulatedPipeline:
         stretch: float = 1.0,
         timeout: float = 60.0,
         mesh: Any = None,
-        transport: str = "host",
-        depth: int | None = None,
-        steering: Steering | None = None,
-        delegates: DelegateOptions | None = None,
+        transport: TransportOptions | str | None = None,
+        adapt: AdaptOptions | None = None,
     ) -> None:
         schedule = remove_communication(schedule)
         check(schedule)
-        require_steerable(schedule, steering)
+        require_steerable(schedule, adapt)
+        carried = TransportOptions.of(transport)
+        if carried.links is not None:
+            raise RuntimeFailure("conditions of emulated links are given as links=, not in TransportOptions")
         conditions = Links.of(links)
         conditions.check_ranks(schedule.num_ranks)
         if costs.num_stages != schedule.num_stages:
@@ -106,9 +116,9 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
-        self._choice = choice_of(transport, depth, steering, delegates)
+        self._choice = carried.choice(adapt is not None and adapt.may_delegate)
         graph = lower(schedule)
-        held = steering.max_held if steering is not None and max_held is None else max_held
+        held = adapt.max_held if adapt is not None and max_held is None else max_held
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
         chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
         self.configuration = Configuration(schedule, chosen, (), caps)
@@ -119,10 +129,10 @@ class EmulatedPipeline:
             ProcessRanks(run, self._plan, peers) if isinstance(peers, GroupPeers) else ThreadRanks(run, self._plan)
         )
         self._helm = None
-        if steering is not None:
-            known = steering.costs or costs
+        if adapt is not None:
+            known = adapt.costs or costs
             try:
-                self._helm = steer(steering, peers, self.configuration, known, self._choice, self._ready, stretch)
+                self._helm = steer(adapt, peers, self.configuration, known, self._choice, self._ready, stretch)
             except BaseException:
                 self._ranks.close()
                 raise
@@ -179,7 +189,7 @@ class EmulatedPipeline:
             ScheduleError: the schedule is not valid, or its caps are below what its own order needs.
         """
         if self._helm is not None:
-            raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+            raise RuntimeFailure("this run is steered, which switches it; leave adapt out to switch it yourself")
         plan = self._ready(configuration)
         told = self._ranks.peers.gather({"configuration": configuration.digest})
         require_same(told, "every rank must switch to the same")

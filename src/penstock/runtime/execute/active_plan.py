@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from penstock.control import Configuration
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch, lower
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.plan import StepPlan, pairs_with, plan_step, stages_taped_out_of_order
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.choose import BASES, DelegateOptions, TransportChoice
+from penstock.runtime.transport.choose import TransportChoice
 from penstock.schedule import Schedule, check
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, memory_changes
@@ -57,7 +57,9 @@ class ActivePlan:
         return self._forwards[num_microbatches]
 
 
-def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steering: Steering | None) -> Configuration:
+def start_of(
+    schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steering: AdaptOptions | None
+) -> Configuration:
     """What a pipeline runs first. By default each rank may hold what its own order holds.
 
     Raises:
@@ -67,16 +69,6 @@ def start_of(schedule: Schedule, dispatch: Dispatch, costs: Costs | None, steeri
     change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
     caps = frozen_caps(graph, change, None if steering is None else steering.max_held)
     return Configuration(schedule, dispatch, (), tuple(caps))
-
-
-def choice_of(
-    transport: str, depth: int | None, steering: Steering | None, delegates: DelegateOptions | None
-) -> TransportChoice:
-    """The transport that a user named. Single links of it may be delegated where steering may do that, or where the
-    user says how.
-    """
-    may = delegates is not None or (steering is not None and steering.may_delegate)
-    return TransportChoice(transport, depth, may and transport in BASES, delegates or DelegateOptions())
 
 
 def running(
@@ -104,7 +96,7 @@ def running(
 def require_free(schedule: Schedule, steered: bool) -> None:
     """Raises RuntimeFailure where what runs is not its user's to switch."""
     if steered:
-        raise RuntimeFailure("this run is steered, which switches it; leave steering out to switch it yourself")
+        raise RuntimeFailure("this run is steered, which switches it; leave adapt out to switch it yourself")
     if schedule.updates is not None:
         raise RuntimeFailure(
             f"{schedule.name} has its updates in the order, which nothing may change; start a new pipeline"

@@ -62,7 +62,7 @@ def cut_stages(
         if parallelize is None:
             raise RuntimeFailure(
                 f"the mesh has {mesh.num_shards} tensor-parallel shards of each stage, and nothing says how to cut "
-                "one; give ps.Pipeline(..., parallelize=penstock.models.parallelize) for the models here, or a "
+                "one; give ps.ParallelOptions(parallelize=penstock.models.parallelize) for the models here, or a "
                 "function of your own that takes a stage and a device mesh"
             )
         _part(stages)

@@ -104,7 +104,8 @@ def require_stage(module: nn.Module, what: str) -> None:
             )
         if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel | fsdp.FSDPModule):
             raise RuntimeFailure(
-                f'{where} sharded by FSDP ({kind}) already; give the plain module, and ps.Pipeline(sharding="fsdp")'
+                f"{where} sharded by FSDP ({kind}) already; give the plain module, and "
+                'ps.ParallelOptions(sharding="fsdp")'
             )
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is None or not (is_lazy(tensor) or tensor.is_meta):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.control import Event
+from penstock.cost import Links
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
@@ -53,6 +54,52 @@ class DelegateOptions:
     host_memory: int = HOST_MEMORY
 
     __repr__ = short_repr
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """What carries messages between processes, and how.
+
+    Attributes:
+        name: "host" (memory that ranks of one host share, else gloo; messages of a GPU pass through host memory, so
+            that several ranks may share one), "gloo", "direct" (a bounded channel for each link), "delegate" (by
+            processes of their own), or "nccl" (from GPU to GPU, one per rank, frozen dispatch).
+        delegates: how delegates carry messages. With "host" or "direct" it says that single links may go by them.
+        depth: for experiments: messages that a channel of "direct" holds before its sender stands still; 2 where not
+            given.
+        links: for experiments: conditions to inject: messages are held back as these say, and the numbers stay the
+            same.
+
+    Raises:
+        RuntimeFailure: a name that is none, a depth that is below 1 or given for another transport, or a value of
+            another type.
+    """
+
+    name: str = "host"
+    delegates: DelegateOptions | None = None
+    depth: int | None = None
+    links: Links | None = None
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        TransportChoice(self.name, self.depth)
+        if self.delegates is not None and not isinstance(self.delegates, DelegateOptions):
+            raise RuntimeFailure(f"delegates is {self.delegates!r}; give ps.runtime.DelegateOptions(...)")
+        if self.links is not None and not isinstance(self.links, Links):
+            raise RuntimeFailure(f"links is {self.links!r}; give ps.Links(...)")
+
+    @classmethod
+    def of(cls, given: TransportOptions | str | None) -> TransportOptions:
+        """Options as they are; a name alone stands for options with that name."""
+        if given is None or isinstance(given, TransportOptions):
+            return given or cls()
+        return cls(given)
+
+    def choice(self, may_delegate: bool) -> TransportChoice:
+        """What it comes to, where links may be delegated (by adapting) or the user says how."""
+        has_delegates = (self.delegates is not None or may_delegate) and self.name in BASES
+        return TransportChoice(self.name, self.depth, has_delegates, self.delegates or DelegateOptions())
 
 
 @dataclass(frozen=True)
@@ -127,7 +174,7 @@ class TransportChoice:
         if delegated and not self.has_delegates:
             raise RuntimeFailure(
                 f"links {sorted(delegated)} are to be delegated, and transport {self.name!r} was made without "
-                f"delegates: give ps.Pipeline delegates=ps.DelegateOptions()"
+                "delegates: give ps.TransportOptions(delegates=ps.runtime.DelegateOptions())"
             )
         if self.depth is not None:
             require_depth(schedule, self.depth)

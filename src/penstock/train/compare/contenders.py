@@ -14,7 +14,7 @@ USUAL = ("1f1b", "zb-v", "amdp", "pipedream-2bw")
 """Who is compared where nobody is named."""
 
 STEPS = 64
-OF_UPDATES = ("window", "max_mismatch", "drain_every", "zero")
+OF_UPDATES = ("window", "max_mismatch", "drain_every", "sharding")
 """Options that only asynchronous schedules take."""
 
 

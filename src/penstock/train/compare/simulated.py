@@ -56,7 +56,7 @@ def simulated(settings: Settings, schedule: Schedule, costs: Costs) -> Simulated
         for stage in range(schedule.num_stages):
             after[schedule.rank_of(stage, OWNER)] += costs.duration(UPDATE, stage)
     whole = timeline.makespan + max(after)
-    held = footprint(schedule, costs, zero=settings.zero == "on") if costs.weight_bytes else None
+    held = footprint(schedule, costs, sharding=settings.sharding) if costs.weight_bytes else None
     return Simulated(
         milliseconds=whole / settings.passes.steps,
         microbatches_per_second=schedule.num_microbatches / whole * 1e3 if whole else 0.0,

@@ -11,9 +11,10 @@ from statistics import median
 from penstock.cost import Costs
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.runtime.adapt import Steering
+from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.bounds import proved_mismatch
@@ -111,19 +112,19 @@ class EmulatedRun:
             dispatch=settings.dispatch,
             stretch=settings.stretch,
             timeout=settings.timeout,
-            transport=settings.transport,
-            depth=settings.link_depth,
-            delegates=settings.travel.delegate_options(),
-            steering=self._steering(),
+            adapt=self._steering(),
+            transport=TransportOptions(
+                settings.transport, depth=settings.link_depth, delegates=settings.travel.delegate_options()
+            ),
         )
 
-    def _steering(self) -> Steering:
+    def _steering(self) -> AdaptOptions:
         """Measures links always; answers them where the run adapts."""
         settings = self.settings
         folder = self.folder.path
         if settings.adapt:
-            return Steering(folder, settings.store, host_memory=settings.host_units(self.costs))
-        return Steering(folder, may_replan=False, may_delegate=False, dispatches=())
+            return AdaptOptions(folder, settings.store, host_memory=settings.host_units(self.costs))
+        return AdaptOptions(folder, may_replan=False, may_delegate=False, dispatches=())
 
     def _write_plan(self, schedule: Schedule) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)

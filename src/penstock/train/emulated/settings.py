@@ -31,7 +31,7 @@ class EmulatedSettings(RunSettings):
         message_cap: most bytes of a message, in words; what is larger is sent, and simulated, as so many.
         in_process: ranks are threads of this process and hand messages over; else processes that send them.
         transport, link_depth, delegates, interfaces, adapt, store, host_memory: see `Travel`.
-        window, max_mismatch, drain_every, zero: as of a training run; an iteration is a pass.
+        window, max_mismatch, drain_every, sharding: as of a training run; an iteration is a pass.
         device: always "emulated".
 
     Raises:
@@ -62,7 +62,7 @@ class EmulatedSettings(RunSettings):
     window: int | None = None
     max_mismatch: int | None = None
     drain_every: int | None = None
-    zero: str = "on"
+    sharding: str = "copies"
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(
@@ -75,7 +75,7 @@ class EmulatedSettings(RunSettings):
             {
                 "dispatch": (*map(str, Dispatch), "auto"),
                 "transport": ("host", "gloo", "direct", "delegate"),
-                "zero": ("on", "off"),
+                "sharding": ("none", "copies"),
             },
         )
         self.check_updates()
@@ -92,7 +92,7 @@ class EmulatedSettings(RunSettings):
     def read_costs(self, schedule: Schedule) -> Costs:
         """The costs of the schedule's stages, messages cut down to `message_cap`. Raises SettingsError.
 
-        Without ZeRO a copy of a stage makes each update itself, which takes as long as on its owner.
+        Where nothing is shared out a copy of a stage makes each update itself, which takes as long as on its owner.
         """
         costs = self._whole_costs(schedule)
         if costs.factors.message and self.is_cut(schedule):
@@ -100,7 +100,7 @@ class EmulatedSettings(RunSettings):
                 f"some messages of these costs are larger than --message-cap {self.message_cap}, and they differ by "
                 "microbatch; raise --message-cap, or leave the message factors out of the costs"
             )
-        if self.zero == "off":
+        if self.sharding == "none":
             steps = [costs.duration(UPDATE, stage) for stage in range(costs.num_stages)]
             costs = dataclasses.replace(costs, take_over=steps)
         return dataclasses.replace(

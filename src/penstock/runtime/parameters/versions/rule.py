@@ -88,5 +88,6 @@ def require_state_everywhere(rule: str, schedule: Schedule, zero: bool) -> None:
     if num > 1 and zero:
         raise RuntimeFailure(
             f"rule {rule!r} predicts weights from the optimizer's state, and of the {num} copies of each stage in "
-            f"{schedule.name} only one has it; give zero=False (--zero off), or use rule 'none'"
+            f"{schedule.name} only one has it; give ps.ParallelOptions(sharding='none') (--sharding none), or "
+            "use rule 'none'"
         )

@@ -339,7 +339,7 @@ class Recorder(fx.Tracer):
             found.append((random, name, self._refused(getattr(random, name), "draws Python's random numbers")))
         for name in ("manual_seed", "seed", "set_rng_state"):
             found.append((torch, name, self._refused(getattr(torch, name), "seeds torch's random numbers")))
-        autocast = "enters torch.autocast, which is the pipeline's part: ps.Pipeline(autocast=)"
+        autocast = "enters torch.autocast, which is the pipeline's part: ps.PrecisionOptions(autocast=)"
         found.append((torch.autocast, "__enter__", self._refused(torch.autocast.__enter__, autocast)))
         enable = "enters torch.enable_grad(), which an evaluation would not see"
         found.append((torch.enable_grad, "__enter__", self._refused(torch.enable_grad.__enter__, enable)))
