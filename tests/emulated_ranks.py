@@ -10,13 +10,13 @@ from time import perf_counter_ns
 import penstock as ps
 from penstock.cost import Links
 from penstock.dispatch import Dispatch, Dispatcher
-from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
 from penstock.runtime.transport.transfer_record import TransferRecord
-from penstock.runtime.transport.wiring import Wiring, wire
+from penstock.runtime.transport.wiring import Station, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import frozen_caps, memory_changes
@@ -39,24 +39,29 @@ class Ran:
         return {op: start for row in self.times for op, start, _ in row}
 
 
+def station_of(wiring: Wiring, op: Op) -> Station:
+    """An op with its edges."""
+    return wiring.stations[wiring.graph.number[op]]
+
+
 def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, transport: object) -> Worker:
     change = memory_changes(wiring.graph, costs)
     caps = frozen_caps(wiring.graph, change)
     dispatcher = Dispatcher(wiring.graph, rank, Dispatch(dispatch), change, caps[rank])
-    return Worker(wiring, rank, dispatcher, EmulatedDevice(wiring, costs), transport)  # type: ignore[arg-type]
+    return Worker(wiring, rank, dispatcher, EmulatedBackend(wiring, costs), transport)  # type: ignore[arg-type]
 
 
 def run_to_the_end(worker: Worker, transport: object) -> None:
-    device = worker._device
-    assert isinstance(device, EmulatedDevice)
-    device.begin()
+    backend = worker._backend
+    assert isinstance(backend, EmulatedBackend)
+    backend.begin()
     while True:
         worker.run_ready()
         if worker.finished:
             return
         before = perf_counter_ns()
         edges = transport.wait(worker.awaited(), worker.stuck_on)  # type: ignore[attr-defined]
-        device.waited(before, perf_counter_ns())
+        backend.waited(before, perf_counter_ns())
         for edge in edges:
             worker.arrive(edge)
 

@@ -16,7 +16,12 @@ from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
 SHARED = [(False, False, "host", "frozen"), (False, True, "host", "dynamic"), (True, True, "direct", "frozen")]
-TOWERS = [(False, False, "frozen", "host"), (True, True, "frozen", "host"), (True, False, "dynamic", "direct")]
+TOWERS = [
+    (False, False, "frozen", "host"),
+    (True, True, "dynamic", "delegate"),
+    (True, True, "frozen", "host"),
+    (True, False, "dynamic", "direct"),
+]
 
 
 def ran(function: Any, *args: Any) -> list[Any]:

@@ -12,8 +12,8 @@ from mutations import BASES, bases, mutants
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.devices.null import NullDevice
 from penstock.runtime.execute.executors import run_local
+from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
@@ -28,7 +28,7 @@ ALONE = [name for name in BASES if name not in RUN_TOGETHER]
 """Schedules in which each op is one rank's: devices that compute nothing do not meet."""
 
 
-def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool = False) -> list[NullDevice]:
+def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool = False) -> list[NullBackend]:
     """Runs a schedule without a proof; returns the devices of its ranks.
 
     Raises ScheduleError where it can't even be lowered, RuntimeFailure where it gets stuck.
@@ -38,7 +38,7 @@ def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool
     change = memory_changes(wiring.graph, Costs.uniform(stages))
     caps = frozen_peaks(wiring.graph, change) if dispatch == "dynamic" else [0.0] * schedule.num_ranks
     board = Switchboard(schedule.num_ranks, depth)
-    devices = [NullDevice() for _ in schedule.order]
+    devices = [NullBackend() for _ in schedule.order]
     workers = [
         Worker(
             wiring,

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import penstock as ps
+from emulated_ranks import station_of
 from penstock.cli import main
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport import conditioned
 from penstock.runtime.transport.conditioned import Conditions, Holder
@@ -100,11 +101,12 @@ def test_stretching_slows_ops_and_links_and_is_divided_out() -> None:
 def test_time_owed_is_made_good_by_the_next_op_only_while_there_is_work() -> None:
     schedule = ps.build("gpipe", num_ranks=1, num_microbatches=40)
     costs = ps.Costs.uniform(1, 1.0, 0.5, 0.5)
-    device = EmulatedDevice(wire(schedule), costs)
+    wiring = wire(schedule)
+    device = EmulatedBackend(wiring, costs)
     device.begin()
     begin = time.perf_counter_ns()
-    for op in schedule.order[0][:40]:
-        device.run(op, [])
+    for station in wiring.stations[:40]:
+        device.run(station, [])
         time.sleep(0.0003)
     # Each op made up for the pause before it, down to nothing: only the last pauses may be left.
     assert len(device.late) == 40
@@ -114,36 +116,30 @@ def test_time_owed_is_made_good_by_the_next_op_only_while_there_is_work() -> Non
     time.sleep(0.02)
     woke = time.perf_counter_ns()
     device.waited(idle, woke)
-    device.run(schedule.order[0][0], [])
+    device.run(wiring.stations[0], [])
     assert time.perf_counter_ns() - woke >= 1e6, "time spent waiting is not owed"
 
 
 def test_a_message_for_another_op_is_an_error() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=2)
     wiring = wire(schedule)
-    sender, receiver = EmulatedDevice(wiring, uniform(schedule)), EmulatedDevice(wiring, uniform(schedule))
-    first, second = ps.Op("F", 0, 0), ps.Op("F", 0, 1)
-    sender.run(first, [])
-    payload = sender.give(wiring.outgoing[first][0])
-    with pytest.raises(RuntimeFailure, match="has not just run"):
-        sender.give(wiring.outgoing[second][0])
+    sender, receiver = EmulatedBackend(wiring, uniform(schedule)), EmulatedBackend(wiring, uniform(schedule))
+    sent, other, meant = (station_of(wiring, op) for op in (ps.Op("F", 0, 0), ps.Op("F", 1, 1), ps.Op("F", 1, 0)))
+    payloads = sender.run(sent, [])
     with pytest.raises(RuntimeFailure, match="received something else than F1 of stage 0"):
-        receiver.run(ps.Op("F", 1, 1), [payload])
-    receiver.run(ps.Op("F", 1, 0), [payload])
+        receiver.run(other, payloads)
+    receiver.run(meant, payloads)
 
 
 def test_messages_have_the_stated_size() -> None:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=1)
     costs = ps.Costs([1, 1], [1, 1], [1, 1], message_bytes=[1000, 7])
     wiring = wire(schedule)
-    device = EmulatedDevice(wiring, costs)
-    forward = ps.Op("F", 0, 0)
-    device.run(forward, [])
-    sent = device.give(wiring.outgoing[forward][0])
+    device = EmulatedBackend(wiring, costs)
+    (sent,) = device.run(station_of(wiring, ps.Op("F", 0, 0)), [])
     assert [leaf.numel() for leaf in sent.leaves if leaf is not None][1] == 1000
-    backward = ps.Op("B", 1, 0)
-    device.run(backward, [Payload([]) for _ in wiring.incoming[backward]])
-    back = device.give(wiring.outgoing[backward][0])
+    backward = station_of(wiring, ps.Op("B", 1, 0))
+    (back,) = device.run(backward, [Payload([]) for _ in backward.incoming])
     assert [leaf.numel() for leaf in back.leaves if leaf is not None][1] == 1000, "a gradient weighs what it is of"
 
 

@@ -11,7 +11,7 @@ from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant
-from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.ring import EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
@@ -93,15 +93,15 @@ def test_one_replica_has_nothing_to_add_up() -> None:
 
 
 def test_a_failure_ends_the_step_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = EmulatedDevice.run
+    run = EmulatedBackend.run
 
-    def failing(self, op, received):
-        if op == ps.Op("W", 1, 2):
+    def failing(self, station, inputs):
+        if station.op == ps.Op("W", 1, 2):
             raise ZeroDivisionError("on purpose")
-        run(self, op, received)
+        return run(self, station, inputs)
 
     before = threading.active_count()
-    monkeypatch.setattr(EmulatedDevice, "run", failing)
+    monkeypatch.setattr(EmulatedBackend, "run", failing)
     with (
         EmulatedMesh(configuration(), COSTS, ps.Mesh(2, 2), ring=RING, timeout=30.0) as mesh,
         pytest.raises(ZeroDivisionError, match="on purpose"),

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from emulated_ranks import station_of
 from penstock.cost.links import Links
 from penstock.passes import recompute
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.emulation import device as emulated
-from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation import backend as emulated
+from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import wire
@@ -69,12 +70,13 @@ def test_an_update_takes_longest_on_the_copy_that_owns_the_stage(monkeypatch: py
     monkeypatch.setattr(emulated, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(emulated, "sleep", sleep)
     schedule = ps.build("amdp", 4, 16, window=8)
-    device = EmulatedDevice(wire(schedule), costs_of(schedule))
+    wiring = wire(schedule)
+    device = EmulatedBackend(wiring, costs_of(schedule))
     took = []
     for number in (0, 1):  # pipeline 0 owns the stage
         before = now[0]
         op = ps.Op("U", 2, number)
-        device.run(op, [Payload([]) for _ in wire(schedule).incoming[op]])
+        device.run(station_of(wiring, op), [Payload([]) for _ in wiring.incoming[op]])
         took.append((now[0] - before) / 1e6)
     assert took == [2.5, 0.5]
 
@@ -95,10 +97,11 @@ def test_a_message_of_another_update_is_an_error() -> None:
     owner = next(op for op in schedule.order[0] if op.kind == "U" and schedule.pipeline_of(op) == 0)
     (edge,) = wiring.incoming[owner]
     later = next(e for e in wiring.outgoing[edge.producer._replace(microbatch=15)] if e.is_update)
-    sender, receiver = (EmulatedDevice(wiring, costs_of(schedule)) for _ in range(2))
-    sender.run(later.producer, [Payload([]) for _ in wiring.incoming[later.producer]])
+    sender, receiver = (EmulatedBackend(wiring, costs_of(schedule)) for _ in range(2))
+    sending = station_of(wiring, later.producer)
+    sent = sender.run(sending, [Payload([]) for _ in sending.incoming])
     with pytest.raises(RuntimeFailure, match="U0 received something else than the window's gradients after B7"):
-        receiver.run(owner, [sender.give(later)])
+        receiver.run(station_of(wiring, owner), [sent[sending.given.index(later)]])
 
 
 def test_a_run_with_updates_is_frozen() -> None:

@@ -19,11 +19,11 @@ from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import Awaited
-from penstock.runtime.execute.devices.null import NullDevice
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
@@ -243,7 +243,7 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
                 for rank in range(schedule.num_ranks)
             ]
             for worker in workers:
-                worker.run_apart(worker._device.start, None)  # type: ignore[attr-defined]
+                worker.run_apart(None)
             run_local(workers)
             assert not board.payloads
             times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.apart)]
@@ -256,16 +256,17 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
                     assert ended[before, wiring.sender(Edge(before, op), rank)] <= start
 
 
-class Meets(NullDevice):
-    """Leaves word for the other ranks, as devices do that run something."""
+class Meets(NullBackend):
+    """Leaves word for the other ranks, as handlers do that run something."""
 
     def __init__(self, meeting: Gang, rank: int, schedule: ps.Schedule) -> None:
         super().__init__()
         self._meeting, self._rank, self._schedule = meeting, rank, schedule
 
-    def run(self, op: ps.Op, received: Any) -> None:
-        super().run(op, [payload for payload in received if payload.skeleton is not None])
-        self.meet(op)
+    def run(self, station: Any, inputs: Any) -> Any:
+        outputs = super().run(station, [payload for payload in inputs if payload.skeleton is not None])
+        self.meet(station.op)
+        return outputs
 
     def start(self, op: ps.Op, received: Any) -> Awaited:
         self.meet(op)
@@ -275,9 +276,6 @@ class Meets(NullDevice):
         ranks = self._schedule.hosts(op)
         if len(ranks) > 1:
             self._meeting.leave(op, None) if self._rank == ranks[0] else self._meeting.find(op)
-
-    def give(self, edge: Any) -> Any:
-        return Payload([]) if edge.is_token else super().give(edge)
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.draw import to_svg
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.execute.devices.null import NullDevice
-from penstock.runtime.execute.devices.torch_device import TorchDevice
 from penstock.runtime.execute.executors import run_local
+from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
@@ -191,7 +190,7 @@ def test_others_pay_nothing() -> None:
     pipe = pipeline(ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES))
     pipe.step(*batch(1))
     _, workers = pipe._last
-    assert all(type(worker._device) is TorchDevice for worker in workers)
+    assert all(set(worker._backend.handlers) == set("FBIWR") for worker in workers)
 
 
 def any_program(rng: random.Random) -> ps.Program:
@@ -213,7 +212,7 @@ def any_program(rng: random.Random) -> ps.Program:
 
 
 def test_any_of_them_complete_without_numbers() -> None:
-    """The null device proves that each op gets just what was meant for it; recorded times, that it waited."""
+    """The null backend proves that each op gets just what was meant for it; recorded times, that it waited."""
     rng = random.Random("registered")
     tokens = 0
     for _ in range(150):
@@ -228,7 +227,7 @@ def test_any_of_them_complete_without_numbers() -> None:
                     wiring,
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
-                    NullDevice(),
+                    NullBackend(),
                     LoopbackTransport(board, rank),
                 )
                 for rank in range(schedule.num_ranks)
@@ -240,5 +239,5 @@ def test_any_of_them_complete_without_numbers() -> None:
             assert sorted(ended) == sorted(op for row in schedule.order for op in row)
             for op, start in started.items():
                 assert all(ended[before] <= start for before in predecessors(op, schedule.graph, wiring.graph.number))
-        tokens += sum(sum(wiring.num_tokens(rank).values()) for rank in range(schedule.num_ranks))
+        tokens += sum(station.num_tokens for station in wiring.stations)
     assert tokens > 500

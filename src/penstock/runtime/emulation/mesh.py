@@ -19,7 +19,7 @@ from typing import Any
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
-from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulation.backend import EmulatedBackend, sharpen_timers
 from penstock.runtime.emulation.plan import EmulatedPlan, plan_of
 from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks
 from penstock.runtime.emulation.ring import EmulatedRing
@@ -28,6 +28,7 @@ from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.mesh import (
@@ -72,15 +73,15 @@ class EndedReplicas:
             return self._at[replica, op]
 
 
-class _WatchedDevice(EmulatedDevice):
+class _WatchedBackend(EmulatedBackend):
     """Tells when each op has ended."""
 
     note: Callable[[Op], None]
 
-    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
-        began = super().run(op, received)
-        self.note(op)
-        return began
+    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+        outputs = super().run(station, inputs)
+        self.note(station.op)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ class _ReplicaPlan(EmulatedPlan):
 
     note: Callable[[Op], None] = field(default=lambda op: None)
 
-    def device(self, costs: Costs, stretch: float) -> EmulatedDevice:
-        device = _WatchedDevice(self.wiring, costs, stretch)
-        device.note = self.note
-        return device
+    def backend(self, costs: Costs, stretch: float) -> EmulatedBackend:
+        backend = _WatchedBackend(self.wiring, costs, stretch)
+        backend.note = self.note
+        return backend
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, Dispatcher
-from penstock.runtime.emulation.device import EmulatedDevice
+from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.worker import Transport, Worker
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Schedule
@@ -35,16 +35,16 @@ class EmulatedPlan:
     def dispatch(self) -> Dispatch:
         return self.configuration.dispatch
 
-    def device(self, costs: Costs, stretch: float) -> EmulatedDevice:
+    def backend(self, costs: Costs, stretch: float) -> EmulatedBackend:
         """What runs a rank's ops."""
-        return EmulatedDevice(self.wiring, costs, stretch)
+        return EmulatedBackend(self.wiring, costs, stretch)
 
-    def worker(self, rank: int, transport: Transport, costs: Costs, stretch: float) -> tuple[Worker, EmulatedDevice]:
-        """A rank at the begin of a step, and its device."""
-        device = self.device(costs, stretch)
+    def worker(self, rank: int, transport: Transport, costs: Costs, stretch: float) -> tuple[Worker, EmulatedBackend]:
+        """A rank at the begin of a step, and what runs its ops."""
+        backend = self.backend(costs, stretch)
         cap = self.configuration.caps[rank]
         dispatcher = Dispatcher(self.wiring.graph, rank, self.dispatch, self.change, cap)
-        return Worker(self.wiring, rank, dispatcher, device, transport), device
+        return Worker(self.wiring, rank, dispatcher, backend, transport), backend
 
 
 def plan_of(configuration: Configuration, costs: Costs, number: int = 0) -> EmulatedPlan:

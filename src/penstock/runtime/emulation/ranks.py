@@ -15,7 +15,7 @@ from penstock.control import Event
 from penstock.cost import Costs, Links
 from penstock.runtime.adapt import Agent, MeasuredStep, Offer, Readied
 from penstock.runtime.compatibility import require_runnable
-from penstock.runtime.emulation.device import EmulatedDevice, sharpen_timers
+from penstock.runtime.emulation.backend import EmulatedBackend, sharpen_timers
 from penstock.runtime.emulation.gang import EmulatedGang, ProcessGang, ThreadGang
 from penstock.runtime.emulation.plan import EmulatedPlan
 from penstock.runtime.errors import PeerLost
@@ -95,14 +95,14 @@ class Ranks(Protocol):
 
 
 def _run_rank(
-    worker: Worker, device: EmulatedDevice, transport: Waiting, start: int, meeting: EmulatedGang | None
+    worker: Worker, backend: EmulatedBackend, transport: Waiting, start: int, meeting: EmulatedGang | None
 ) -> RankStep:
     """Runs a worker from `start` (ns) to its end."""
     sharpen_timers()
     while (left := start - time.perf_counter_ns()) > 0:
         time.sleep(left / 1e9)
-    device.begin(worker.rank, meeting)
-    stream = worker.run_apart(device.start, lambda: transport.wake())
+    backend.begin(worker.rank, meeting)
+    stream = worker.run_apart(transport.wake)
     try:
         while True:
             worker.run_ready()
@@ -110,14 +110,14 @@ def _run_rank(
                 break
             before = time.perf_counter_ns()
             edges = transport.wait(worker.awaited(), worker.stuck_on)
-            device.waited(before, time.perf_counter_ns())
+            backend.waited(before, time.perf_counter_ns())
             for edge in edges:
                 worker.arrive(edge)
     finally:
         if stream is not None:
             stream.close()
     times, apart = worker.recorder.times, worker.recorder.apart
-    return RankStep(worker.rank, times, worker.peak_held, device.late, transport.crossings(), apart)
+    return RankStep(worker.rank, times, worker.peak_held, backend.late, transport.crossings(), apart)
 
 
 def _measured(
@@ -233,7 +233,7 @@ class ProcessRanks:
 
     def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
         transport, rank = self._transport, self._rank
-        worker, device = plan.worker(rank, transport, self._run.costs, stretch)
+        worker, backend = plan.worker(rank, transport, self._run.costs, stretch)
         edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
         expected = expected_by_channel(edges, self._tags)
         signatures = ["emulated"] * self._indices
@@ -241,7 +241,7 @@ class ProcessRanks:
         self._run.choice.route(transport, plan.configuration.delegated)
         transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
         start = self._moment() + LEAD
-        found = _run_rank(worker, device, transport, start, self._meeting)
+        found = _run_rank(worker, backend, transport, start, self._meeting)
         transport.end()
         return found, start
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.dispatch import Dispatch, Dispatcher
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import ActivePlan
-from penstock.runtime.execute.async_ops import Start, Started
-from penstock.runtime.execute.devices.registered import RegisteredDevice
-from penstock.runtime.execute.devices.torch_device import TorchDevice
-from penstock.runtime.execute.devices.updating import UpdatingDevice
 from penstock.runtime.execute.executors import run_local, run_rank
 from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.handlers.backend import OpTable
+from penstock.runtime.execute.handlers.registered import RegisteredOps
+from penstock.runtime.execute.handlers.torch_ops import TorchOps
+from penstock.runtime.execute.handlers.updating import UpdatingOps
 from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.execute.worker import Device, Worker
+from penstock.runtime.execute.worker import Worker
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.stage.branches import end_of, has_many_ends
@@ -29,12 +28,11 @@ from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls
 from penstock.runtime.stage.stage import Copy
-from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import on_host
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions, local_transports
 from penstock.runtime.transport.wiring import num_indices
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Schedule
 
 
 class StepExecutor:
@@ -100,18 +98,16 @@ class StepExecutor:
         together = self._shards if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
         workers: list[Worker] = []
-        starts: list[Start] = []
         for rank in self._ranks:
             dispatcher = decides(graph, rank, dispatch, plan.memory_change, plan.caps[rank])
-            device = self._device(rank, plan, settings.training, meeting)
-            starts.append(getattr(device, "start", _nothing_starts))
-            workers.append(Worker(plan.wiring, rank, dispatcher, device, transport or local_transport(rank), meeting))
+            table = self._table(rank, plan, settings.training, meeting)
+            workers.append(Worker(plan.wiring, rank, dispatcher, table, transport or local_transport(rank), meeting))
         try:
             for runner in self.runners.values():
                 runner.begin(settings)
             if transport is None:
-                for worker, start in zip(workers, starts, strict=True):
-                    worker.run_apart(start, None)
+                for worker in workers:
+                    worker.run_apart(None)
                 run_local(workers, pause)
             else:
                 signatures = self._signatures(settings)
@@ -119,7 +115,7 @@ class StepExecutor:
                 digest = zlib.crc32(" ".join(signatures).encode())
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
-                stream = workers[0].run_apart(starts[0], lambda: transport.wake())
+                stream = workers[0].run_apart(transport.wake)
                 try:
                     run_rank(workers[0], transport)
                 finally:
@@ -138,25 +134,23 @@ class StepExecutor:
         first = batch.replica * len(batch)
         return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
 
-    def _device(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> Device:
+    def _table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
+        """The handlers of a rank in a step."""
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
-        inside, select = (model.inside, model.copies.select) if training else (None, None)
-        device: Device = TorchDevice(runners, model.tied, schedule, model.device, meeting, inside)
+        inside = model.inside if training and model.is_shared else None
+        tied = model.tied if model.ties else None
+        handlers = TorchOps(runners, tied, schedule, model.device, meeting, inside).handlers
         if self._updating is not None and training:
-            device = UpdatingDevice(device, self._updating, rank, plan.wiring.tied_values)
-        if schedule.graph.registered or schedule.graph.needs:
-            tokens = plan.wiring.num_tokens(rank)
-            outputs, calls = self._outputs, self._calls
-            device = RegisteredDevice(device, rank, calls, tokens, outputs, model.device, meeting, select)
-        return device
+            handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values).handlers
+        if not schedule.graph.registered:
+            return OpTable(handlers)
+        select = model.copies.select if training else None
+        registered = RegisteredOps(rank, self._calls, self._outputs, model.device, meeting, select)
+        return OpTable({**handlers, **registered.handlers}, registered.start)
 
     def _signatures(self, settings: StepSettings) -> list[str]:
         shapes = settings.microbatches.signatures
         texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
         signatures = [texts[shape] for shape in shapes]
         return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
-
-
-def _nothing_starts(op: Op, received: Sequence[Payload]) -> Started:
-    raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")

@@ -1,8 +1,8 @@
-"""One rank at work: asks the decision core what to run, runs it on a device, passes messages on.
+"""One rank at work: asks the decision core what to run, has its handler run it, passes messages on.
 
-    transport --arrive--> dispatcher --next--> device.run --> dispatcher.finish
-        ^                                          |
-        +------------------- send ----------------+
+    transport --arrive--> dispatcher --next--> handlers[kind] --> dispatcher.finish
+        ^                                            |
+        +--------------------- send -----------------+
 
 It neither waits nor knows threads or processes: the executors do.
 """
@@ -16,24 +16,14 @@ from typing import Protocol
 
 from penstock.dispatch import Dispatcher
 from penstock.dispatch.graph import ALONE
-from penstock.runtime.execute.async_ops import SharedThreadStream, Start, Stream, WatchedStream
+from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, WatchedStream
 from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.handlers.backend import Backend
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
-
-
-class Device(Protocol):
-    """What runs ops: torch, or nothing at all (null)."""
-
-    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
-        """Runs `op` on what its incoming edges brought, in their order. Returns when it began, in nanoseconds of the
-        monotonic clock, where it had to wait for other ranks that run it too."""
-
-    def give(self, edge: Edge) -> Payload:
-        """What the op just run sends along one of its outgoing edges."""
 
 
 class Transport(Protocol):
@@ -73,7 +63,7 @@ class Worker:
         wiring: Wiring,
         rank: int,
         dispatcher: Dispatcher,
-        device: Device,
+        backend: Backend,
         transport: Transport,
         meeting: Gang | None = None,
     ) -> None:
@@ -82,7 +72,7 @@ class Worker:
         self.recorder = OpRecorder()
         self.peak_held = 0.0
         self._wiring = wiring
-        self._device = device
+        self._backend, self._handlers = backend, backend.handlers
         self.transport = transport
         self._local: dict[Edge, Payload] = {}
         self._unsent: deque[tuple[Edge, int, Payload]] = deque()
@@ -101,14 +91,15 @@ class Worker:
             return False
         return self._stream is None or not (self._apart or self._stream.num_open)
 
-    def run_apart(self, start: Start, wake: Callable[[], None] | None) -> Stream | None:
-        """Before the first op: says what starts asynchronous ops. Returns their stream, None where there are none.
+    def run_apart(self, wake: Callable[[], None] | None) -> Stream | None:
+        """Before the first op: where there are asynchronous ops, their stream.
 
         Args:
             wake: ends this rank's wait for messages; None where it shares its thread with other ranks.
         """
         if not self._wiring.graph.has_streams:
             return None
+        start = self._backend.start
         self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
         return self._stream
 
@@ -186,9 +177,9 @@ class Worker:
         for number, start, end in stream.ended():
             station = self._wiring.stations[number]
             self.recorder.apart.append((station.op, start, end))
-            for edge, target in station.outgoing:
-                if target != self.rank:
-                    self._unsent.append((edge, target, self._device.give(edge)))
+            for _, edge, target, is_local in station.sent:  # tokens, all of them
+                if not is_local:
+                    self._unsent.append((edge, target, TOKEN))
             self.dispatcher.finish(number)
             moved = True
         while (found := self.dispatcher.next_apart()) is not None:
@@ -208,24 +199,29 @@ class Worker:
         return alone or self._meeting.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
-        op, incoming, _, outgoing = self._wiring.stations[number]
-        local, transport = self._local, self.transport
-        received = [local.pop(edge) if edge in local else transport.take(edge) for edge in incoming]
-        self.peak_held = max(self.peak_held, self.dispatcher.held)
+        station = self._wiring.stations[number]
+        op, local, transport, dispatcher = station.op, self._local, self.transport, self.dispatcher
+        inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in station.taken]
+        if station.num_tokens:
+            del inputs[-station.num_tokens :]
+        if (held := dispatcher.held) > self.peak_held:
+            self.peak_held = held
         start = perf_counter_ns()
         try:
-            start = self._device.run(op, received) or start
+            outputs = self._handlers[op.kind](station, inputs)
         except Exception as error:
             error.add_note(f"in {op.short()} of stage {op.stage} on rank {self.rank}")
             raise
-        self.recorder.times.append((op, start, perf_counter_ns()))
-        del received
-        given: Edge | None = None
-        for edge, target in outgoing:
-            if edge != given:  # what goes to several ranks is given once
-                payload, given = self._device.give(edge), edge
-            if target == self.rank:
+        self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
+        del inputs
+        for place, edge, target, is_local in station.sent:
+            payload = TOKEN if place < 0 else outputs[place]
+            if is_local:
                 local[edge] = payload
             elif self._unsent or not transport.send(edge, target, payload):
                 self._unsent.append((edge, target, payload))
-        self.dispatcher.finish(number)
+        dispatcher.finish(number)
+
+
+TOKEN = Payload([])
+"""What a token carries."""

@@ -154,6 +154,11 @@ class LocalModel:
         self.copies.begin()
         self.tied.begin()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether something of a stage here is another one's, or another copy's, too, so that ops need `inside`."""
+        return bool(self.ties) or self.copies.take_turns or self._shared.has_any
+
     @contextmanager
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
         """Around an op of a copy of a stage in a training step."""

@@ -106,6 +106,11 @@ class Copies:
 
     # Whose turn it is.
 
+    @property
+    def take_turns(self) -> bool:
+        """Whether a stage here has several copies in this process, which are one module."""
+        return bool(self._states)
+
     def select(self, pipeline: int, stage: int) -> None:
         """Before an op of a copy in a training step: its stage holds that copy's gradients, buffers and weights."""
         state = self._states.get(stage)

@@ -48,6 +48,11 @@ class SharedModules:
             if found:
                 self._places[index] = found
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a stage here has a buffer that another one has too."""
+        return bool(self._places)
+
     def require_unchanging(self) -> None:
         """Before training. Raises RuntimeFailure, the same on every rank, where stages gather statistics together."""
         for module, stages in self._gathering:

@@ -1,6 +1,6 @@
 """Updates that are ops of the schedule, as the pipeline of this process runs them: weights, optimizer, checkpoint.
 
-    begin --> the step runs: F, B and U of each copy, through `UpdatingDevice` --> end
+    begin --> the step runs: F, B and U of each copy, through `UpdatingOps` --> end
 
 A step that fails may have made some of its updates. Then nothing but `load` makes sense, and everything else says so.
 """

@@ -201,10 +201,10 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
-        if wiring.schedule.asynchronous and self.name in ("nccl", "delegate"):
+        if wiring.schedule.asynchronous and self.name == "nccl":
             raise RuntimeFailure(
                 f"{wiring.schedule.name} has asynchronous ops, whose end must wake a rank that waits for messages, "
-                f"and transport {self.name!r} can't; use 'host' or 'direct'"
+                "and transport 'nccl' can't; use 'host', 'gloo', 'direct' or 'delegate'"
             )
         if self.name == "nccl":
             self.require_dispatch(dispatch)

@@ -18,14 +18,43 @@ from penstock.schedule.updates import OWNER, one_message_a_rank
 
 
 class Station(NamedTuple):
-    """One op on one rank, with its edges: all that come in, those of them from other ranks, and (edge, rank) going
-    out, what goes to several ranks once for each, one after the other.
+    """One op on one rank, with its edges.
+
+    Attributes:
+        incoming: all that come in, tokens last; remote: those of them from other ranks.
+        outgoing: (edge, rank) going out, what goes to several ranks once for each, one after the other.
+        given: the edges that a handler of the op gives a payload for: those that go out, each once, without tokens.
+        taken: each of `incoming`, and whether it comes from another rank; num_tokens: how many of them are tokens.
+        sent: of each of `outgoing` the place of its edge in `given` (-1 for a token), the edge, the rank, and whether
+            that is this one.
     """
 
     op: Op
     incoming: tuple[Edge, ...]
     remote: tuple[Edge, ...]
     outgoing: tuple[tuple[Edge, int], ...]
+    given: tuple[Edge, ...]
+    taken: tuple[tuple[Edge, bool], ...]
+    num_tokens: int
+    sent: tuple[tuple[int, Edge, int, bool], ...]
+
+    @classmethod
+    def of(
+        cls, op: Op, rank: int, incoming: Sequence[tuple[Edge, int]], outgoing: Sequence[tuple[Edge, int]]
+    ) -> Station:
+        """A rank's part of an op, with the ranks that edges come from and go to."""
+        given = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
+        place = {edge: number for number, edge in enumerate(given)}
+        return cls(
+            op,
+            tuple(edge for edge, _ in incoming),
+            tuple(edge for edge, source in incoming if source != rank),
+            tuple(outgoing),
+            given,
+            tuple((edge, source != rank) for edge, source in incoming),
+            sum(edge.is_token for edge, _ in incoming),
+            tuple((place.get(edge, -1), edge, target, target == rank) for edge, target in outgoing),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,18 +102,14 @@ class Wiring:
         return [self._station(op, self.graph.host(number)) for number, op in enumerate(self.graph.ops)]
 
     def _station(self, op: Op, rank: int) -> Station:
-        incoming = [edge for edge in self.incoming[op] if self._travels(edge, rank)]
-        return Station(
-            op,
-            tuple(incoming),
-            tuple(edge for edge in incoming if self.sender(edge, rank) != rank),
-            tuple(
-                (edge, target)
-                for edge in self.outgoing[op]
-                for target in self.ranks_of(edge.consumer)
-                if self.sender(edge, target) == rank and self._travels(edge, target)
-            ),
-        )
+        incoming = [(edge, self.sender(edge, rank)) for edge in self.incoming[op] if self._travels(edge, rank)]
+        outgoing = [
+            (edge, target)
+            for edge in self.outgoing[op]
+            for target in self.ranks_of(edge.consumer)
+            if self.sender(edge, target) == rank and self._travels(edge, target)
+        ]
+        return Station.of(op, rank, incoming, outgoing)
 
     def _travels(self, edge: Edge, target: int) -> bool:
         """Whether a rank is told of an edge. It is not told by tokens of what it ran itself, nor of what another one
@@ -109,12 +134,6 @@ class Wiring:
         if not self._together:
             return self.graph.number
         return {self.graph.ops[number]: number for number in self._numbers_of(rank)}
-
-    def num_tokens(self, rank: int) -> dict[Op, int]:
-        """How many tokens come in for an op of a rank, for those that get any."""
-        stations = (self.stations[number] for number in self._numbers_of(rank))
-        counts = ((s.op, sum(edge.is_token for edge in s.incoming)) for s in stations)
-        return {op: count for op, count in counts if count}
 
     @cached_property
     def tied_values(self) -> dict[Op, tuple[Edge, ...]]:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -109,6 +110,8 @@ class DelegateTransport:
         self._lock = threading.RLock()
         self._copying: Copying = copying_for(place, self._lock)
         self._supervisor = Supervisor(self._fleet, self._lock, self._revive)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fleet.also_watch(self._waker)
 
     # Steps.
 
@@ -169,6 +172,7 @@ class DelegateTransport:
             self._supervisor.stop()
             self._copying.close()
             self._fleet.close()
+            os.close(self._waker)
 
     # Sending.
 
@@ -258,7 +262,14 @@ class DelegateTransport:
                     raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
                 self._feed()
             if self._pause(min(LOOK, end - now)):
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._waker)
                 return self.arrivals()
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+        if not self._closed:
+            os.eventfd_write(self._waker, 1)
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived.

@@ -1,4 +1,4 @@
-"""The emulated device: an op takes the time that the costs say and no processor; its messages are real bytes.
+"""The emulated backend: an op takes the time that the costs say and no processor; its messages are real bytes.
 
 The rank sleeps through each op. No sleep ends on time, and the worker takes some microseconds between ops, so an
 op's end is not "now plus its duration" but a moment of its own, counted from where the op before was to end:
@@ -22,9 +22,10 @@ import torch
 from penstock.cost import Costs
 from penstock.runtime.emulation.gang import EmulatedGang
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT
-from penstock.runtime.transport.wiring import Wiring
+from penstock.runtime.transport.wiring import Station, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
@@ -32,8 +33,8 @@ from penstock.schedule.updates import OWNER
 _PR_SET_TIMERSLACK = 29
 
 
-class EmulatedDevice:
-    """The device of one rank.
+class EmulatedBackend:
+    """One handler for every kind of op of one rank.
 
     Args:
         stretch: seconds of sleep to one second of an op.
@@ -49,7 +50,8 @@ class EmulatedDevice:
         self._durations: dict[Op, int] = {}
         self._bodies: dict[int, torch.Tensor] = {}
         self._free: int | None = None
-        self._op: Op | None = None
+        self.began: int | None = None
+        self.handlers: dict[str, Handler] = dict.fromkeys({op.kind for op in wiring.graph.ops}, self.run)
         self._rank, self._numbers = 0, wiring.graph.number
         self._meeting: EmulatedGang | None = None
         self._stream_free = 0
@@ -71,8 +73,10 @@ class EmulatedDevice:
         if end - start > SHORTEST_WAIT:
             self._free = end
 
-    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
-        self._check(op, received)
+    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+        """Takes the time of an op, and gives messages of the sizes that the costs say."""
+        op = station.op
+        self._check(station.incoming, inputs, op)
         duration = self._duration(op)
         ready = perf_counter_ns() if self._free is None else self._free
         together = self._wiring.ranks_of(op)
@@ -80,12 +84,13 @@ class EmulatedDevice:
             ready = self._meeting.meet(op, self._rank, together, ready)
         due = ready + duration
         self._sleep(due)
-        self._free, self._op = due, op
-        return ready if len(together) > 1 else None
+        self._free = due
+        self.began = ready if len(together) > 1 else None
+        return [self._payload(edge) for edge in station.given]
 
     def start(self, op: Op, received: Sequence[Payload]) -> EmulatedStart:
         """Starts an asynchronous op, which begins when the stream is free, of all ranks that run it together."""
-        self._check(op, received)
+        self._check(self._wiring.stations[self._numbers[op]].incoming, received, op)
         now = perf_counter_ns()
         # The rank came to it when the op before was to end; or just now, when the last word that it waited for came.
         return EmulatedStart(self, op, now if received or self._free is None else self._free)
@@ -100,8 +105,8 @@ class EmulatedDevice:
         self._sleep(self._stream_free)
         return begin, self._stream_free
 
-    def _check(self, op: Op, received: Sequence[Payload]) -> None:
-        for edge, payload in zip(self._wiring.stations[self._numbers[op]].incoming, received, strict=True):
+    def _check(self, incoming: Sequence[Edge], received: Sequence[Payload], op: Op) -> None:
+        for edge, payload in zip(incoming, received, strict=False):  # tokens come last, and have nothing to check
             stamp = payload.leaves[0] if payload.leaves else None
             if stamp is not None and stamp.tolist() != self._stamp(edge):
                 raise RuntimeFailure(f"{op} received something else than {edge}")
@@ -118,11 +123,7 @@ class EmulatedDevice:
             sleep(left / 1e9)
         self.late.append(perf_counter_ns() - due)
 
-    def give(self, edge: Edge) -> Payload:
-        if edge.is_token:
-            return Payload([])
-        if edge.producer != self._op:
-            raise RuntimeFailure(f"{edge.producer} has not just run, and can send nothing to {edge.consumer}")
+    def _payload(self, edge: Edge) -> Payload:
         size = int(self._costs.message_size(edge.producer, edge.consumer))
         stamp = torch.tensor(self._stamp(edge))
         if not size:
@@ -145,13 +146,13 @@ class EmulatedDevice:
 
 
 class EmulatedStart:
-    """An asynchronous op under way on an emulated device."""
+    """An asynchronous op under way that is emulated."""
 
-    def __init__(self, device: EmulatedDevice, op: Op, moment: int) -> None:
-        self._device, self._op, self._moment = device, op, moment
+    def __init__(self, backend: EmulatedBackend, op: Op, moment: int) -> None:
+        self._backend, self._op, self._moment = backend, op, moment
 
     def wait(self) -> tuple[int, int]:
-        return self._device.run_job(self._op, self._moment)
+        return self._backend.run_job(self._op, self._moment)
 
     def done(self) -> bool:
         """Never told without waiting: it takes its time only then."""

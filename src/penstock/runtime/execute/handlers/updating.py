@@ -1,6 +1,6 @@
-"""The device of a rank whose schedule has updates: ops meet the right weights, and U makes new ones.
+"""Handlers of a rank whose schedule has updates: ops meet the right weights, and U makes new ones.
 
-    F, B, I, R, W    the copy binds what the op reads, then the inner device runs it
+    F, B, I, R, W    the copy binds what the op reads, then the plain handler runs it
     U, owner         own gradients + those that came, in the order of pipelines; their sum over all replicas
                      -> optimizer -> parameters go out
     U, another copy  takes over what came
@@ -16,35 +16,41 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.worker import Device
+from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
 from penstock.schedule.updates import OWNER
 
 
-class UpdatingDevice:
-    """Around the device that runs the other ops.
+class UpdatingOps:
+    """Around the handlers of the other ops.
 
     Where `updating.zero` is set the owner sends parameters; otherwise the summed gradients, and every copy steps.
     Where the last window goes on in the next step, nothing is sent for it, and its U do nothing.
 
     Args:
+        inner: the plain handlers.
         updating: the updates of this process.
-        rank: whose device it is.
+        rank: whose handlers they are.
         tied: the edges along which values of tied parameters come, by the forward that takes them.
     """
 
     def __init__(
-        self, inner: Device, updating: Updating, rank: int, tied: Mapping[Op, Sequence[Edge]] | None = None
+        self,
+        inner: Mapping[str, Handler],
+        updating: Updating,
+        rank: int,
+        tied: Mapping[Op, Sequence[Edge]] | None = None,
     ) -> None:
         schedule = updating.schedule
         if schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         weights = {key: updating.weights[key] for key in updating.copies.of_rank(rank)}
-        self._inner, self._weights, self._schedule = inner, weights, schedule
+        self._weights, self._schedule = weights, schedule
         self._tied, self._tied_name = tied or {}, updating.tied_name
         self._replicas = updating.replicas
         self._select = updating.copies.select
@@ -53,35 +59,49 @@ class UpdatingDevice:
         self._memory = {p.untyped_storage().data_ptr() for key in weights for p in self._of(*key).stage.parameters()}
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
+        self.handlers: dict[str, Handler] = {kind: self._around(handler) for kind, handler in inner.items()}
+        self.handlers[UPDATE] = self._run_update
 
     def _of(self, pipeline: int, stage: int) -> CopyWeights:
         """A copy's weights, whose turn it is from now on."""
         self._select(pipeline, stage)
         return self._weights[pipeline, stage]
 
-    def run(self, op: Op, received: Sequence[Payload]) -> None:
-        weights = self._of(self._schedule.pipeline_of(op), op.stage)
-        if op.kind == UPDATE:
-            self._update(weights, op, received)
-            return
-        if op.kind == FORWARD:
-            if edges := self._tied.get(op):
-                self._take_tied(weights, edges, received[-len(edges) :])
-                received = received[: -len(edges)]
-            weights.before_forward(op.microbatch)
-        elif op.kind == WEIGHT:
-            weights.before_weight(op.microbatch)
-        else:
-            weights.before_backward(op.microbatch)
-        self._inner.run(op, received)
-        if op.kind in (BACKWARD, INPUT):
-            weights.done(op.microbatch)
+    def _around(self, handler: Handler) -> Handler:
+        """A handler that binds what the op reads first."""
 
-    def give(self, edge: Edge) -> Payload:
-        if edge.is_tied_value:
-            return Payload.gradients(self._tied_value(edge))
-        if not edge.is_update:
-            return self._apart(self._inner.give(edge))
+        def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            op = station.op
+            weights = self._of(self._schedule.pipeline_of(op), op.stage)
+            if op.kind == FORWARD:
+                if edges := self._tied.get(op):
+                    self._take_tied(weights, edges, inputs[-len(edges) :])
+                    inputs = inputs[: -len(edges)]
+                weights.before_forward(op.microbatch)
+            elif op.kind == WEIGHT:
+                weights.before_weight(op.microbatch)
+            else:
+                weights.before_backward(op.microbatch)
+            given = tuple(edge for edge in station.given if not edge.is_update)
+            outputs = iter(handler(station._replace(given=given), inputs))
+            if op.kind in (BACKWARD, INPUT):
+                weights.done(op.microbatch)
+            return [
+                self._update_payload(edge) if edge.is_update else self._apart(next(outputs)) for edge in station.given
+            ]
+
+        return handle
+
+    def _run_update(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+        op = station.op
+        self._update(self._of(self._schedule.pipeline_of(op), op.stage), op, inputs)
+        return [
+            Payload.gradients(self._tied_value(edge)) if edge.is_tied_value else self._update_payload(edge)
+            for edge in station.given
+        ]
+
+    def _update_payload(self, edge: Edge) -> Payload:
+        """A window's gradients on their way to the owner, or what comes back."""
         stage = edge.consumer.stage
         update, _ = self._windows.update_of(edge.consumer.microbatch)
         if update == self._open:

@@ -1,11 +1,8 @@
-"""The device of a rank whose schedule has ops of registered kinds: calls their functions, hands on all other ops.
-
-Only such schedules have it, so others pay nothing for it.
-"""
+"""Handlers of registered kinds: each calls the function that was given for its kind. REDUCE is one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +10,21 @@ import torch
 
 from penstock.runtime.execute.async_ops import Awaited, Started
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.worker import Device
+from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls, name_of
-from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
 from penstock.schedule.updates import OWNER
 
 
-class RegisteredDevice:
-    """Around the device that runs the other ops.
+class RegisteredOps:
+    """The registered ops of one rank.
 
     Args:
-        rank: whose device it is.
+        rank: whose they are.
         calls: of each registered op its function and what that is told.
-        tokens: how many of the messages that come in for an op are tokens; they come last.
         outputs: what forwards made here.
         device: where the stages lie; on a GPU an op ends when its work is done, as with all other ops.
         meeting: where ranks of this process meet; the first of an op's ranks calls its function for all of them.
@@ -36,27 +33,22 @@ class RegisteredDevice:
 
     def __init__(
         self,
-        inner: Device,
         rank: int,
         calls: Calls,
-        tokens: Mapping[Op, int],
         outputs: Outputs,
         device: torch.device,
         meeting: Gang | None = None,
         select: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._inner, self._select = inner, select
-        self._rank, self._calls, self._tokens = rank, calls, tokens
+        self._rank, self._calls, self._select = rank, calls, select
         self._outputs, self._meeting = outputs, meeting
         self._gpu = device if device.type == "cuda" else None
+        kinds = {op.kind for host, op in calls if host == rank}
+        self.handlers: dict[str, Handler] = dict.fromkeys(kinds, self._run)
 
-    def run(self, op: Op, received: Sequence[Payload]) -> int | None:
-        if num_tokens := self._tokens.get(op, 0):
-            received = received[:-num_tokens]
-        if (self._rank, op) not in self._calls:
-            return self._inner.run(op, received)
-        self._once(op, self._call)
-        return None
+    def _run(self, station: Station, inputs: Sequence[Payload]) -> tuple[()]:
+        self._once(station.op, self._call)
+        return ()
 
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Starts an asynchronous op."""
@@ -90,6 +82,3 @@ class RegisteredDevice:
         except Exception as error:
             error.add_note(f"in function {name_of(function)}, which ops= has for kind {op.kind}")
             raise
-
-    def give(self, edge: Edge) -> Payload:
-        return Payload([]) if edge.is_token else self._inner.give(edge)

@@ -1,0 +1,48 @@
+"""A backend: a table of op handlers, and what starts asynchronous ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.async_ops import Start, Started
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wiring import Station
+from penstock.schedule import Op
+
+Handler = Callable[[Station, Sequence[Payload]], Sequence[Payload]]
+"""Runs one op on what its incoming edges brought, in their order and without tokens. Returns the payload of each of
+`station.given`, in that order."""
+
+
+class Backend(Protocol):
+    """What runs the ops of one rank in one step."""
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By kind of op."""
+
+    @property
+    def began(self) -> int | None:
+        """When the op run last began, in nanoseconds of the monotonic clock, where that was later than its call: it
+        waited for other ranks that run it too. Else None."""
+
+    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+        """Starts an asynchronous op, given what its incoming edges brought, tokens too."""
+
+
+class OpTable:
+    """A backend put together of handlers."""
+
+    began: int | None = None
+
+    def __init__(self, handlers: Mapping[str, Handler], start: Start | None = None) -> None:
+        self.handlers = handlers
+        self._start = start
+
+    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+        """Raises RuntimeFailure where nothing starts such ops."""
+        if self._start is None:
+            raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
+        return self._start(op, received)

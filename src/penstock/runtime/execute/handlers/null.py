@@ -1,0 +1,34 @@
+"""The null backend: real ordering, no tensors. It proves that what reaches an op is what the op needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.async_ops import Started
+from penstock.runtime.execute.handlers.backend import Handler
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wiring import Station
+from penstock.schedule import Op
+
+
+class NullBackend:
+    """Runs nothing; keeps the order in which ops ran. Every kind has the same handler."""
+
+    began: int | None = None
+
+    def __init__(self) -> None:
+        self.ran: list[Op] = []
+        self.handlers: dict[str, Handler] = defaultdict(lambda: self.run)
+
+    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
+        for payload in inputs:
+            edge = payload.skeleton
+            if edge.consumer != station.op:
+                raise RuntimeFailure(f"{station.op} received what was meant for {edge.consumer}")
+        self.ran.append(station.op)
+        return [Payload([], edge) for edge in station.given]
+
+    def start(self, op: Op, received: Sequence[Payload]) -> Started:
+        raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")

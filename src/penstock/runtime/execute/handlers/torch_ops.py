@@ -1,0 +1,143 @@
+"""The torch handlers of one rank: ops on the stages that it hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.handlers.backend import Handler
+from penstock.runtime.parameters.tied import TiedGradients
+from penstock.runtime.stage.branches import Junctions, is_plain
+from penstock.runtime.stage.ops import StageRunner
+from penstock.runtime.stage.stage import Copy
+from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport.wiring import Station
+from penstock.schedule import Op, Schedule
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+
+
+class TorchOps:
+    """Runs ops with torch. The runners must have begun a step.
+
+    Args:
+        runners: of the copies of stages that the rank hosts, by (pipeline, stage).
+        tied: gradients of parameters that stages share; None where they share none. schedule: what runs.
+        inside: around an op of a copy of a stage, by pipeline and stage; None where nothing is to be done there.
+        meeting: where ranks of this process meet for the stages that they share: the first of them has the stage, and
+            what it leaves there is what came of the op on the others.
+
+    On a GPU an op ends when its work is done: its message leaves through host memory and would wait for it
+    anyway, and the measured times are then those of the work, not of its launch.
+    """
+
+    def __init__(
+        self,
+        runners: Mapping[Copy, StageRunner],
+        tied: TiedGradients | None,
+        schedule: Schedule,
+        device: torch.device,
+        meeting: Gang | None = None,
+        inside: Callable[[int, int], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._runners, self._inside = runners, inside
+        self._gpu = device if device.type == "cuda" else None
+        self._tied, self._pipelines = tied, schedule.microbatch_pipeline
+        self._junctions = None if is_plain(schedule) else Junctions(schedule)
+        self._shared = {} if meeting is None else {stage for stage, _ in schedule.placement.shared}
+        self._meeting = meeting
+        works = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            INPUT: self._backward,
+            WEIGHT: self._weight,
+            RECOMPUTE: self._recompute,
+        }
+        self.handlers: dict[str, Handler] = {kind: self._handler(work) for kind, work in works.items()}
+
+    def _handler(self, work: Callable[[StageRunner, Op, Sequence[Payload]], Payload | None]) -> Handler:
+        runners, pipelines, inside, gpu = self._runners, self._pipelines, self._inside, self._gpu
+
+        def run(op: Op, inputs: Sequence[Payload]) -> Payload | None:
+            key = pipelines[op.microbatch], op.stage
+            if inside is None:
+                outcome = work(runners[key], op, inputs)
+            else:
+                with inside(*key):
+                    outcome = work(runners[key], op, inputs)
+            if gpu is not None:
+                torch.cuda.synchronize(gpu)
+            return outcome
+
+        def handle(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            outcome = run(station.op, inputs)
+            return self._outputs(station, outcome) if station.given else ()
+
+        def handle_together(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            return self._outputs(station, self._together(run, station.op, inputs))
+
+        return handle_together if self._shared else handle
+
+    def _together(
+        self, run: Callable[[Op, Sequence[Payload]], Payload | None], op: Op, inputs: Sequence[Payload]
+    ) -> Payload | None:
+        """What came of an op that several ranks of this process may run: run by the first, found by the others."""
+        if op.stage not in self._shared or self._meeting is None:
+            return run(op, inputs)
+        if (self._pipelines[op.microbatch], op.stage) in self._runners:
+            outcome = run(op, inputs)
+            self._meeting.leave(op, outcome)
+            return outcome
+        if self._junctions is not None and op.kind == FORWARD:
+            self._junctions.inputs(op, inputs)  # it must know how gradients are cut
+        found: Payload | None = self._meeting.find(op)
+        return found
+
+    def _forward(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> Payload:
+        junctions = self._junctions
+        if junctions is None:
+            return runner.forward(op.microbatch, inputs[0] if inputs else None)
+        entering = junctions.inputs(op, inputs)
+        try:
+            return runner.forward(op.microbatch, entering)
+        except Exception as error:
+            if words := junctions.arguments(op.stage):
+                error.add_note(words)
+            raise
+
+    def _backward(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> Payload:
+        came: Sequence[Payload] = inputs
+        sums: Sequence[tuple[Tensor, Tensor]] = ()
+        if self._tied is not None:
+            came, sums = self._tied.sort(op, inputs)
+        main = came[0] if came else None
+        if self._junctions is not None:
+            main = self._junctions.gradients(op, came)
+        outcome = runner.backward(op.kind, op.microbatch, main, sums)
+        if self._tied is not None:
+            self._tied.take(op)
+        return outcome
+
+    def _weight(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> None:
+        runner.backward_weight(op.microbatch)
+
+    def _recompute(self, runner: StageRunner, op: Op, inputs: Sequence[Payload]) -> None:
+        runner.recompute(op.microbatch)
+
+    def _outputs(self, station: Station, outcome: Payload | None) -> list[Payload]:
+        """What goes out along each edge: what came of the op, or its part of that, and sums of tied gradients."""
+        found = []
+        for edge in station.given:
+            if edge.slot:
+                if self._tied is None:
+                    raise RuntimeFailure(f"{station.op} has no tied gradient to send to {edge.consumer}")
+                found.append(self._tied.give(edge))
+            elif outcome is None:
+                raise RuntimeFailure(f"{edge.producer} has nothing to send to {edge.consumer}")
+            else:
+                found.append(outcome if self._junctions is None else self._junctions.share(edge, outcome))
+        return found
