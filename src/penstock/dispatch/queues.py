@@ -16,10 +16,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import gcd, inf
 
 from penstock.cost import CostError, Costs, Links
+from penstock.engine.memory_safety import reserves
 from penstock.engine.network import Irregular, Network, of_queues
 from penstock.engine.rule_tables import (
     BACKWARD,
@@ -249,8 +250,8 @@ def queue_graph(
     depths = [of_stage[stage] for _, _, stage in labels]
     forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
     taken_again = [q for q, (_, kind, stage) in enumerate(labels) if graph.holds.get((kind, stage), 0.0) > 0]
-    reserve = _reserves(memory, [taken_again, forwards], hosts, depths, num_ranks)
-    reserve_count = _reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
+    reserve = reserves(memory, [taken_again, forwards], hosts, depths, num_ranks)
+    reserve_count = reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
     unlocks: list[list[int]] = [[] for _ in labels]
     for q, found in enumerate(needs):
         for p, _, _ in found:
@@ -369,33 +370,6 @@ def _depths(graph: StageGraph) -> list[int]:
             if not waiting[target]:
                 ready.append(target)
     return depth
-
-
-def _reserves(
-    added: list[float], taking: list[list[int]], hosts: list[tuple[int, ...]], depths: list[int], num_ranks: int
-) -> list[float]:
-    """Of each queue, the room that must stay free on its ranks when an F of it starts, so that one of each deeper
-    F queue there can still run, and so on downwards; 0 for kinds that take nothing.
-
-    With it no cap locks stages out. Take the deepest F that a cap holds back on some rank. All that the rank holds
-    is of less deep stages (what is deeper moves on), and when the last of those started, room for this F was left.
-    What was given back must be taken again before a backward, the deepest first: every F leaves room for that.
-
-    Args:
-        added: what an op of each queue adds to what its ranks hold.
-        taking: the queues that take again what was given back, then the F queues; `depths` of each queue.
-    """
-    reserve = [0.0] * len(added)
-    room = [0.0] * num_ranks
-    for queues_of in taking:
-        for _, group in groupby(sorted(queues_of, key=lambda q: -depths[q]), key=lambda q: depths[q]):
-            queues = list(group)
-            for q in queues:
-                reserve[q] = max(room[rank] for rank in hosts[q])
-            for q in queues:
-                for rank in hosts[q]:
-                    room[rank] = max(room[rank], added[q] + reserve[q])
-    return reserve
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -13,18 +13,20 @@ A rank decides by a policy:
 Why no choice ends in a deadlock, whatever the policy and whatever comes late: take the first op of the frozen run
 that has not started. All that it needs has run or is under way, it is at the head of its queue, and it is the next
 in its rank's order. It fits, since no op is ever started that would leave its rank unable to finish in its order
-within the cap (see `fits`). So some rank can always go on. A policy only says which of the ops that are ready and fit
-is taken. A hinted rank may also wait for an op that is nearly due, up to a moment that is known (see `wait_until`).
+within the cap (see `memory_safety`). So some rank can always go on. A policy only says which of the ops that are
+ready and fit is taken. A hinted rank may also wait for an op that is nearly due, up to a moment that is known (see
+`wait_until`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from penstock.engine import memory_safety
+from penstock.engine.memory_safety import Array, fits, fits_beside
 from penstock.engine.tolerance import EPSILON
 
-Array = Any
-"""A list or an array of numbers, indexed by op, queue or rank."""
+COMPILED_WITH = (memory_safety,)
 
 FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
 """The policies of `decide`."""
@@ -111,64 +113,6 @@ def wait_until(
         if done[earlier] == 0 and now < due[earlier] + EPSILON and due[earlier] < latest:
             return due[earlier] + EPSILON
     return now
-
-
-def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:
-    """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
-
-    Running it early raises the memory of every op that the frozen order has before it.
-    """
-    level = held[rank] + memory_change[op]
-    limit = cap[rank] + EPSILON * cap[rank]
-    if level > limit:
-        return False
-    for earlier in range(next_frozen[rank], op):
-        if done[earlier] == 0:
-            level += memory_change[earlier]
-            if level > limit:
-                return False
-    return True
-
-
-def fits_beside(
-    rank: int,
-    op: int,
-    first: Array,
-    done: Array,
-    next_frozen: Array,
-    memory_change: Array,
-    held: Array,
-    cap: Array,
-    beside: Array,
-) -> bool:
-    """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
-
-    What is under way will end.
-    """
-    num_ranks = (len(first) - 1) // 2
-    holder = rank if rank < num_ranks else rank - num_ranks
-    stream = holder + num_ranks
-    level = held[holder] + held[stream] + memory_change[op]
-    limit = cap[holder] + EPSILON * cap[holder]
-    if level > limit:
-        return False
-    level += beside[len(memory_change) + holder]
-    own, apart = next_frozen[holder], next_frozen[stream]
-    while True:
-        has_own = own < first[holder + 1] and beside[own] < beside[op]
-        has_apart = apart < first[stream + 1] and beside[apart] < beside[op]
-        if has_own and (not has_apart or beside[own] < beside[apart]):
-            earlier = own
-            own += 1
-        elif has_apart:
-            earlier = apart
-            apart += 1
-        else:
-            return True
-        if done[earlier] == 0:
-            level += memory_change[earlier]
-            if level > limit:
-                return False
 
 
 def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside: Array) -> None:

@@ -4,19 +4,19 @@
 then, the one of least value. With `wait[r]` above 0 the rank may also pick an op that becomes ready within so many
 ms, and stands idle till then: greedy never waits, and what it starts instead can block the better op for longer.
 
-Memory never ends in a deadlock: where a rank holds activations of several stages, an op that takes memory starts
-only if the rank can still finish the microbatches it has begun, oldest first.
+Memory never ends in a deadlock: see `memory_safety.can_finish`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine import min_tree
+from penstock.engine import memory_safety, min_tree
+from penstock.engine.memory_safety import can_finish
 from penstock.engine.min_tree import least_of, sift
 from penstock.engine.tolerance import EPSILON
 
-COMPILED_WITH = (min_tree,)
+COMPILED_WITH = (min_tree, memory_safety)
 
 Array = Any
 INFINITE = 1e300
@@ -153,41 +153,3 @@ def list_ops(
                 sift(tree, leaves + rank[after], earliest(rank[after]))
         sift(tree, leaves + r, earliest(r))
     return makespan
-
-
-def can_finish(
-    taken: int, room: float, first: int, last: int, head: Array, count: Array, memory: Array, pipeline: Array
-) -> bool:
-    """Whether a rank, the next op of `taken` run and `room` left, can finish its microbatches one after another.
-
-    Its queues are `first` to `last - 1`.
-    """
-    oldest, newest = count[taken], 0
-    for q in range(first, last):
-        reached = head[q] + (1 if q == taken else 0)
-        if count[q] > 0:
-            oldest = min(oldest, reached)
-        if memory[q] > 0:
-            newest = max(newest, reached)
-    for j in range(oldest, newest):
-        current = -1
-        while True:  # the pipelines in turn
-            following = -1
-            for q in range(first, last):
-                if pipeline[q] > current and (following < 0 or pipeline[q] < following):
-                    following = pipeline[q]
-            if following < 0:
-                break
-            current = following
-            need = kept = 0.0
-            for q in range(first, last):
-                if pipeline[q] != current or j >= count[q]:
-                    continue
-                if head[q] + (1 if q == taken else 0) > j:
-                    kept += memory[q]
-                elif memory[q] > 0:
-                    need += memory[q]
-            if need > room:
-                return False
-            room += kept
-    return True

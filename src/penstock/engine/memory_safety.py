@@ -1,0 +1,147 @@
+"""What keeps a cap on memory from locking ranks up: an op that takes memory starts only if its rank can still finish
+what it has begun. Written to be compiled.
+
+A rank gives memory back by the ops that come later. So it is safe as long as there is some order of what it has begun
+that keeps to its cap to the end; then what is started never stands in the way of what it needs. Which order that is
+depends on what is known when an op is to start:
+
+    fits         the rest of the rank's given order, where it takes ready ops out of turn (`decider`)
+    fits_beside  the same, together with the stream whose ops use the same memory
+    can_finish   the microbatches begun, one after the other, the oldest first, where there is no order yet and a
+                 rank has a chain of stages (`list_by_values`)
+    reserves     a forward of every deeper stage in turn, where there is no order yet and stages form any graph: room
+                 that is known ahead, and that each forward leaves (`list_by_rules`)
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from penstock.engine.tolerance import EPSILON
+
+Array = Any
+"""A list or an array of numbers, indexed by op, queue or rank."""
+
+
+def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:
+    """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
+
+    Running it early raises the memory of every op that the frozen order has before it.
+    """
+    level = held[rank] + memory_change[op]
+    limit = cap[rank] + EPSILON * cap[rank]
+    if level > limit:
+        return False
+    for earlier in range(next_frozen[rank], op):
+        if done[earlier] == 0:
+            level += memory_change[earlier]
+            if level > limit:
+                return False
+    return True
+
+
+def fits_beside(
+    rank: int,
+    op: int,
+    first: Array,
+    done: Array,
+    next_frozen: Array,
+    memory_change: Array,
+    held: Array,
+    cap: Array,
+    beside: Array,
+) -> bool:
+    """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
+
+    What is under way will end.
+    """
+    num_ranks = (len(first) - 1) // 2
+    holder = rank if rank < num_ranks else rank - num_ranks
+    stream = holder + num_ranks
+    level = held[holder] + held[stream] + memory_change[op]
+    limit = cap[holder] + EPSILON * cap[holder]
+    if level > limit:
+        return False
+    level += beside[len(memory_change) + holder]
+    own, apart = next_frozen[holder], next_frozen[stream]
+    while True:
+        has_own = own < first[holder + 1] and beside[own] < beside[op]
+        has_apart = apart < first[stream + 1] and beside[apart] < beside[op]
+        if has_own and (not has_apart or beside[own] < beside[apart]):
+            earlier = own
+            own += 1
+        elif has_apart:
+            earlier = apart
+            apart += 1
+        else:
+            return True
+        if done[earlier] == 0:
+            level += memory_change[earlier]
+            if level > limit:
+                return False
+
+
+def can_finish(
+    taken: int, room: float, first: int, last: int, head: Array, count: Array, memory: Array, pipeline: Array
+) -> bool:
+    """Whether a rank, the next op of `taken` run and `room` left, can finish its microbatches one after another.
+
+    Its queues are `first` to `last - 1`.
+    """
+    oldest, newest = count[taken], 0
+    for q in range(first, last):
+        reached = head[q] + (1 if q == taken else 0)
+        if count[q] > 0:
+            oldest = min(oldest, reached)
+        if memory[q] > 0:
+            newest = max(newest, reached)
+    for j in range(oldest, newest):
+        current = -1
+        while True:  # the pipelines in turn
+            following = -1
+            for q in range(first, last):
+                if pipeline[q] > current and (following < 0 or pipeline[q] < following):
+                    following = pipeline[q]
+            if following < 0:
+                break
+            current = following
+            need = kept = 0.0
+            for q in range(first, last):
+                if pipeline[q] != current or j >= count[q]:
+                    continue
+                if head[q] + (1 if q == taken else 0) > j:
+                    kept += memory[q]
+                elif memory[q] > 0:
+                    need += memory[q]
+            if need > room:
+                return False
+            room += kept
+    return True
+
+
+def reserves(
+    added: list[float], taking: list[list[int]], hosts: list[tuple[int, ...]], depths: list[int], num_ranks: int
+) -> list[float]:
+    """Of each queue, the room that must stay free on its ranks when an F of it starts, so that one of each deeper
+    F queue there can still run, and so on downwards; 0 for kinds that take nothing.
+
+    With it no cap locks stages out. Take the deepest F that a cap holds back on some rank. All that the rank holds
+    is of less deep stages (what is deeper moves on), and when the last of those started, room for this F was left.
+    What was given back must be taken again before a backward, the deepest first: every F leaves room for that.
+
+    Args:
+        added: what an op of each queue adds to what its ranks hold.
+        taking: the queues that take again what was given back, then the F queues; `depths` of each queue.
+    """
+    reserve = [0.0] * len(added)
+    room = [0.0] * num_ranks
+    for queues_of in taking:
+        for _, group in groupby(sorted(queues_of, key=lambda q: -depths[q]), key=lambda q: depths[q]):
+            queues = list(group)
+            for q in queues:
+                reserve[q] = max(room[rank] for rank in hosts[q])
+            for q in queues:
+                for rank in hosts[q]:
+                    room[rank] = max(room[rank], added[q] + reserve[q])
+    return reserve
