@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,39 @@ def test_names_that_moved_are_where_the_error_says() -> None:
             getattr(ps, name)
         if where == f"ps.{where.split('.')[1]}.{name}":
             assert getattr(getattr(ps, where.split(".")[1]), name) is not None
+
+
+@pytest.mark.parametrize("ending", [".svg", ".html", ".txt", ".json", ".csv"])
+def test_a_schedule_saves_itself_by_the_ending(tmp_path: Path, ending: str) -> None:
+    schedule, path = ps.build("zb-h1", 2, 4), tmp_path / f"mine{ending}"
+    schedule.save(path)
+    if ending in (".svg", ".html"):
+        assert ("<svg" if ending == ".svg" else "<!doctype html>") in path.read_text().lower()
+        with pytest.raises(ps.ScheduleError, match=r"read from \.json, \.txt or \.csv"):
+            ps.load(path)
+    else:
+        assert ps.load(path).order == schedule.order
+    with pytest.raises(ps.ScheduleError, match=r"mine.png: pictures are written as"):
+        schedule.save(tmp_path / "mine.png")
+
+
+def test_a_timeline_and_a_plan_save_themselves(tmp_path: Path) -> None:
+    found = ps.plan(ps.Costs.uniform(2), 2, 4, time_limit=0.05)
+    found.timeline.save(tmp_path / "t.json")
+    found.save(tmp_path / "p.json")
+    found.save(str(tmp_path / "p.svg"))
+    assert "traceEvents" in (tmp_path / "t.json").read_text()
+    assert ps.load(tmp_path / "p.json") == found.schedule
+    assert (tmp_path / "p.svg").read_text() == ps.draw.to_svg(found.timeline)
+
+
+def test_a_notebook_shows_pictures_or_says_why_not() -> None:
+    schedule = ps.build("1f1b", 2, 4)
+    for value in (schedule, ps.simulate(schedule), ps.plan(ps.Costs.uniform(2), 2, 4, time_limit=0.05)):
+        assert value._repr_html_().startswith("<svg")
+    large = ps.build("1f1b", 8, 512)
+    assert len(large._repr_html_()) < MOST
+    assert "too many to draw here" in large._repr_html_()
+    stuck = dataclasses.replace(schedule, order=tuple(row[::-1] for row in schedule.order))
+    assert "cannot be drawn" in stuck._repr_html_()
+    assert len(stuck._repr_html_()) < MOST

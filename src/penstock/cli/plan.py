@@ -117,9 +117,9 @@ def plan(
             progress=show,
         )
     if out is not None:
-        from penstock.cli.picture import save_planned
+        from penstock.schedule.picture import save_either
 
-        save_planned(found.schedule, found.timeline, out)
+        save_either(found.schedule, found.timeline, out)
     if json:
         print_json(
             {

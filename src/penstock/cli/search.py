@@ -80,9 +80,9 @@ def search(
         forward_first=forward_first,
     )
     if out is not None:
-        from penstock.cli.picture import save_planned
+        from penstock.schedule.picture import save_either
 
-        save_planned(outcome.best.schedule, outcome.best.timeline, out)
+        save_either(outcome.best.schedule, outcome.best.timeline, out)
     if json:
         print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out))
         return

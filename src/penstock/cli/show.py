@@ -42,7 +42,7 @@ def show(
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
     plan = source.read_or_build(schedule, given_counts)
     if out is not None:
-        from penstock.cli.picture import save
+        from penstock.draw import save
 
         save(plan, out)
     if json:

@@ -107,7 +107,7 @@ def simulate(
     elif steps is not None or stretch is not None:
         raise Misuse(f"--{'steps' if stretch is None else 'stretch'} is for emulated runs; add --emulate threads")
     if out is not None:
-        from penstock.cli.picture import save
+        from penstock.draw import save
 
         save(timeline, out)
     if json:

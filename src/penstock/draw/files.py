@@ -10,7 +10,8 @@ from penstock.draw.html import to_html
 from penstock.draw.panel import Drawable, panels
 from penstock.draw.svg import to_svg
 from penstock.draw.terminal import to_terminal
-from penstock.formats.files import path_of, write_whole
+from penstock.formats import save as save_schedule
+from penstock.formats.files import ENDINGS, path_of, write_whole
 from penstock.formats.perfetto import to_perfetto
 from penstock.schedule import Schedule, ScheduleError, to_text
 from penstock.simulation import Timeline
@@ -36,6 +37,14 @@ def save_picture(drawn: Given, path: str | Path) -> None:
             f"{path}: pictures are written as .svg, .html or .txt, traces as .json or .json.gz", rule="file"
         )
     write_whole(path, writer(drawn))
+
+
+def save(drawn: Schedule | Timeline, path: str | Path) -> None:
+    """Writes a schedule as .json, .txt or .csv into a file of its own, all else as `save_picture` does."""
+    if isinstance(drawn, Schedule) and path_of(path).suffix in ENDINGS:
+        save_schedule(drawn, path)
+    else:
+        save_picture(drawn, path)
 
 
 def _svg(drawn: Given) -> bytes:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cost import CostError, Costs, Links
@@ -18,7 +19,7 @@ from penstock.planning.family import Certificate, check_options, family_of, in_t
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
-from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
+from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one, picture
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import as_dispatch
@@ -57,6 +58,13 @@ class Plan:
     microbatch_order: tuple[int, ...] | None = None
 
     __repr__ = short_repr
+
+    def save(self, path: str | Path) -> None:
+        """Writes the schedule (.json, .txt, .csv), or the picture of its timeline (.svg, .html)."""
+        picture.save_either(self.schedule, self.timeline, path)
+
+    def _repr_html_(self) -> str:
+        return self.timeline._repr_html_()
 
     @property
     def gap(self) -> float:

@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from penstock.schedule import picture
 from penstock.schedule.columns import Columns, columns_of, op_of, rows_of_ops
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
@@ -73,6 +75,17 @@ class Schedule:
             f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages{several}, "
             f"{self.num_microbatches} microbatches, {self.num_ops} ops>"
         )
+
+    def save(self, path: str | Path) -> None:
+        """Writes it, by the ending: .json, .txt or .csv as a file that `ps.load` reads, .svg or .html as a picture.
+
+        Raises:
+            ScheduleError: another ending, a schedule that cannot be drawn, or no such folder.
+        """
+        picture.save(self, path)
+
+    def _repr_html_(self) -> str:
+        return picture.shown(self, self.num_ops)
 
     def __getstate__(self) -> dict[str, Any]:
         # Columns are soon made again, unless they are what the ops are made of.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
 from penstock.dispatch import Graph
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Schedule, picture
 from penstock.schedule.async_ops import with_launches
 
 T = TypeVar("T")
@@ -113,6 +114,17 @@ class Timeline:
             f"<Timeline of {s.name}: {self.source}, {self.dispatch}, {s.num_ranks} ranks, {len(self.ops)} ops, "
             f"makespan {self.makespan:.10g} ms, bubble ratio {self.bubble_ratio:.1%}>"
         )
+
+    def save(self, path: str | Path) -> None:
+        """Writes a picture (.svg, .html, .txt) or a trace (.json, .json.gz), by the ending.
+
+        Raises:
+            ScheduleError: another ending, or no such folder.
+        """
+        picture.save(self, path)
+
+    def _repr_html_(self) -> str:
+        return picture.shown(self, len(self.ops))
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,37 @@
+"""What `save` and notebooks ask of schedules and timelines: their pictures.
+
+Drawing lies above the values that are drawn, and so it is looked up here when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import html
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.schedule.errors import ScheduleError
+
+MOST_OPS = 4_000
+"""Ops that a notebook still draws; more make a page that is slow to scroll."""
+
+
+def save(drawn: Any, path: str | Path) -> None:
+    """Writes a schedule or a timeline, see `penstock.draw.save`."""
+    import_module("penstock.draw").save(drawn, path)
+
+
+def save_either(schedule: Any, timeline: Any, path: str | Path) -> None:
+    """Writes the schedule where the ending is one of a schedule (.json, .txt, .csv), else the timeline's picture."""
+    save(schedule if Path(path).suffix in (".json", ".txt", ".csv") else timeline, path)
+
+
+def shown(drawn: Any, num_ops: int) -> str:
+    """A picture for a notebook, or its short text where it is too large or cannot run."""
+    text = f"<pre>{html.escape(repr(drawn))}</pre>"
+    if num_ops > MOST_OPS:
+        return f"{text}<p>{num_ops} ops are too many to draw here; save it as .html</p>"
+    try:
+        return str(import_module("penstock.draw").to_svg(drawn))
+    except ScheduleError as error:
+        return f"{text}<p>It cannot be drawn: {html.escape(str(error).splitlines()[0])}</p>"
