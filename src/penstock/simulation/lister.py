@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from types import ModuleType
 from typing import Any
 
@@ -29,8 +30,7 @@ class Listed:
 
     Attributes:
         reached: how many places of each row have run: fewer than there are where the ranks got stuck.
-        makespan: first op's start to last op's end (ms). Where the ranks got stuck: as far as they ran, or -1 for
-            given rows.
+        makespan: first op's start to last op's end (ms); infinite where the ranks got stuck.
 
     `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
     """
@@ -92,14 +92,17 @@ class Lister:
             self._start_time, self._rows, self._row_first, reached, self._tree,
         )  # fmt: skip
         ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
-        return Listed(self.graph, self._rows, self.row_first, self._start_time, list(map(int, reached)), float(ends))
+        done = list(map(int, reached))
+        makespan = float(ends) if sum(done) == self.row_first[-1] else inf
+        return Listed(self.graph, self._rows, self.row_first, self._start_time, done, makespan)
 
     def time_rows(self, rows: Any) -> Listed:
         """Times rows laid out rank by rank, or one list a rank."""
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             rows = [q for row in rows for q in row]
         timed = self._timer.time(rows)
-        return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, timed.makespan)
+        makespan = timed.makespan if timed.complete else inf
+        return Listed(self.graph, rows, self.row_first, timed.start, timed.reached, makespan)
 
     def _ready(self, tables: Tables) -> Tables:
         if self._compiled and isinstance(tables.queues, list):

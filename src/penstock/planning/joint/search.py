@@ -22,7 +22,6 @@ import numpy as np
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
-from penstock.library import SCHEDULES, build
 from penstock.passes import recompute
 from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
@@ -33,6 +32,7 @@ from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.moves import WHOLE, F, I, L, O, R, W
 from penstock.planning.joint.problem import JointProblem, Orders
+from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.threads import Threads, random_numbers_kept
@@ -40,12 +40,6 @@ from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.1, 0.5
 """Shares of the time left that plans of one form take, list scheduling, and annealing where CP-SAT comes after it."""
-
-_FIRST = "1f1b"
-"""The library schedule that comes first, however short the time: its forwards run again, it bounds all plans."""
-
-_MOST_LIBRARY_OPS = 20_000
-"""Above this building the library's schedules takes longer than it is worth."""
 
 
 @dataclass
@@ -240,31 +234,35 @@ def joined(problem: JointProblem, orders: Orders) -> Orders:
 def library(search: JointSearch) -> None:
     """Takes every library schedule of the placement, with forwards run again where it holds too much."""
     problem = search.problem
-    if problem.num_ops > _MOST_LIBRARY_OPS:
+    if problem.num_ops > MOST_OPS:
         return
     num_microbatches = len(problem.microbatch_pipeline)
-    names = sorted(SCHEDULES, key=lambda name: name != _FIRST)
-    for name in names:
-        if search.left <= 0 and name != _FIRST:
+    # The first comes however short the time: its forwards run again, it bounds all plans.
+    for number, (name, made) in enumerate(built(problem.placement, problem.num_ranks, num_microbatches)):
+        if made.microbatch_pipeline == problem.microbatch_pipeline:
+            _take_library(search, name, made, number > 0)
+        if search.left <= 0:
             return
-        for options in ({}, {"num_stages": problem.placement.num_stages}):
-            with suppress(ScheduleError):
-                made = build(name, problem.num_ranks, num_microbatches, **options)
-                if (
-                    made.placement != problem.placement
-                    or made.stage_graph is not None
-                    or made.microbatch_pipeline != problem.microbatch_pipeline
-                ):
-                    continue
-                search.take_schedule(made, name)
-                if problem.forms.away and allows(problem.forms, made):
-                    for orders in sent_away(problem, problem.read(made)):
-                        search.take(orders, f"{name}, offloaded")
-                if problem.forms.again:
-                    # The pass counts what is held itself: not the limit a schedule was built for.
-                    made = recompute(replace(made, memory_limit=None), problem.costs, list(problem.limits.cap))
-                    search.take_schedule(made, f"{name}, recomputed")
-                break
+
+
+def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -> None:
+    """Takes a library schedule, and what comes of it by other forms.
+
+    Args:
+        timed: whether that ends with the time of the search.
+    """
+    problem = search.problem
+    search.take_schedule(made, name)
+    if problem.forms.away and allows(problem.forms, made):
+        for orders in sent_away(problem, problem.read(made)):
+            if timed and search.left <= 0:
+                return
+            search.take(orders, f"{name}, offloaded")
+    if problem.forms.again and not (timed and search.left <= 0):
+        # The pass counts what is held itself: not the limit a schedule was built for.
+        with suppress(ScheduleError):  # it holds too much even then
+            again = recompute(replace(made, memory_limit=None), problem.costs, list(problem.limits.cap))
+            search.take_schedule(again, f"{name}, recomputed")
 
 
 def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:

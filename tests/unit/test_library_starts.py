@@ -1,0 +1,101 @@
+"""Library schedules as starts of plans, and the clock meanwhile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.dispatch.queues import queue_graph
+from penstock.library import SCHEDULES
+from penstock.planning import library_starts
+from penstock.planning.family import Forms
+from penstock.planning.joint import search as joint
+from penstock.planning.joint.problem import pose_joint
+from penstock.planning.limits import limits_of
+from penstock.simulation.lister import Lister
+
+PLACEMENTS = [
+    ps.placements.one_to_one(4),
+    ps.placements.circular(4, 8),
+    ps.placements.v_shape(4),
+    ps.placements.wave(2, 2),
+    ps.placements.multi_directional(4),
+    ps.placements.multi_directional(6),
+    ps.placements.bidirectional(ps.placements.one_to_one(4)),
+    ps.placements.bidirectional(ps.placements.circular(4, 8)),
+    ps.placements.bidirectional(ps.placements.v_shape(4)),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_library_schedule_of_a_placement_is_a_start_and_no_other_is_built(
+    placement: ps.Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where forms are free too, all of the library was built for any placement."""
+    num_ranks = 1 + max(map(max, placement.pipelines))
+    fitting = set()
+    for name in SCHEDULES:
+        for options in ({}, {"num_stages": placement.num_stages}):
+            try:
+                made = ps.build(name, num_ranks, 8, **options)
+            except ps.ScheduleError:
+                continue
+            if made.placement == placement and made.updates is None and made.stage_graph is None:
+                fitting.add(made.order)  # asynchronous schedules without updates run others' orders
+    asked: list[str] = []
+
+    def recorded(name: str, *given: Any, **options: Any) -> ps.Schedule:
+        asked.append(name)
+        return ps.build(name, *given, **options)
+
+    monkeypatch.setattr(library_starts, "build", recorded)
+    found = list(library_starts.built(placement, num_ranks, 8))
+    assert fitting <= {made.order for _, made in found}
+    assert set(asked) == {name for name, _ in found}
+
+
+def test_the_clock_is_looked_at_within_a_library_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was looked at between them alone, so one that takes long went on long after the end."""
+    costs = ps.Costs.uniform(4)
+    limits = limits_of(costs, ps.placements.one_to_one(4), 4, None, 2.0, True, 0.1)
+    forms = Forms(again=True, whole=True, split=True)
+    posed = pose_joint(costs, ps.placements.one_to_one(4), 4, [8], ps.Links(), limits, forms)
+    now = [0.0]
+    search = joint.begin(posed, 0, 0.0, None, 0.0)
+    search.clock, search.began, search.until = (lambda: now[0]), 0.0, 1.0
+    built, again = [], []
+
+    def slow(name: str, *given: Any, **options: Any) -> ps.Schedule:
+        built.append(name)
+        now[0] += 0.6
+        return ps.build(name, *given, **options)
+
+    def noted(schedule: ps.Schedule, *given: Any) -> ps.Schedule:
+        again.append(schedule.name)
+        return ps.passes.recompute(schedule, *given)
+
+    monkeypatch.setattr(library_starts, "build", slow)
+    monkeypatch.setattr(joint, "recompute", noted)
+    joint.library(search)
+    assert len(built) == 2  # the time is over when the second has been built
+    assert again == built[:1]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_rows_that_get_stuck_are_never_the_shortest(compile: bool) -> None:
+    """Their makespan was -1, and the search of programs took the least."""
+    costs = ps.Costs.uniform(2)
+    graph = queue_graph(ps.placements.one_to_one(2), 2, [0, 0], costs)
+    number = {label[1:]: q for q, label in enumerate(graph.labels)}
+    first, last = [number[kind, 0] for kind in "FB"], [number[kind, 1] for kind in "FB"]
+    good = Lister(graph, compile).time_rows([[first[0], first[0], first[1], first[1]], [last[0], last[1]] * 2])
+    assert good.complete
+    assert 0 < good.makespan < math.inf
+    stuck = Lister(graph, compile).time_rows(
+        [[first[0], first[1], first[0], first[1]], [last[0], last[0], *last[1:] * 2]]
+    )
+    assert not stuck.complete
+    assert stuck.makespan == math.inf
