@@ -1,0 +1,131 @@
+"""The messages of a step: which op made each and which needed it, and how long each took by itself.
+
+Where both ends were recorded a message takes from when the later end was there to when the receiver had it. Where none
+was, it takes from its op's end to the start of the op that waited for it; what nobody waited for takes its link's
+median.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.analyze.step_network import Messages
+from penstock.analyze.whole import Steps
+from penstock.engine.network import Array
+from penstock.formats.traces.run_trace import NONE, Scope, TraceError
+
+BACKWARDS = ("B", "I")
+
+
+def messages_of(table: Steps) -> Messages:
+    """The messages of all steps of a table.
+
+    Raises:
+        TraceError: there are more or fewer ends of messages than ops that need them.
+    """
+    letters = table.letters()
+    compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
+    made: dict[tuple[str, int, int, int], int] = {}
+    for op in compute.tolist():
+        letter = "B" if letters[op] in BACKWARDS else str(letters[op])
+        made[letter, *(int(column[op]) for column in (table.replica, table.stage, table.microbatch))] = op
+    producer, consumer = [], []
+    for (letter, replica, stage, microbatch), op in made.items():
+        source = made.get((letter, replica, stage + (-1 if letter == "F" else 1), microbatch))
+        if letter in ("F", "B") and source is not None and table.rank[source] != table.rank[op]:
+            producer.append(source)
+            consumer.append(op)
+    sources, targets = np.array(producer, np.int64), np.array(consumer, np.int64)
+    receive = _ends(table, targets, Scope.RECEIVE, made)
+    send = _ends(table, sources, Scope.SEND, made)
+    if (receive == NONE).all():
+        own = _by_waiting(table, sources, targets)
+        return Messages(sources, targets, send, receive, own, np.full(len(targets), NONE))
+    began = np.where(send == NONE, table.end[:, sources], table.start[:, send])
+    posted = np.where(receive == NONE, began, table.start[:, receive])
+    arrived = np.where(receive == NONE, table.start[:, targets], table.end[:, receive])
+    own = np.maximum(arrived - np.maximum(began, posted), 0.0)
+    return Messages(sources, targets, send, receive, own, _posted(table, targets, receive))
+
+
+def _ends(table: Steps, ops: Array, scope: Scope, made: dict[tuple[str, int, int, int], int]) -> Array:
+    """The recorded op that sent, or received, what each op has to do with; NONE where none was recorded."""
+    found = np.full(len(ops), NONE)
+    place = {op: at for at, op in enumerate(ops.tolist())}
+    letters = table.letters()
+    ends = table.is_scope(scope)
+    start = table.start[0]
+    for letter in ("F", "B"):
+        same = BACKWARDS if letter == "B" else (letter,)
+        for replica in range(table.trace.num_replicas):
+            for rank in range(table.trace.num_ranks):
+                here = (table.replica == replica) & (table.rank == rank)
+                recorded = np.flatnonzero(here & ends & (letters == letter))
+                if not len(recorded):
+                    continue
+                recorded = recorded[np.argsort(start[recorded], kind="stable")]
+                computed = np.flatnonzero(here & np.isin(letters, same) & table.is_scope(Scope.COMPUTE))
+                computed = computed[np.argsort(start[computed], kind="stable")]
+                needing = [op for op in computed.tolist() if op in place]
+                if (table.microbatch[recorded] != NONE).all() and (table.stage[recorded] != NONE).all():
+                    by_name = {(int(table.stage[op]), int(table.microbatch[op])): op for op in recorded.tolist()}
+                    for op in needing:
+                        found[place[op]] = by_name.get((int(table.stage[op]), int(table.microbatch[op])), NONE)
+                    continue
+                if len(recorded) == len(computed):  # also what goes nowhere was recorded
+                    pairs = zip(computed.tolist(), recorded.tolist())
+                elif len(recorded) == len(needing):
+                    pairs = zip(needing, recorded.tolist())
+                elif len(recorded) == len(computed) - 1 and scope is Scope.RECEIVE:  # all but the very first
+                    pairs = zip(computed.tolist()[1:], recorded.tolist())
+                elif len(recorded) == len(computed) - 1:
+                    pairs = zip(computed.tolist()[:-1], recorded.tolist())
+                else:
+                    raise TraceError(
+                        f"{table.trace.name}: replica {replica}, rank {rank} has {len(recorded)} of "
+                        f"{table.trace.kinds[int(table.kind[recorded[0]])].name}, and {len(needing)} ops that need "
+                        "one; are ops missing? Record whole steps, or leave sends and receives out altogether"
+                    )
+                for op, end in pairs:
+                    if op in place:
+                        found[place[op]] = end
+    return found
+
+
+def _posted(table: Steps, consumer: Array, receive: Array) -> Array:
+    """The op after which each message's receiver waits for it: the one before it of its kind."""
+    letters = table.letters()
+    start = table.start[0]
+    compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
+    order = compute[np.argsort(start[compute], kind="stable")]
+    before: dict[tuple[int, int, bool], int] = {}
+    previous = np.full(table.num_ops, NONE)
+    for op in order.tolist():
+        key = int(table.replica[op]), int(table.rank[op]), bool(letters[op] == "F")
+        if letters[op] in ("F", *BACKWARDS):
+            previous[op] = before.get(key, NONE)
+            before[key] = op
+    return np.where(receive == NONE, NONE, previous[consumer])
+
+
+def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
+    """Ms from each op's end to the start of the op that waited for its message, (K, L)."""
+    own = np.full((len(table.steps), len(producer)), np.nan)
+    worker = table.replica * table.trace.num_ranks + table.rank
+    compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
+    for step in range(len(table.steps)):
+        start, end = table.start[step], table.end[step]
+        order = compute[np.lexsort((start[compute], worker[compute]))]
+        free = np.zeros(table.num_ops)
+        same = worker[order][1:] == worker[order][:-1]
+        free[order[1:][same]] = end[order[:-1][same]]
+        gap = start[consumer] - end[producer]
+        waited = end[producer] >= free[consumer]
+        own[step, waited] = np.maximum(gap[waited], 0.0)
+    links = np.stack([table.rank[producer], table.rank[consumer]], axis=1)
+    for link in np.unique(links, axis=0):
+        on = np.flatnonzero((links == link).all(axis=1))
+        known = own[:, on][~np.isnan(own[:, on])]
+        usual = float(np.median(known)) if len(known) else 0.0
+        own[:, on] = np.where(np.isnan(own[:, on]), usual, own[:, on])
+    return own
