@@ -1,0 +1,10 @@
+"""A trace of a run -> costs, how much slower it was than it should be, the causes, and what would help.
+
+trace --> whole --> clocks --> network of the engine --> replay --> metrics, effects --> causes, what-ifs --> page
+"""
+
+from penstock.analyze.causes import SlowdownCause
+from penstock.analyze.run_analysis import RunAnalysis, analyze_trace
+from penstock.analyze.what_if import WhatIf
+
+__all__ = ["RunAnalysis", "SlowdownCause", "WhatIf", "analyze_trace"]

@@ -1,8 +1,8 @@
 """The messages of a step: which op made each and which needed it, and how long each took by itself.
 
-Where both ends were recorded a message takes from when the later end was there to when the receiver had it. Where none
-was, it takes from its op's end to the start of the op that waited for it; what nobody waited for takes its link's
-median.
+Where both ends were recorded a message takes from when the later end was there to when the receiver had it. Where
+none was, it takes from its op's end to the start of the op that waited for it. What nobody waited for takes its
+link's median.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def messages_of(table: Steps) -> Messages:
     made: dict[tuple[str, int, int, int], int] = {}
     for op in compute.tolist():
         letter = "B" if letters[op] in BACKWARDS else str(letters[op])
-        made[letter, *(int(column[op]) for column in (table.replica, table.stage, table.microbatch))] = op
+        made[letter, int(table.replica[op]), int(table.stage[op]), int(table.microbatch[op])] = op
     producer, consumer = [], []
     for (letter, replica, stage, microbatch), op in made.items():
         source = made.get((letter, replica, stage + (-1 if letter == "F" else 1), microbatch))

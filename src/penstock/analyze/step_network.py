@@ -10,6 +10,7 @@ has come. What it takes from there on is its own; all before was waiting, and is
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -148,7 +149,7 @@ class StepNetwork:
         """Of each queue, all that it waits for: its needs, and what its rows run before it."""
         found = [list(needs) for needs in self.needs]
         for row in self._rows.values():
-            for before, after in zip(row, row[1:]):
+            for before, after in itertools.pairwise(row):
                 found[after].append(before)
         return found
 

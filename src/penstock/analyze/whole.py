@@ -15,6 +15,9 @@ from penstock.formats.traces.run_trace import NONE, Array, RunTrace, Scope, Trac
 OVERLAP = 0.05
 """How far two ops of one rank may overlap, as a share of the shorter: what the rounding of timestamps makes."""
 SHOWN = 3
+CLOCK_HELP = (
+    "record with a clock that is not set while it runs (CLOCK_MONOTONIC), or leave these steps out with --steps"
+)
 
 
 class OpKey(NamedTuple):
@@ -80,7 +83,9 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
     """
     _require_microbatches(trace)
     _require_forwards(trace)
-    order = np.lexsort((trace.start, trace.microbatch, trace.stage, trace.rank, trace.replica, trace.kind, trace.step))
+    order = np.lexsort(
+        (trace.start, trace.microbatch, trace.stage, trace.rank, trace.replica, trace.kind, trace.step)
+    )
     trace = trace.take(order)
     number = _numbers(trace)
     _require_one_job(trace, number)
@@ -99,8 +104,9 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
     start[place, of_key], end[place, of_key] = trace.start, trace.end
     start, end = start[complete], end[complete]
     first = start.min(axis=1, keepdims=True)
-    steps = Steps(trace, trace.steps[complete], named, *keys.T, start - first, end - first)
-    return steps
+    kind, replica, rank, stage, microbatch, number = keys.T
+    start, end, numbers = start - first, end - first, trace.steps[complete]
+    return Steps(trace, numbers, named, kind, replica, rank, stage, microbatch, number, start, end)
 
 
 def _require_microbatches(trace: RunTrace) -> None:
@@ -142,14 +148,14 @@ def _require_forwards(trace: RunTrace) -> None:
     if back.any():
         at = int(np.flatnonzero(back)[0])
         raise TraceError(
-            f"{trace.name}: the clock goes backwards: {_spot(trace, at)} ends {trace.start[at] - trace.end[at]:.6g} ms "
-            f"before it starts ({int(back.sum())} such ops); record with a clock that is not set while it runs "
-            "(CLOCK_MONOTONIC), or leave these steps out with --steps"
+            f"{trace.name}: the clock goes backwards: {_spot(trace, at)} ends "
+            f"{trace.start[at] - trace.end[at]:.6g} ms before it starts ({int(back.sum())} such ops); "
+            f"{CLOCK_HELP}"
         )
     compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
     order = compute[
-        np.lexsort((trace.end[compute], trace.start[compute], trace.rank[compute], trace.replica[compute], trace.step[compute]))
-    ]  # fmt: skip
+        np.lexsort([getattr(trace, name)[compute] for name in ("end", "start", "rank", "replica", "step")])
+    ]
     before, after = order[:-1], order[1:]
     same = np.ones(len(before), bool)
     for name in ("step", "replica", "rank"):
@@ -161,9 +167,9 @@ def _require_forwards(trace: RunTrace) -> None:
     if len(wrong) and not _occurs_twice(trace):
         a, b = int(before[wrong[0]]), int(after[wrong[0]])
         raise TraceError(
-            f"{trace.name}: the clock goes backwards, or ops overlap: {_spot(trace, b)} starts {over[wrong[0]]:.6g} ms "
-            f"before {_spot(trace, a, short=True)} has ended on the same rank ({len(wrong)} such pairs); record with a "
-            "clock that is not set while it runs (CLOCK_MONOTONIC), or leave these steps out with --steps"
+            f"{trace.name}: the clock goes backwards, or ops overlap: {_spot(trace, b)} starts "
+            f"{over[wrong[0]]:.6g} ms before {_spot(trace, a, short=True)} has ended on the same rank "
+            f"({len(wrong)} such pairs); {CLOCK_HELP}"
         )
 
 
@@ -193,8 +199,8 @@ def _require_one_job(trace: RunTrace, number: Array) -> None:
         at = int(np.flatnonzero(twice)[0])
         raise TraceError(
             f"{trace.name}: {_spot(trace, at)} is there twice, {trace.start[at] - trace.start[at - 1]:.6g} ms apart "
-            f"({int(twice.sum())} such ops): are there two jobs, or two attempts of one, in this file? Give the rows of "
-            "one, or tell them apart by replica"
+            f"({int(twice.sum())} such ops): are there two jobs, or two attempts of one, in this file? Give the rows "
+            "of one, or tell them apart by replica"
         )
 
 
@@ -207,10 +213,10 @@ def _require_all_stages(trace: RunTrace, keys: tuple[OpKey, ...]) -> None:
             ops.setdefault((trace.kinds[key.kind].kind, key.stage), set()).add(key.microbatch)
     every = sorted({stage for ops in found.values() for _, stage in ops})
     if every != list(range(len(every))):
-        lacks = next(stage for stage in range(len(every) + 1) if stage not in every)
+        absent = next(stage for stage in range(len(every) + 1) if stage not in every)
         raise TraceError(
-            f"{trace.name} has no ops of stage {lacks}, but of stage {every[-1]}: is the file of one rank missing? Give "
-            "the traces of all ranks, or the folder that holds them"
+            f"{trace.name} has no ops of stage {absent}, but of stage {every[-1]}: is the file of one rank missing? "
+            "Give the traces of all ranks, or the folder that holds them"
         )
     for replica, ops in sorted(found.items()):
         microbatches = set().union(*ops.values())
@@ -262,5 +268,6 @@ def _named(trace: RunTrace, key: OpKey) -> str:
 
 
 def _spot(trace: RunTrace, at: int, short: bool = False) -> str:
-    key = OpKey(*(int(getattr(trace, name)[at]) for name in OpKey._fields[:-1]), 0)
+    kind, replica, rank, stage, microbatch = (int(getattr(trace, name)[at]) for name in OpKey._fields[:-1])
+    key = OpKey(kind, replica, rank, stage, microbatch, 0)
     return _named(trace, key) if short else f"step {int(trace.step[at])}, {_named(trace, key)}"

@@ -11,6 +11,7 @@ A new verb is a file with a function registered on `app`, imported below.
 from __future__ import annotations
 
 from penstock.cli import (  # noqa: F401  (each registers its verb)
+    analyze,
     bench,
     check,
     compare,

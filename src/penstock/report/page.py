@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from penstock.draw.charts.figure import STYLE, Figure
-from penstock.draw.html import script_json
+from penstock.draw.charts.figure import Figure
+from penstock.draw.report_page import PageNumber, inline, section, table, whole_page
 from penstock.draw.scale import percent, short
 from penstock.report import figures
 from penstock.report.run_story import Decided, RunStory
 from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, times
 
-_SLOT = re.compile(r"\{\{(\w+)\}\}")
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
     "with the change against that median, while the same links are late."
@@ -25,52 +23,44 @@ MOST_ROWS = 400
 
 def to_page(story: RunStory) -> str:
     """The page."""
-    page = files("penstock.report")
-    slots = {
-        "title": escape(f"{story.name}: run report"),
-        "name": escape(story.name),
-        "css": STYLE + page.joinpath("report.css").read_text(encoding="utf-8"),
-        "js": page.joinpath("report.js").read_text(encoding="utf-8"),
-        "headline": escape(headline(story)).replace("–", "\u2060–\u2060"),  # no line ends within a link's name
-        "more": " ".join(escape(each) for each in more(story)),
-        "facts": _facts(story.facts),
-        "numbers": _numbers(story),
-        "sections": "\n".join(_sections(story)),
-        "data": script_json(story.to_json()),
-    }
-    return _SLOT.sub(lambda slot: slots[slot[1]], page.joinpath("report.html").read_text(encoding="utf-8"))
+    return whole_page(
+        title=f"{story.name}: run report",
+        name=story.name,
+        headline=headline(story),
+        more=more(story),
+        numbers=_numbers(story),
+        facts=story.facts,
+        sections=_sections(story),
+        data=story.to_json(),
+        script=files("penstock.report").joinpath("report.js").read_text(encoding="utf-8"),
+    )
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-
-
-def _numbers(story: RunStory) -> str:
+def _numbers(story: RunStory) -> list[PageNumber]:
     """The few numbers that matter, large."""
     late = f"{len(story.late)} of {len(story.iterations)}"
-    found = [(late, "iterations with a late link", "")]
-    found.append((seconds(story.lost), "lost, had nothing been changed", "lost"))
+    found = [PageNumber(late, "iterations with a late link")]
+    found.append(PageNumber(seconds(story.lost), "lost, had nothing been changed", "lost"))
     if story.saved is None:
-        found.append(("not known", "of it saved: nothing to measure it by", ""))
+        found.append(PageNumber("not known", "of it saved: nothing to measure it by"))
     elif story.saved < 0:
-        found.append((seconds(-story.saved), "more by changes that were slower, measured", "lost"))
+        found.append(PageNumber(seconds(-story.saved), "more by changes that were slower, measured", "lost"))
     else:
-        found.append((seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved"))
+        found.append(
+            PageNumber(seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved")
+        )
     first = next((each for each in story.decisions if each.outcome == "ran" and not each.taken_back), None)
     after = None if first is None else reaction(story, first)
     if after is not None:
-        found.append((times(after, "iteration"), "from late to the new plan running", ""))
+        found.append(PageNumber(times(after, "iteration"), "from late to the new plan running"))
     if story.error is not None:
-        found.append((percent(story.error), "median error of the simulation", ""))
-    return "".join(
-        f'<div class="r-number {style}"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
-        for value, what, style in found
-    )
+        found.append(PageNumber(percent(story.error), "median error of the simulation"))
+    return found
 
 
 def _sections(story: RunStory) -> list[str]:
     found = [
-        _section(
+        section(
             "Iteration time",
             _hover(figures.iteration_times(story), story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
@@ -80,35 +70,24 @@ def _sections(story: RunStory) -> list[str]:
     ]
     heat = figures.link_heat(story)
     if heat is not None:
-        found.append(_section("Links", _hover(heat, story) + _spells(story)))
+        found.append(section("Links", _hover(heat, story) + _spells(story)))
     said = _decisions(story.decisions, story) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
-    found.append(_section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
+    found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
-        found.append(_section("Faults", _faults(story)))
+        found.append(section("Faults", _faults(story)))
     timelines = figures.before_and_after(story)
     if timelines is not None:
-        found.append(_section("Before and after", f"<figure>{timelines}</figure>", _source(story)))
+        found.append(section("Before and after", f"<figure>{timelines}</figure>", _source(story)))
     where = figures.where_time_goes(story)
     if where is not None:
         note = "One iteration of each configuration, simulated under links and op times as measured in it."
-        found.append(_section("Where the time goes", _figure(where), note))
-    found.append(_section("Simulated and measured", _compared(story)))
+        found.append(section("Where the time goes", inline(where), note))
+    found.append(section("Simulated and measured", _compared(story)))
     memory = figures.memory(story)
     if memory is not None and story.memory is not None:
-        found.append(
-            _section("Memory", _figure(memory), f"Most held by each rank at any time, {story.memory.source}.")
-        )
+        found.append(section("Memory", inline(memory), f"Most held by each rank at any time, {story.memory.source}."))
     found.append(_rows(story))
     return found
-
-
-def _section(title: str, body: str, note: str = "") -> str:
-    said = f'<p class="r-note">{note}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>\n{body}\n{said}</section>"
-
-
-def _figure(figure: Figure) -> str:
-    return f"<figure>{figure.inline()}</figure>"
 
 
 def _hover(figure: Figure, story: RunStory) -> str:
@@ -124,18 +103,6 @@ def _hover(figure: Figure, story: RunStory) -> str:
 def _source(story: RunStory) -> str:
     measured = all(each.timeline.source == "measured" for each in story.shown)
     return "Measured." if measured else "Simulated under links and op times as measured in these iterations."
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:
-    """A table; the columns in `texts` are words, the others numbers. Cells are escaped."""
-    style = ["" if place in texts else ' class="r-n"' for place in range(len(head))]
-    top = "".join(f'<th scope="col"{style[place]}>{escape(each)}</th>' for place, each in enumerate(head))
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{style[place]}>{escape(each)}</td>" for place, each in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    said = f' aria-label="{escape(label)}"' if label else ""
-    return f'<div class="r-wide"><table{said}><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def _spells(story: RunStory) -> str:

@@ -1,11 +1,18 @@
-"""What the names of ops in traces mean: Megatron's timers, which ByteDance's study took over, and Penstock's letters."""
+"""What names of ops in traces mean: Megatron's timers, which ByteDance's study took over, and Penstock's letters."""
 
 from __future__ import annotations
 
 from penstock.formats.traces.run_trace import Scope, TracedKind
 
 _COMPUTE = {"forward-compute": "F", "backward-compute": "B", "input-grad-compute": "I", "weight-grad-compute": "W"}
-_LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "R": "R"}
+_WORDS = {
+    "F": ("f", "forward", "fwd", "forward_step", "forward_pass", "forward_compute"),
+    "B": ("b", "backward", "bwd", "backward_step", "backward_pass", "backward_compute", "full_backward"),
+    "I": ("i", "backward_input", "input_grad", "dgrad"),
+    "W": ("w", "backward_weight", "weight_grad", "wgrad"),
+    "R": ("r", "recompute"),
+}
+_LETTERS = {word: letter for letter, words in _WORDS.items() for word in words}
 _MESSAGES = {
     "forward-send": (Scope.SEND, "F"),
     "forward-recv": (Scope.RECEIVE, "F"),
@@ -23,6 +30,7 @@ _OTHERS = {
     "separate-grads-all-reduce": Scope.REPLICAS,
     "all-grads-sync": Scope.REPLICAS,
     "REDUCE": Scope.REPLICAS,
+    "REDUCE_GRAD": Scope.REPLICAS,
     "embedding-grads-all-reduce": Scope.PIPELINE,
     "layernorm-grads-all-reduce": Scope.LOCAL,
     "optimizer-clip-main-grad": Scope.ALL,
@@ -36,7 +44,7 @@ _LOCAL_COMMUNICATION = ("layernorm-grads-all-reduce",)
 
 def kind_named(name: str) -> TracedKind:
     """What an op of this name is; one that is not known takes its rank's time and nobody else's."""
-    letter = _COMPUTE.get(name) or _LETTERS.get(name)
+    letter = _COMPUTE.get(name) or _LETTERS.get(name.lower())
     if letter is not None:
         return TracedKind(name, Scope.COMPUTE, letter)
     if name in _MESSAGES:
@@ -46,5 +54,5 @@ def kind_named(name: str) -> TracedKind:
     return TracedKind(name, scope, "", scope.is_collective or name in _LOCAL_COMMUNICATION)
 
 
-PARAMETERS, GRADIENTS = "params-all-gather", ("grads-reduce-scatter", "grads-all-reduce", "REDUCE")
-"""What brings a stage's parameters before its first forward; what adds up gradients after its last backward."""
+PARAMETERS = "params-all-gather"
+"""What brings a stage's parameters before its first forward."""

@@ -170,4 +170,8 @@ def trace_of(
     ints = [np.array(column, np.int64) for column in columns[1:6]]
     floats = [np.array(column, np.float64) for column in columns[6:]]
     kinds = tuple(kind_of(str(each)) for each in names)
-    return RunTrace(name, kinds, kind.astype(np.int64), *ints, *floats, notes=tuple(notes))
+    step, replica, rank, stage, microbatch = ints
+    start, end = floats
+    return RunTrace(
+        name, kinds, kind.astype(np.int64), step, replica, rank, stage, microbatch, start, end, tuple(notes)
+    )

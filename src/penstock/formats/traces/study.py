@@ -8,6 +8,7 @@ seconds. https://github.com/ByteDance-Seed/StragglerAnalysis has three traces an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +30,10 @@ def read_study(path: Path) -> RunTrace:
     columns = parquet_columns(path)
     if missing := [name for name in NEEDED if name not in columns]:
         raise TraceError(
-            f"{path.name} has no column {', '.join(missing)}: the study's format has {', '.join(NEEDED)}; for a table "
-            "with other names give them with --column, like --column microbatch=mb"
+            f"{path.name} has no column {', '.join(missing)}: the study's format has {', '.join(NEEDED)}; for a "
+            "table with other names give them with --column, like --column microbatch=mb"
         )
-    for name in JOBS:
-        if name in columns and len(jobs := np.unique(columns[name].astype(str))) > 1:
-            raise TraceError(
-                f"{path.name} holds {len(jobs)} jobs by its column {name} ({', '.join(jobs[:3])}): an analysis is of "
-                f"one; write the rows of each {name} to a file of its own"
-            )
+    require_one_job(path, columns)
     names, kind = np.unique(columns["optype"].astype(str), return_inverse=True)
     kinds = tuple(kind_named(str(name)) for name in names)
     ints = {name: _whole(path, name, columns[name]) for name in ("dp_rank", "stage", "step", "gmc", "mb_id")}
@@ -53,6 +49,16 @@ def read_study(path: Path) -> RunTrace:
     return RunTrace(
         path.stem, kinds, kind.astype(np.int64), ints["step"], ints["dp_rank"], rank, stage, microbatch, start, end
     )
+
+
+def require_one_job(path: Path, columns: Mapping[str, Array]) -> None:
+    """Raises TraceError for a table whose rows are of several jobs."""
+    for name in JOBS:
+        if name in columns and len(jobs := np.unique(columns[name].astype(str))) > 1:
+            raise TraceError(
+                f"{path.name} holds {len(jobs)} jobs by its column {name} ({', '.join(jobs[:3])}): an analysis is of "
+                f"one; write the rows of each {name} to a file of its own"
+            )
 
 
 def parquet_columns(path: Path) -> dict[str, Array]:

@@ -1,0 +1,183 @@
+"""What slowed a run, ranked by what each cause costs: the time that a step would be shorter without it.
+
+A cause takes from the ops concerned what is special about them (`effects`), and the steps are run again. Costs do not
+add up: two stragglers may hide behind each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.analyze.effects import Effects
+from penstock.analyze.replayed_run import OwnTimes, ReplayedRun
+from penstock.engine.network import Array
+from penstock.formats.traces.run_trace import Scope
+
+LEAST = 0.002
+"""The share of a step below which nothing is called a cause."""
+MOST_WORKERS, MOST_REPLICAS, MOST_LINKS = 16, 3, 16
+"""How many of the slowest are tried."""
+SLOW_WORKER, SLOW_REPLICA, SLOW_LINK = 1.02, 1.02, 1.5
+"""Factors from which workers, replicas and links are suspected."""
+
+
+HELP = {
+    "worker": "its ops take longer than the same ops elsewhere: look at its clocks, temperature, host and "
+    "neighbours, and replace it",
+    "replica": "its ops take longer on all of its ranks: look at what its hosts share",
+    "stage": "the model is cut unevenly: move layers away from this stage; the last one also has the loss",
+    "microbatches": "balance sequence lengths: pack by work, deal microbatches out to replicas by work, put the "
+    "longest in the middle of a step",
+    "link": "look at its network card and switch; `penstock train --adapt` plans round slow links",
+    "messages": "what would be gained if messages took no time: more warm-up forwards hide it",
+    "collective": "see the ranks and steps in which it is long",
+    "local": "see the ranks and steps in which it is long",
+    "launch": "what a rank does on its CPU between ops (loading data, launching kernels, garbage collection) holds "
+    "it up; load ahead, use CUDA graphs, collect garbage on all ranks at the same step",
+    "jitter": "look at what else runs on the hosts",
+}
+"""What would help against each kind of cause."""
+
+
+@dataclass(frozen=True)
+class SlowdownCause:
+    """One cause.
+
+    Attributes:
+        kind: one of `HELP`.
+        names: what it names: like {"replica": 0, "rank": 3}.
+        what: the same in words.
+        cost: ms of a step.
+        share: of a step's time as measured.
+        factor: how many times as long the ops concerned take, where that makes sense.
+    """
+
+    kind: str
+    names: Mapping[str, int | str]
+    what: str
+    cost: float
+    share: float = 0.0
+    factor: float | None = None
+
+    @property
+    def help(self) -> str:
+        """What would help."""
+        return HELP[self.kind]
+
+    def to_json(self) -> dict[str, object]:
+        found: dict[str, object] = {"kind": self.kind, "names": dict(self.names), "what": self.what}
+        return found | {"cost_ms": self.cost, "share": self.share, "factor": self.factor, "help": self.help}
+
+
+def causes_of(run: ReplayedRun, effects: Effects) -> tuple[SlowdownCause, ...]:
+    """The causes of a run's slowness, the costliest first; those below `LEAST` of a step are left out."""
+    measured = float(run.measured.mean())
+    launch = SlowdownCause(
+        "launch", {}, "ops that were ready and started late", measured - float(run.replayed.mean())
+    )
+    found = [*_compute(run, effects), *_messages(run), *_others(run), launch]
+    shared = [replace(each, share=each.cost / measured) for each in found]
+    return tuple(sorted((each for each in shared if each.share >= LEAST), key=lambda each: -each.cost))
+
+
+def without(run: ReplayedRun, effects: Effects, factor: Array, chosen: Array | None = None) -> OwnTimes:
+    """The times of a run whose compute ops lack a factor, (K, C); of some of them, (C,)."""
+    ops = run.own.ops.copy()
+    by = factor if chosen is None else np.where(chosen, factor, 1.0)
+    ops[:, effects.ops] = ops[:, effects.ops] / np.where(by > 0, by, 1.0)
+    return OwnTimes(ops, run.own.messages)
+
+
+def _cost(run: ReplayedRun, own: OwnTimes) -> float:
+    return float(run.replayed.mean()) - run.mean(own)
+
+
+def _compute(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
+    table = run.table
+    replica, rank, stage = table.replica[effects.ops], table.rank[effects.ops], table.stage[effects.ops]
+    for place in np.argsort(-effects.by_worker, axis=None)[:MOST_WORKERS].tolist():
+        d, r = divmod(place, table.trace.num_ranks)
+        factor = float(effects.by_worker[d, r])
+        if factor < SLOW_WORKER:
+            break
+        here = (replica == d) & (rank == r)
+        what = f"rank {r} of replica {d} ({_stages(stage[here])})"
+        cost = _cost(run, without(run, effects, np.maximum(effects.worker, 1.0), here))
+        yield SlowdownCause("worker", {"replica": d, "rank": r}, what, cost, factor=factor)
+    slowest = np.argsort(-effects.by_replica)[:MOST_REPLICAS]
+    for d in slowest[effects.by_replica[slowest] > SLOW_REPLICA].tolist():
+        cost = _cost(run, without(run, effects, effects.replica, replica == d))
+        factor = float(effects.by_replica[d])
+        yield SlowdownCause("replica", {"replica": d}, f"all ranks of replica {d}", cost, factor=factor)
+    if table.trace.num_stages > 1:
+        work = np.nansum(effects.by_stage, axis=0)
+        worst = int(np.argmax(work))
+        factor = float(work[worst] / work.mean())
+        what = f"stage {worst}, {factor:.2f} times the mean stage"
+        if table.trace.num_replicas == 1:
+            ranks = np.unique(rank[stage == worst]).tolist()
+            what += f" (with one replica rank {', '.join(map(str, ranks))} may as well be slow)"
+        cost = _cost(run, without(run, effects, effects.stage))
+        yield SlowdownCause("stage", {"stage": worst}, what, cost, factor=factor)
+    spread = float(np.nanstd(effects.by_microbatch))
+    what = f"microbatches that differ, by {spread:.0%} (standard deviation)"
+    cost = _cost(run, without(run, effects, effects.microbatch))
+    yield SlowdownCause("microbatches", {}, what, cost, factor=1 + spread)
+    rest = float(effects.rest.std())
+    what = f"single ops that take longer than others of their kind, by {rest:.0%} (standard deviation)"
+    cost = _cost(run, without(run, effects, np.maximum(effects.rest, 1e-6)))
+    yield SlowdownCause("jitter", {}, what, cost, factor=1 + rest)
+
+
+def _stages(stages: Array) -> str:
+    found = np.unique(stages).tolist()
+    return f"stage {found[0]}" if len(found) == 1 else f"stages {', '.join(map(str, found))}"
+
+
+def _messages(run: ReplayedRun) -> Iterator[SlowdownCause]:
+    """Links whose messages take longer than those of others, and all messages."""
+    table, sent = run.table, run.messages
+    if not len(sent.producer):
+        return
+    way = np.stack([table.replica[sent.consumer], table.rank[sent.producer], table.rank[sent.consumer]], axis=1)
+    links, of_link = np.unique(way, axis=0, return_inverse=True)
+    of_link = of_link.reshape(-1)
+    own, forward = run.own.messages, run.forward.astype(int)
+    usual = np.array([_usual(own[:, run.forward == way], of_link[run.forward == way]) for way in (False, True)])
+    means = np.array([own[:, of_link == number].mean() for number in range(len(links))])
+    by_slow_links = 0.0
+    for number in np.argsort(-means)[:MOST_LINKS].tolist():
+        on = of_link == number
+        expected = float(usual[forward[on]].mean())
+        if means[number] <= 0 or means[number] < SLOW_LINK * expected:
+            continue
+        d, a, b = map(int, links[number])
+        what = f"link {a} to {b} of replica {d}, {means[number]:.3g} ms a message where others take {expected:.3g}"
+        cost = _cost(run, OwnTimes(run.own.ops, np.where(on, np.minimum(own, usual[forward]), own)))
+        by_slow_links += cost
+        factor = float(means[number] / expected) if expected else None
+        yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor)
+    what = f"messages between ranks, {float(np.median(own)):.3g} ms in the median"
+    cost = _cost(run, OwnTimes(run.own.ops, np.zeros_like(own))) - by_slow_links
+    yield SlowdownCause("messages", {}, what, cost)
+
+
+def _usual(own: Array, of_link: Array) -> float:
+    """What a message takes on a healthy link, ms: the lower median over links of their means."""
+    means = sorted(float(own[:, of_link == number].mean()) for number in np.unique(of_link))
+    return means[(len(means) - 1) // 2] if means else 0.0
+
+
+def _others(run: ReplayedRun) -> Iterator[SlowdownCause]:
+    """Collectives, and what ranks do besides the microbatches: each kind where it takes longer than usual."""
+    table = run.table
+    for number, kind in enumerate(table.trace.kinds):
+        of_kind = table.kind == number
+        if kind.scope is Scope.COMPUTE or kind.scope.is_message or not of_kind.any():
+            continue
+        what = f"{kind.name}, beyond its usual {float(np.median(run.own.ops[:, of_kind])):.3g} ms"
+        cost = _cost(run, run.own.with_others(run.ideal, of_kind))
+        yield SlowdownCause("collective" if kind.scope.is_collective else "local", {"op": kind.name}, what, cost)

@@ -1,0 +1,112 @@
+"""Clocks of hosts brought together: by messages within a pipeline, by the ends of collectives between replicas.
+
+A message can't arrive before it was sent. Between two ranks messages go both ways, activations and gradients. With
+both clocks right, the shortest one each way takes its own time and no more:
+
+    shortest there = way + (clock of b - clock of a)        so the clocks differ by half of what
+    shortest back  = way - (clock of b - clock of a)        the two differ by
+
+Clocks that break no message's order are left alone: there the way need not be the same in both directions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.analyze.messages import messages_of
+from penstock.analyze.whole import Steps
+from penstock.engine.network import Array
+from penstock.formats.traces.run_trace import NONE, Scope
+
+LEAST = 0.1
+"""Ms by which a message must arrive before it was sent for clocks to be aligned: less is rounding."""
+
+
+def aligned(table: Steps) -> Steps:
+    """The steps on one clock; as they are where no message arrives before it was sent, and no collective's ends lie
+    apart by more than it lasts.
+    """
+    num_ranks = table.trace.num_ranks
+    num_workers = table.trace.num_replicas * num_ranks
+    sent = messages_of(table)
+    worker = table.replica * num_ranks + table.rank
+    source, target = worker[sent.producer], worker[sent.consumer]
+    arrived = table.start[:, sent.consumer].copy()
+    has = sent.receive != NONE
+    arrived[:, has] = table.end[:, sent.receive[has]]
+    shortest: dict[tuple[int, int], Array] = {}
+    for a, b in sorted(set(zip(source.tolist(), target.tolist()))):
+        on = np.flatnonzero((source == a) & (target == b))
+        shortest[a, b] = (arrived[:, on] - table.end[:, sent.producer[on]]).min(axis=1)
+    offset = np.zeros((len(table.steps), num_workers))
+    wrong = [pair for pair, ways in shortest.items() if ways.min() < -LEAST]
+    if wrong:
+        _over_messages(offset, shortest)
+    apart = _over_collectives(offset, table, worker)
+    if not wrong and not apart:
+        return table
+    start, end = table.start - offset[:, worker], table.end - offset[:, worker]
+    first = start.min(axis=1, keepdims=True)
+    largest = np.abs(offset - offset.mean(axis=1, keepdims=True)).max()
+    note = f"clocks of ranks were brought together, by up to {largest:.3g} ms"
+    if wrong:
+        a, b = wrong[0]
+        note += f": a message from rank {a % num_ranks} to {b % num_ranks} arrived before it was sent"
+    return replace(table, trace=table.trace.with_note(note), start=start - first, end=end - first)
+
+
+def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> None:
+    """How far each worker's clock is ahead of the first one's of its pipeline."""
+    joined: dict[int, set[int]] = {}
+    for a, b in shortest:
+        joined.setdefault(a, set()).add(b)
+        joined.setdefault(b, set()).add(a)
+    seen: set[int] = set()
+    for first in sorted(joined):
+        if first in seen:
+            continue
+        todo = deque([first])
+        seen.add(first)
+        while todo:
+            a = todo.popleft()
+            for b in sorted(joined[a] - seen):
+                there, back = shortest.get((a, b)), shortest.get((b, a))
+                if there is not None and back is not None:
+                    ahead = (there - back) / 2
+                elif there is not None:  # one way only: no more than what breaks the order
+                    ahead = np.minimum(there, 0.0)
+                else:
+                    ahead = -np.minimum(shortest[b, a], 0.0)
+                offset[:, b] = offset[:, a] + ahead
+                seen.add(b)
+                todo.append(b)
+
+
+def _over_collectives(offset: Array, table: Steps, worker: Array) -> bool:
+    """Moves pipelines whose collectives end at other times than those of replica 0; whether any had to move."""
+    num_ranks = table.trace.num_ranks
+    moved = False
+    ops = np.flatnonzero(table.is_scope(Scope.REPLICAS))
+    of_first = {
+        (table.keys[op].kind, table.keys[op].rank, table.keys[op].number): op
+        for op in ops.tolist()
+        if table.replica[op] == 0
+    }
+    for replica in range(1, table.trace.num_replicas):
+        gaps, lasts = [], []
+        for op in ops[table.replica[ops] == replica].tolist():
+            other = of_first.get((table.keys[op].kind, table.keys[op].rank, table.keys[op].number))
+            if other is not None:
+                end = table.end[:, [op, other]] - offset[:, worker[[op, other]]]
+                gaps.append(end[:, 0] - end[:, 1])
+                lasts.append(np.minimum(table.end - table.start, np.inf)[:, [op, other]].min(axis=1))
+        if not gaps:
+            continue
+        gap, last = np.median(gaps, axis=0), np.median(lasts, axis=0)
+        if (np.abs(gap) > last + LEAST).any():
+            offset[:, replica * num_ranks : (replica + 1) * num_ranks] += gap[:, None]
+            moved = True
+    return moved

@@ -1,0 +1,78 @@
+"""An analysis in words: one sentence, and the few that follow it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.analyze.run_analysis import RunAnalysis
+from penstock.draw.scale import percent, short
+
+WORTH = 1.01
+"""Speedups from which a change is worth a sentence."""
+
+
+def milliseconds(ms: float) -> str:
+    """`42 ms`, `2.31 s`."""
+    return f"{ms / 1e3:.3g} s" if abs(ms) >= 1e3 else f"{short(ms)} ms"
+
+
+def headline(found: RunAnalysis) -> str:
+    """How much slower the run is, and the first cause."""
+    slow = f"{found.name} takes {found.slowdown:.2f} times as long as it would if all ops of a kind took as long"
+    if not found.causes:
+        return f"{slow}; no single cause costs anything worth naming."
+    first = found.causes[0]
+    return f"{slow}; the first cause is {_what(first.kind)}: {first.what}."
+
+
+def more(found: RunAnalysis) -> list[str]:
+    """What each cause costs, what would help most, and how far to believe it."""
+    m = found.metrics
+    lines = [
+        f"A step takes {milliseconds(m.measured)} ({milliseconds(m.ideal)} ideally); replayed from its ops' own "
+        f"times it takes {milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median."
+    ]
+    if found.causes:
+        listed = "; ".join(f"{each.what} {milliseconds(each.cost)} ({each.share:.1%})" for each in found.causes[:3])
+        lines.append(f"What each costs per step: {listed}.")
+        if found.causes[0].help:
+            lines.append(f"Against the first: {found.causes[0].help}.")
+    helps = [each for each in found.what_ifs if each.speedup >= WORTH][:2]
+    if helps:
+        listed = "; ".join(f"{each.what}, {each.speedup:.2f} times as fast" for each in helps)
+        lines.append(f"By simulation would help most: {listed}.")
+    kinds = list(found.critical.by_kind.items())[:2]
+    if kinds:
+        lines.append(
+            "Of the longest chain of a step " + " and ".join(f"{share:.0%} is {name}" for name, share in kinds) + "."
+        )
+    return lines
+
+
+def facts(found: RunAnalysis) -> list[tuple[str, str]]:
+    table = found.run.table
+    trace = table.trace
+    return [
+        ("steps", str(len(table.steps))),
+        ("replicas", str(trace.num_replicas)),
+        ("ranks", str(trace.num_ranks)),
+        ("stages", str(trace.num_stages)),
+        ("microbatches", str(int(np.isfinite(found.effects.by_microbatch[0, 0]).sum()))),
+        ("schedule", "several orders" if found.fit is None else found.fit.name),
+        ("ops", f"{len(table.steps) * table.num_ops:,}"),
+    ]
+
+
+def _what(kind: str) -> str:
+    return {
+        "worker": "a slow worker",
+        "replica": "a slow replica",
+        "stage": "an uneven cut",
+        "microbatches": "uneven microbatches",
+        "link": "a slow link",
+        "messages": "messages",
+        "collective": "a collective that takes long",
+        "local": "work besides the microbatches",
+        "launch": "late starts",
+        "jitter": "jitter",
+    }[kind]

@@ -1,0 +1,115 @@
+"""`penstock analyze`: what slowed a recorded run, what each cause costs, and what would help.
+
+penstock analyze trace.parquet            penstock analyze profiles/ --preset torchtitan --out page.html --json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.failure import Misuse
+from penstock.cli.options import Json
+from penstock.cli.output import print_json
+from penstock.formats.files import write_whole
+
+
+@app.command(short_help="What slowed a recorded run, what each cause costs, and what would help.")
+def analyze(
+    traces: Annotated[
+        list[str], typer.Argument(metavar="TRACE...", help="A file, a folder, or the profiles of all ranks.")
+    ],
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Write the page there. [TRACE.analysis.html, here]")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", help="Names in profiles: penstock, torchtitan, megatron or deepspeed. [what fits]"),
+    ] = None,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pattern", metavar="[OP=]REGEX", help="Names in profiles: groups op, stage, microbatch, rank, ..."
+        ),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="OURS=THEIRS", help="A table's column, like microbatch=mb; may be repeated."
+        ),
+    ] = None,
+    unit: Annotated[str, typer.Option("--unit", help="Of a table's times: s, ms, us or ns.")] = "ms",
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Of one pipeline, where names in profiles say no stage.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", min=1, help="Of a step, where profiles do not say it.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="LIST", help="Only these steps, like 12,20-23.")
+    ] = None,
+    drop_incomplete: Annotated[
+        bool, typer.Option("--drop-incomplete", help="Leave out steps in which ops are missing.")
+    ] = False,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="LIST", help="Layers of each stage, like 8,8,8,6: for a cut.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Replay a run of Megatron, TorchTitan, DeepSpeed or Penstock and say what slowed it: one paragraph, one page."""
+    if out is not None and not out.lower().endswith((".html", ".htm")):
+        raise Misuse(f"--out {out}: the analysis is a page; give a name that ends with .html")
+    # Imported here, as only this verb needs them.
+    from penstock.analyze import analyze_trace
+    from penstock.analyze.analysis_page import to_page
+    from penstock.analyze.words import headline, more
+    from penstock.formats.traces import read_trace
+
+    trace = read_trace(
+        traces,
+        patterns=pattern or (),
+        preset=preset,
+        columns=_columns(column or ()),
+        unit=unit,
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        steps=None if steps is None else _whole_numbers(steps, "--steps"),
+    )
+    found = analyze_trace(
+        trace,
+        layers=() if layers is None else _whole_numbers(layers, "--layers"),
+        drop_incomplete=drop_incomplete,
+    )
+    target = None if json and out is None else Path(out or f"{trace.name}.analysis.html")
+    if target is not None:
+        write_whole(target, to_page(found))
+    if json:
+        print_json({**found.to_json(), "headline": headline(found), "out": None if target is None else str(target)})
+        return
+    print(" ".join([headline(found), *more(found)]))
+    for note in found.notes:
+        print(f"note: {note}")
+    print(f"wrote {target}")
+
+
+def _columns(given: list[str] | tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for each in given:
+        ours, equals, theirs = each.partition("=")
+        if not (ours and equals and theirs):
+            raise Misuse(f"--column {each}: write OURS=THEIRS, like --column microbatch=mb")
+        found[ours] = theirs
+    return found
+
+
+def _whole_numbers(text: str, option: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise Misuse(f"{option} {text}: give whole numbers, like 12,20-23")
+        found += range(int(first), int(last or first) + 1)
+    return found

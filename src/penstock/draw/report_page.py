@@ -1,0 +1,90 @@
+"""A self-contained HTML page of sections, tables and figures. It loads nothing and needs no script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from penstock.draw.charts.figure import STYLE, Figure
+from penstock.draw.html import script_json
+
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+class PageNumber(NamedTuple):
+    """A number that stands large at the top.
+
+    Attributes:
+        value, what: the number and what it is of.
+        style: "lost", "saved" or nothing.
+    """
+
+    value: str
+    what: str
+    style: str = ""
+
+
+def whole_page(
+    *,
+    title: str,
+    name: str,
+    headline: str,
+    more: Iterable[str],
+    numbers: Iterable[PageNumber],
+    facts: Iterable[tuple[str, str]],
+    sections: Iterable[str],
+    data: Any,
+    script: str = "",
+) -> str:
+    """The page.
+
+    Args:
+        title: of the window. name: of what it is about. headline: the one sentence. more: those that follow it.
+        facts: names and values, small.
+        sections: HTML, as `section` makes it. All other texts are escaped.
+        data: what scripts and other programs may read, as JSON.
+        script: JavaScript.
+    """
+    lines = files("penstock.draw")
+    slots = {
+        "title": escape(title),
+        "name": escape(name),
+        "css": STYLE + lines.joinpath("report_page.css").read_text(encoding="utf-8"),
+        "js": script,
+        "headline": escape(headline).replace("–", "\u2060–\u2060"),  # no line ends within a link's name
+        "more": " ".join(escape(each) for each in more),
+        "facts": "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts),
+        "numbers": "".join(
+            f'<div class="r-number {each.style}"><b>{escape(each.value)}</b><span>{escape(each.what)}</span></div>'
+            for each in numbers
+        ),
+        "sections": "\n".join(sections),
+        "data": script_json(data),
+    }
+    return _SLOT.sub(lambda slot: slots[slot[1]], lines.joinpath("report_page.html").read_text(encoding="utf-8"))
+
+
+def section(title: str, body: str, note: str = "") -> str:
+    """A part of the page; `body` and `note` are HTML."""
+    said = f'<p class="r-note">{note}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>\n{body}\n{said}</section>"
+
+
+def inline(figure: Figure) -> str:
+    """A chart within the page."""
+    return f"<figure>{figure.inline()}</figure>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:
+    """A table; the columns in `texts` are words, the others numbers. Cells are escaped."""
+    style = ["" if place in texts else ' class="r-n"' for place in range(len(head))]
+    top = "".join(f'<th scope="col"{style[place]}>{escape(each)}</th>' for place, each in enumerate(head))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{style[place]}>{escape(each)}</td>" for place, each in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    said = f' aria-label="{escape(label)}"' if label else ""
+    return f'<div class="r-wide"><table{said}><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

@@ -1,0 +1,276 @@
+"""Chrome's trace format, as torch's profiler (Kineto) and Penstock write it: one file per rank, or one for all.
+
+An event counts where a pattern matches its name (`name_patterns`). Of annotations that are there twice, on the CPU's
+track and on the GPU's, the GPU's count: work is queued on the CPU long before it runs. `ProfilerStep#12` says where a
+step begins and ends.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, preset_for
+from penstock.formats.traces.op_names import kind_named
+from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+GPU = "gpu_user_annotation"
+
+
+class _Event(NamedTuple):
+    """One event; `worker` is the number of its process among all of the job."""
+
+    name: str
+    worker: int
+    start: float
+    end: float
+    category: str
+    args: dict[str, Any]
+
+
+def read_chrome(
+    paths: Sequence[Path],
+    *,
+    name: str,
+    patterns: Sequence[NamePattern] = (),
+    preset: str | None = None,
+    num_ranks: int | None = None,
+    num_microbatches: int | None = None,
+) -> RunTrace:
+    """Reads a job's files.
+
+    Args:
+        paths: one per rank, or one for all.
+        patterns: of names; or `preset`, one of `PRESETS`. Where neither is given, the preset that fits.
+        num_ranks: of a pipeline, where names do not say stages: of consecutive processes as many as there are
+            replicas have the same rank, as all frameworks lay them out. All are one pipeline where it is not given.
+        num_microbatches: of a step, where neither names nor steps say it.
+
+    Raises:
+        TraceError: no such format, names that no pattern matches, or two jobs.
+    """
+    events, said = [], []
+    for path in paths:
+        found, info = _events(path)
+        events += found
+        said.append((path, {each.worker for each in found}, info))
+    _require_one_job(said)
+    names = {event.name for event in events}
+    if not patterns:
+        preset = preset or preset_for(names)
+        if preset is None:
+            counted = Counter(event.name for event in events)
+            shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
+            raise TraceError(
+                f"{name}: no names of forwards and backwards that Megatron, TorchTitan, DeepSpeed or Penstock give; "
+                f"there are {shown or 'no events at all'}. Say by --pattern what names mean, or annotate each op by "
+                "torch.profiler.record_function('PP:0F3') for stage 0, forward, microbatch 3"
+            )
+        if preset not in PRESETS:
+            raise TraceError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
+        patterns = PRESETS[preset]
+    reader = Names(tuple(patterns))
+    matched = [event for event in events if reader.matches(event.name)]
+    if not matched:
+        raise TraceError(f"{name}: no name of {len(names)} matches; names are like {sorted(names)[:3]}")
+    on_gpu = [event for event in matched if event.category == GPU]
+    notes = [f"read as {preset}'s names"] if preset else []
+    if on_gpu:
+        matched = on_gpu
+        notes.append("times are those of the GPU's annotations")
+    steps = _steps(events, bool(on_gpu))
+    rows = _located(matched, reader, steps, num_ranks, num_microbatches, name)
+    return trace_of(name, rows, kind_named, notes)
+
+
+def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
+    """Complete events of a file, in milliseconds, and what it says of its job."""
+    value = _json(path)
+    events = value.get("traceEvents") if isinstance(value, dict) else value
+    if not isinstance(events, list):
+        raise TraceError(f"{path.name} is no trace: Chrome's format has a list named traceEvents")
+    info = value.get("distributedInfo") if isinstance(value, dict) else None
+    info = info if isinstance(info, dict) else {}
+    base = float(value.get("baseTimeNanoseconds") or 0.0) / 1e6 if isinstance(value, dict) else 0.0
+    worker_of = _workers(path, events, info)
+    found = []
+    open_: defaultdict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") not in ("X", "B", "E"):
+            continue
+        track = event.get("pid"), event.get("tid")
+        if event["ph"] == "B":
+            open_[track].append(event)
+            continue
+        start = event
+        if event["ph"] == "E":
+            if not open_[track]:
+                continue
+            start = open_[track].pop()
+        try:
+            begin = base + float(start["ts"]) / 1e3
+            end = begin + float(event["dur"]) / 1e3 if event["ph"] == "X" else base + float(event["ts"]) / 1e3
+        except (KeyError, TypeError, ValueError):
+            continue
+        category = str(start.get("cat", ""))
+        worker = worker_of.get(event.get("pid"))
+        if worker is None or category == "message":
+            continue
+        args = start.get("args")
+        found.append(
+            _Event(str(start.get("name", "")), worker, begin, end, category, args if isinstance(args, dict) else {})
+        )
+    return found, info
+
+
+def _json(path: Path) -> Any:
+    try:
+        raw = path.read_bytes()
+        return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path.name} is no JSON: {error}") from None
+
+
+def _workers(path: Path, events: Iterable[Any], info: dict[str, Any]) -> dict[Any, int]:
+    """The number of the process that each pid of a file is. A file of one rank has it in its head or its name."""
+    events = [event for event in events if isinstance(event, dict)]
+    names = {
+        event.get("pid"): str((event.get("args") or {}).get("name", ""))
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "process_name"
+    }
+    if any("measured" in name for name in names.values()):  # of a Penstock trace that holds a simulated run too
+        names = {pid: name for pid, name in names.items() if "measured" in name}
+    ranked = {pid: int(found[1]) for pid, name in names.items() if (found := _RANK.search(name))}
+    if ranked:
+        return ranked
+    pids = {event.get("pid") for event in events}
+    rank = info.get("rank")
+    if rank is None and (in_name := _RANK.findall(path.name)):
+        rank = int(in_name[-1])
+    return dict.fromkeys(pids, 0 if rank is None else int(rank))
+
+
+def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> None:
+    seen: dict[int, Path] = {}
+    for path, workers, _ in said:
+        for worker in sorted(workers):
+            if worker in seen:
+                raise TraceError(
+                    f"{seen[worker].name} and {path.name} are both of rank {worker}: are they of two jobs, or two "
+                    "recordings of one? Give the files of one; where names have no rank, call them like rank3.json"
+                )
+            seen[worker] = path
+    sizes = {int(info["world_size"]) for _, _, info in said if "world_size" in info}
+    if len(sizes) > 1:
+        raise TraceError(
+            f"the files say that there were {', '.join(map(str, sorted(sizes)))} processes: they are of two jobs; "
+            "give those of one"
+        )
+
+
+def _steps(events: Iterable[_Event], gpu: bool) -> dict[int, list[tuple[float, int]]]:
+    """Where steps begin, by worker, as (ms, number)."""
+    found: defaultdict[tuple[int, bool], list[tuple[float, int]]] = defaultdict(list)
+    for event in events:
+        match = _STEP.fullmatch(event.name)
+        if match:
+            found[event.worker, event.category == GPU].append((event.start, int(match[1])))
+    workers = {worker for worker, _ in found}
+    return {worker: sorted(found.get((worker, gpu)) or found[worker, not gpu]) for worker in workers}
+
+
+def _located(
+    events: Sequence[_Event],
+    reader: Names,
+    steps: dict[int, list[tuple[float, int]]],
+    num_ranks: int | None,
+    num_microbatches: int | None,
+    name: str,
+) -> list[TracedOp]:
+    """The ops, each with its place."""
+    workers = sorted({event.worker for event in events})
+    said = [(event, reader.read(event.name, event.args)) for event in sorted(events, key=lambda event: event.start)]
+    stages: defaultdict[int, set[int]] = defaultdict(set)
+    for event, found in said:
+        if found is not None and found.numbers["stage"] is not None:
+            stages[event.worker].add(found.numbers["stage"])
+    place = _places(workers, stages, num_ranks, name)
+    count: Counter[tuple[Any, ...]] = Counter()
+    rows = []
+    for event, found in said:
+        if found is None:
+            continue
+        replica, rank = place[event.worker]
+        numbers = found.numbers
+        rank = rank if numbers["rank"] is None else numbers["rank"]
+        replica = replica if numbers["replica"] is None else numbers["replica"]
+        kind = kind_named(found.op)
+        compute = kind.scope is Scope.COMPUTE
+        stage = numbers["stage"] if numbers["stage"] is not None else rank if compute else NONE
+        microbatch, step = numbers["microbatch"], numbers["step"]
+        begins = steps.get(event.worker)
+        if step is None and begins:
+            at = bisect_right(begins, (event.start + 1e-9, 1 << 60)) - 1
+            if at < 0:
+                continue  # before the first whole step
+            step = begins[at][1]
+        if not compute:
+            microbatch = NONE if microbatch is None else microbatch
+        elif microbatch is None:
+            number = count[event.worker, step, kind.kind, stage]
+            count[event.worker, step, kind.kind, stage] += 1
+            microbatch = number if num_microbatches is None else number % num_microbatches
+            if step is None and num_microbatches is not None:
+                step = number // num_microbatches
+        if step is None:
+            key = event.worker, "step", found.op, stage, microbatch
+            step = count[key]
+            count[key] += 1
+        rows.append(
+            TracedOp(
+                found.op,
+                step,
+                replica,
+                rank,
+                stage,
+                NONE if microbatch is None else microbatch,
+                event.start,
+                event.end,
+            )
+        )
+    return rows
+
+
+def _places(
+    workers: Sequence[int], stages: dict[int, set[int]], num_ranks: int | None, name: str
+) -> dict[int, tuple[int, int]]:
+    """Replica and rank of each worker: by the stages it has, else by its number."""
+    if stages and num_ranks is None:
+        distinct = sorted({tuple(sorted(stages[worker])) for worker in workers if worker in stages})
+        count: Counter[tuple[int, ...]] = Counter()
+        found = {}
+        for worker in workers:
+            key = tuple(sorted(stages.get(worker, ())))
+            if key:
+                found[worker] = count[key], distinct.index(key)
+                count[key] += 1
+            else:
+                found[worker] = 0, 0
+        return found
+    ranks = len(workers) if num_ranks is None else num_ranks
+    if len(workers) % ranks:
+        raise TraceError(
+            f"{name} has {len(workers)} processes, which are not whole pipelines of {ranks} ranks: are files missing?"
+        )
+    replicas = len(workers) // ranks
+    return {worker: (place % replicas, place // replicas) for place, worker in enumerate(workers)}

@@ -1,0 +1,120 @@
+"""Reads a trace of a run, whatever wrote it: the ending of the file says which form it has.
+
+run.parquet             ByteDance's study; with columns, any table
+run.csv                 a table with named columns
+rank0.json.gz ...       torch's profiler, one file per rank; or one trace of all ranks, as Penstock writes it
+runs/mine/              a folder of such files, or of a Penstock run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from penstock.formats.traces.chrome import read_chrome
+from penstock.formats.traces.name_patterns import NamePattern
+from penstock.formats.traces.penstock_run import TIMELINES, read_penstock
+from penstock.formats.traces.run_trace import RunTrace, TraceError
+from penstock.formats.traces.study import read_study
+from penstock.formats.traces.table import read_table
+
+CHROME = (".json", ".json.gz", ".pt.trace.json", ".trace.json")
+
+
+def read_trace(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    patterns: Sequence[str] = (),
+    preset: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    unit: str = "ms",
+    num_ranks: int | None = None,
+    num_microbatches: int | None = None,
+    steps: Iterable[int] | None = None,
+) -> RunTrace:
+    """The ops of a recorded run.
+
+    Args:
+        paths: a file, a folder, or the files of all ranks.
+        patterns, preset, num_ranks, num_microbatches: of profiles; see `chrome.read_chrome`. A pattern is a regular
+            expression with groups, or OP=EXPRESSION.
+        columns, unit: of tables; see `table.read_table`.
+        steps: only these.
+
+    Raises:
+        TraceError: there is no such file, it has another form, lacks what is needed, or holds two jobs.
+    """
+    given = [Path(each) for each in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not given:
+        raise TraceError("no trace is given: name a file, a folder, or the files of all ranks")
+    for path in given:
+        if not path.exists():
+            raise TraceError(f"{path}: there is no such file or folder")
+    name = given[0].name.split(".")[0] if len(given) == 1 else given[0].resolve().parent.name
+    if len(given) == 1 and given[0].is_dir():
+        name = given[0].resolve().name
+        given = _in_folder(given[0])
+    kinds = {_form(path) for path in given}
+    if len(kinds) > 1 or (len(given) > 1 and kinds != {"chrome"}):
+        shown = ", ".join(path.name for path in given[:4])
+        raise TraceError(f"{shown}: give one table, one run, or the profiles of all ranks of one job")
+    form = kinds.pop()
+    if form == "table" or (form == "study" and columns):
+        trace = read_table(given[0], columns, unit)
+    elif form == "study":
+        trace = read_study(given[0])
+    elif form == "penstock":
+        trace = read_penstock(given[0], name=name)
+    else:
+        trace = read_chrome(
+            given,
+            name=name,
+            patterns=[NamePattern.parse(each) for each in patterns],
+            preset=preset,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+        )
+    return trace if steps is None else _only(trace, set(steps))
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """The trace files of a folder."""
+    if (folder / TIMELINES).is_file():
+        return [folder / TIMELINES]
+    below = sorted(folder.glob(f"*/{TIMELINES}"))
+    if len(below) == 1:
+        return below
+    if len(below) > 1:
+        raise TraceError(f"{folder} holds {len(below)} runs: give one, like {below[0].parent}")
+    if found := sorted(path for path in folder.iterdir() if path.name.endswith(CHROME)):
+        return found
+    if found := sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".csv")):
+        if len(found) > 1:
+            raise TraceError(f"{folder} holds {len(found)} traces: give one, like {found[0]}")
+        return found
+    raise TraceError(
+        f"{folder} holds no trace: a run of Penstock has {TIMELINES} (train with --adapt), torch's profiler writes "
+        ".json or .json.gz, tables are .csv or .parquet"
+    )
+
+
+def _form(path: Path) -> str:
+    if path.name.endswith(CHROME):
+        return "chrome"
+    form = {".parquet": "study", ".csv": "table", ".jsonl": "penstock"}.get(path.suffix)
+    if form is None:
+        raise TraceError(
+            f"{path.name}: give a .parquet, a .csv, a .json or .json.gz of a profiler, or a run's folder"
+        )
+    return form
+
+
+def _only(trace: RunTrace, steps: set[int]) -> RunTrace:
+    """A trace of some steps."""
+    if lacks := sorted(steps - set(trace.steps.tolist())):
+        there = trace.steps.tolist()
+        shown = ", ".join(map(str, there[:8])) + (" ..." if len(there) > 8 else "")
+        raise TraceError(f"{trace.name} has no step {lacks[0]}; it has {shown}")
+    return trace.take(np.isin(trace.step, sorted(steps)))

@@ -1,0 +1,140 @@
+"""What is no whole trace of one job is refused: the message says what is missing and what would help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.analyze import RunAnalysis, analyze_trace
+from penstock.formats.traces import TraceError, read_trace
+from trace_samples import Row, study_sample
+
+pytestmark = pytest.mark.unit
+SMALL = {"num_steps": 3, "num_replicas": 2, "num_ranks": 2, "num_microbatches": 3}
+
+
+def analyzed(tmp_path: Path, change: Callable[[list[Row]], object], *, drop_incomplete: bool = False) -> RunAnalysis:
+    sample = study_sample(**SMALL)  # type: ignore[arg-type]
+    changed = change(sample.rows)
+    if isinstance(changed, list):
+        sample.rows = changed
+    return analyze_trace(read_trace(sample.write(tmp_path / "run.parquet")), drop_incomplete=drop_incomplete)
+
+
+def refused(tmp_path: Path, change: Callable[[list[Row]], object]) -> str:
+    with pytest.raises(TraceError) as caught:
+        analyzed(tmp_path, change)
+    return str(caught.value)
+
+
+def is_op(row: Row, step: int, op: str, stage: int, microbatch: int, replica: int = 0) -> bool:
+    return (row["step"], row["optype"], row["stage"], row["mb_id"], row["dp_rank"]) == (
+        step, op, stage, microbatch, replica,
+    )  # fmt: skip
+
+
+def test_a_trace_without_microbatches_says_how_to_record_them(tmp_path: Path) -> None:
+    def nameless(rows: list[Row]) -> None:
+        for row in rows:
+            row["mb_id"] = -1
+
+    said = refused(tmp_path, nameless)
+    assert "does not say which microbatch 72 of 72 ops are of (backward-compute, forward-compute)" in said
+    assert "record_function" in said
+    said = refused(tmp_path, lambda rows: [row for row in rows if "compute" not in row["optype"]])
+    assert "no forwards or backwards; its ops are backward-recv, backward-send" in said
+    said = refused(tmp_path, lambda rows: [row for row in rows if row["optype"] != "backward-compute"])
+    assert "has no backwards" in said
+
+
+def test_an_op_missing_in_one_step_is_named_and_the_step_can_be_left_out(tmp_path: Path) -> None:
+    def without_one(rows: list[Row]) -> list[Row]:
+        return [row for row in rows if not is_op(row, 11, "forward-compute", 1, 2)]
+
+    said = refused(tmp_path, without_one)
+    assert "ops are missing in 1 of 3 steps (11)" in said
+    assert "forward-compute of microbatch 2, stage 1 (replica 0, rank 1)" in said
+    assert "--drop-incomplete" in said
+    found = analyzed(tmp_path, without_one, drop_incomplete=True)
+    assert found.run.table.steps.tolist() == [10, 12]
+    assert "1 steps in which ops are missing were left out: 11" in found.notes
+
+
+def test_an_op_missing_in_all_steps_is_named(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path,
+        lambda rows: [
+            row for row in rows if (row["optype"], row["stage"], row["mb_id"]) != ("backward-compute", 0, 1)
+        ],
+    )
+    assert "replica 0 has no backward of stage 0 for microbatch 1 in any step" in said
+    said = refused(tmp_path, lambda rows: [row for row in rows if row["stage"] != 0])
+    assert "has no ops of stage 0, but of stage 1: is the file of one rank missing?" in said
+
+
+def test_ends_of_messages_that_are_missing_are_counted(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path,
+        lambda rows: [row for row in rows if not (row["optype"] == "forward-recv" and row["seq_id"] > 0)],
+    )
+    assert "replica 0, rank 1 has 1 of forward-recv, and 3 ops that need one; are ops missing?" in said
+
+
+def test_clocks_that_go_backwards_are_named_with_the_op(tmp_path: Path) -> None:
+    def ends_before(rows: list[Row]) -> None:
+        next(row for row in rows if is_op(row, 12, "backward-compute", 1, 0))["duration"] = -0.004
+
+    said = refused(tmp_path, ends_before)
+    assert "the clock goes backwards: step 12, backward-compute of microbatch 0, stage 1 (replica 0, rank 1)" in said
+    assert "ends 4 ms before it starts" in said
+    assert "CLOCK_MONOTONIC" in said
+
+    def set_back(rows: list[Row]) -> None:
+        for row in rows:
+            if row["step"] == 11 and row["stage"] == 0 and row["dp_rank"] == 1 and row["start_ts"] > 1100.07:
+                row["start_ts"] -= 0.03
+
+    assert "the clock goes backwards, or ops overlap: step 11" in refused(tmp_path, set_back)
+
+
+def test_two_jobs_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    said = refused(tmp_path, lambda rows: [*rows, *({**row, "start_ts": row["start_ts"] + 5000} for row in rows)])
+    assert "is there twice, 5e+06 ms apart (72 such ops): are there two jobs" in said
+    said = refused(tmp_path, lambda rows: [{**row, "job_id": name} for name in ("first", "second") for row in rows])
+    assert "holds 2 jobs by its column job_id (first, second)" in said
+
+
+def test_times_that_are_none_are_refused(tmp_path: Path) -> None:
+    def cut_off(rows: list[Row]) -> None:
+        rows[5]["duration"] = float("nan")
+
+    assert "1 ops have no start or no end" in refused(tmp_path, cut_off)
+
+
+def test_a_table_of_another_form_names_the_columns_it_lacks(tmp_path: Path) -> None:
+    said = refused(tmp_path, lambda rows: [{k: v for k, v in row.items() if k != "mb_id"} for row in rows])
+    assert "has no column mb_id" in said
+    assert "--column" in said
+    (tmp_path / "no.parquet").write_text("not at all", encoding="utf-8")
+    with pytest.raises(TraceError, match=r"no\.parquet is no parquet file"):
+        read_trace(tmp_path / "no.parquet")
+    with pytest.raises(TraceError, match="there is no such file"):
+        read_trace(tmp_path / "nowhere.csv")
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = study_sample(**SMALL).write(tmp_path / "run.parquet")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TraceError, match=r"pip install 'penstock\[traces\]'"):
+        read_trace(path)
+
+
+def test_steps_and_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    path = study_sample(**SMALL).write(tmp_path / "run.parquet")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="has no step 7; it has 10, 11, 12"):
+        read_trace(path, steps=[7, 10])
+    with pytest.raises(TraceError, match="give how many each of the 2 stages has"):
+        analyze_trace(read_trace(path), layers=[1, 2, 3])

@@ -1,0 +1,204 @@
+"""Profiles of torch, Megatron, TorchTitan, DeepSpeed and Penstock, and tables, are read into the same run."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.analyze import analyze_trace
+from penstock.draw import save_picture
+from penstock.formats.traces import RunTrace, TraceError, read_trace
+from penstock.simulation import Timeline
+
+pytestmark = pytest.mark.unit
+
+
+def timeline(seed: int = 0, name: str = "1f1b", ranks: int = 3, num: int = 5) -> Timeline:
+    costs = ps.Costs(f=[4.0 + seed, 5, 6], i=[4, 4, 4], w=[3, 3, 3], uneven=[1, 1.5, 0.7, 1.2, 0.8])
+    return ps.simulate(ps.build(name, ranks, num), costs, links=ps.Links(default=0.5))
+
+
+def profile(folder: Path, runs: list[Timeline], name_of: Any, *, gpu: bool = False, steps: bool = True) -> Path:
+    """One file per rank, as torch's profiler writes them, with each run as a step."""
+    for rank in range(runs[0].num_ranks):
+        events: list[dict[str, Any]] = []
+        for number, run in enumerate(runs):
+            origin = 1000.0 * number
+            if steps:
+                events.append(
+                    {"ph": "X", "name": f"ProfilerStep#{number + 3}", "cat": "user_annotation", "pid": 7, "tid": 1,
+                     "ts": origin * 1e3, "dur": 999e3}
+                )  # fmt: skip
+            for op in run.rows[rank]:
+                event = {"ph": "X", "name": name_of(op.op), "cat": "user_annotation", "pid": 7, "tid": 1}
+                events.append({**event, "ts": (origin + op.start) * 1e3, "dur": (op.end - op.start) * 1e3})
+                events.append({**event, "name": "aten::mm", "ts": (origin + op.start) * 1e3, "dur": 10.0})
+                if gpu:  # the GPU runs it later, and for longer than the CPU takes to launch it
+                    events[-2]["dur"] = 50.0
+                    real = {**event, "cat": "gpu_user_annotation", "pid": 0, "tid": 20}
+                    events.append({**real, "ts": (origin + op.start) * 1e3, "dur": (op.end - op.start) * 1e3})
+        value = {"distributedInfo": {"rank": rank, "world_size": runs[0].num_ranks}, "traceEvents": events}
+        folder.mkdir(exist_ok=True)
+        with gzip.open(folder / f"rank{rank}.json.gz", "wt") as file:
+            json.dump(value, file)
+    return folder
+
+
+def agrees(trace: RunTrace, runs: list[Timeline]) -> None:
+    """The trace is replayed to the makespans of the runs."""
+    found = analyze_trace(trace)
+    assert found.run.replayed == pytest.approx([run.makespan for run in runs], rel=1e-4)
+    assert found.run.measured == pytest.approx([run.makespan for run in runs], rel=1e-6)
+    assert found.fit is not None
+    assert found.fit.name == runs[0].schedule.name
+    assert found.fit.links.delay(0, 1) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_torchtitans_names_are_read(tmp_path: Path) -> None:
+    runs = [timeline(), timeline(1)]
+    folder = profile(tmp_path / "run", runs, lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    trace = read_trace(folder)
+    assert trace.steps.tolist() == [3, 4]
+    assert "read as torchtitan's names" in trace.notes
+    agrees(trace, runs)
+
+
+def test_torchs_names_without_a_stage_are_of_the_files_rank(tmp_path: Path) -> None:
+    words = {"F": "Forward", "B": "Backward"}
+    runs = [timeline()]
+    agrees(read_trace(profile(tmp_path / "run", runs, lambda op: f"{words[op.kind]} {op.microbatch}")), runs)
+
+
+def test_zero_bubble_halves_are_read(tmp_path: Path) -> None:
+    runs = [timeline(name="zb-h1")]
+    folder = profile(tmp_path / "run", runs, lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}", steps=False)
+    agrees(read_trace(folder), runs)
+
+
+def test_megatrons_functions_have_their_microbatches_counted(tmp_path: Path) -> None:
+    words = {"F": "forward_step", "B": "backward_step"}
+    runs = [timeline(), timeline(2)]
+    folder = profile(
+        tmp_path / "run", runs, lambda op: f"megatron/core/pipeline_parallel/schedules.py(312): {words[op.kind]}"
+    )
+    agrees(read_trace(folder), runs)
+    without = profile(tmp_path / "other", runs, lambda op: words[op.kind], steps=False)
+    agrees(read_trace(without, num_microbatches=5), runs)
+
+
+def test_deepspeeds_functions_are_read(tmp_path: Path) -> None:
+    words = {"F": "_exec_forward_pass", "B": "_exec_backward_pass"}
+    runs = [timeline()]
+    folder = profile(tmp_path / "run", runs, lambda op: f"deepspeed/runtime/pipe/engine.py(686): {words[op.kind]}")
+    agrees(read_trace(folder), runs)
+
+
+def test_a_users_own_pattern_is_read(tmp_path: Path) -> None:
+    runs = [timeline()]
+    folder = profile(tmp_path / "run", runs, lambda op: f"chunk{op.stage}.{op.kind.lower()}wd.mb={op.microbatch}")
+    with pytest.raises(TraceError, match="--pattern"):
+        read_trace(folder)
+    trace = read_trace(folder, patterns=[r"chunk(?P<stage>\d+)\.(?P<op>fwd|bwd)\.mb=(?P<microbatch>\d+)"])
+    agrees(trace, runs)
+    both = [rf"{op}=chunk(?P<stage>\d+)\.{word}\.mb=(?P<microbatch>\d+)" for op, word in (("F", "fwd"), ("B", "bwd"))]
+    agrees(read_trace(folder, patterns=both), runs)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"(?P<microbatch>\d+)", "does not say which op it is"),
+        (r"(?P<op>F)(?P<color>\d+)", "has a group 'color'"),
+        (r"(?P<op>F", "is no regular expression"),
+        (r"nothing(?P<op>F)", "no name of"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(tmp_path: Path, pattern: str, said: str) -> None:
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    with pytest.raises(TraceError, match=said):
+        read_trace(folder, patterns=[pattern])
+
+
+def test_the_gpus_annotations_count_where_both_are_there(tmp_path: Path) -> None:
+    runs = [timeline(), timeline(1)]
+    folder = profile(tmp_path / "run", runs, lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}", gpu=True)
+    agrees(read_trace(folder), runs)
+
+
+def test_replicas_are_found_by_the_stages_their_processes_have(tmp_path: Path) -> None:
+    runs = [timeline()]
+    folder = profile(tmp_path / "run", runs, lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    for rank in (2, 1, 0):  # as a mesh lays them out: both replicas of a rank side by side
+        value = json.loads(gzip.decompress((folder / f"rank{rank}.json.gz").read_bytes()))
+        for replica in (0, 1):
+            value["distributedInfo"] = {"rank": 2 * rank + replica, "world_size": 6}
+            (folder / f"worker{2 * rank + replica}.json").write_text(json.dumps(value))
+        (folder / f"rank{rank}.json.gz").unlink()
+    trace = read_trace(folder)
+    assert (trace.num_replicas, trace.num_ranks) == (2, 3)
+    agrees(trace, runs)
+
+
+def test_files_of_two_jobs_are_told_apart(tmp_path: Path) -> None:
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    (folder / "again-rank0.json.gz").write_bytes((folder / "rank0.json.gz").read_bytes())
+    with pytest.raises(TraceError, match=r"again-rank0.json.gz and rank0.json.gz are both of rank 0.*two jobs"):
+        read_trace(folder)
+    (folder / "again-rank0.json.gz").unlink()
+    value = json.loads(gzip.decompress((folder / "rank2.json.gz").read_bytes()))
+    value["distributedInfo"]["world_size"] = 8
+    (folder / "rank2.json.gz").write_bytes(gzip.compress(json.dumps(value).encode()))
+    with pytest.raises(TraceError, match="there were 3, 8 processes"):
+        read_trace(folder)
+
+
+def test_a_missing_file_of_a_rank_is_named(tmp_path: Path) -> None:
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    (folder / "rank1.json.gz").unlink()
+    with pytest.raises(TraceError, match="no ops of stage 1, but of stage 2: is the file of one rank missing"):
+        analyze_trace(read_trace(folder))
+
+
+def test_penstocks_own_trace_is_read(tmp_path: Path) -> None:
+    runs = [timeline()]
+    save_picture(runs[0], tmp_path / "timeline.json")
+    agrees(read_trace(tmp_path / "timeline.json"), runs)
+
+
+def test_penstocks_run_folder_is_read(tmp_path: Path) -> None:
+    runs = [timeline(), timeline(1)]
+    lines = []
+    for n, run in enumerate(runs):
+        ops = [[t.rank, *t.op[:3], t.start, t.end] for t in run.ops]
+        lines.append(json.dumps({"iteration": 8 * n, "number": 0, "why": "early", "ops": ops}))
+    (tmp_path / "timelines.jsonl").write_text("\n".join([*lines, '{"iteration": 16, "num']))
+    trace = read_trace(tmp_path)
+    assert trace.steps.tolist() == [0, 8]
+    agrees(trace, runs)
+
+
+def test_a_table_with_columns_of_other_names_is_read(tmp_path: Path) -> None:
+    runs = [timeline(), timeline(1)]
+    with (tmp_path / "ops.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["phase", "stage", "mb", "it", "begin", "took", "colour"])
+        for number, run in enumerate(runs):
+            for t in run.ops:
+                word = {"F": "forward", "B": "backward"}[t.op.kind]
+                writer.writerow(
+                    [word, t.op.stage, t.op.microbatch, number, t.start * 1e3, (t.end - t.start) * 1e3, ""]
+                )
+    columns = {"op": "phase", "microbatch": "mb", "step": "it", "start": "begin", "duration": "took"}
+    agrees(read_trace(tmp_path / "ops.csv", columns=columns, unit="us"), runs)
+    with pytest.raises(TraceError, match=r"has no column op, microbatch, start, end \(or duration\); it has phase"):
+        read_trace(tmp_path / "ops.csv")
+    with pytest.raises(TraceError, match="has no column 'nowhere' for op"):
+        read_trace(tmp_path / "ops.csv", columns={"op": "nowhere"})
+    with pytest.raises(TraceError, match="unit 'h'"):
+        read_trace(tmp_path / "ops.csv", columns=columns, unit="h")

@@ -1,0 +1,140 @@
+"""A recorded run is replayed to the microsecond, and what is wrong with it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.analyze import RunAnalysis, analyze_trace
+from penstock.analyze.what_if import better_cut, deal_evenly
+from penstock.formats.traces import read_trace
+from trace_samples import B, F, Sample, study_sample
+
+pytestmark = pytest.mark.unit
+
+
+def analysis_of(tmp_path: Path, **faults: Any) -> tuple[RunAnalysis, Sample]:
+    sample = study_sample(**faults)
+    return analyze_trace(read_trace(sample.write(tmp_path / "run.parquet"))), sample
+
+
+def test_steps_are_replayed_as_they_would_be_without_late_starts(tmp_path: Path) -> None:
+    found, sample = analysis_of(tmp_path, lengths=0.3, launch=7.0)
+    assert found.run.table.steps.tolist() == list(sample.no_delay)
+    assert found.run.replayed == pytest.approx(list(sample.no_delay.values()), rel=1e-9)
+    assert found.run.measured == pytest.approx(list(sample.measured.values()), rel=1e-9)
+    assert found.run.times(found.run.own, found.run.late) == pytest.approx(found.run.measured, rel=1e-9)
+    gone = np.mean(list(sample.measured.values())) - np.mean(list(sample.no_delay.values()))
+    launch = next(each for each in found.causes if each.kind == "launch")
+    assert launch.cost == pytest.approx(gone, rel=1e-6)
+    assert found.replay_error > 0.01
+
+
+def test_a_run_in_which_nothing_is_wrong_has_no_slowdown_and_no_cause(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, noise=0.0, message=0.0)
+    assert found.slowdown == pytest.approx(1.0, abs=1e-9)
+    assert found.causes == ()
+    assert found.metrics.worst_workers == found.metrics.last_stage == 0.0
+    # 8 microbatches over 4 ranks are 11 forwards and backwards long; then come the collectives and the update.
+    assert found.run.replayed[0] == pytest.approx(2.0 + 11 * (F + B) + 5.0 + 1.0 + 3.0)
+
+
+def test_a_slow_worker_is_named_and_not_its_stage_or_replica(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, slow_worker=(1, 2, 1.8))
+    first = found.causes[0]
+    assert (first.kind, dict(first.names)) == ("worker", {"replica": 1, "rank": 2})
+    assert first.factor == pytest.approx(1.8, rel=0.01)
+    assert not {"stage", "replica"} & {each.kind for each in found.causes}
+    assert found.metrics.worst_workers == pytest.approx(1.0, abs=0.15)
+    worst = max(found.metrics.by_worker, key=lambda worker: found.metrics.by_worker[worker])
+    assert worst == (1, 2)
+
+
+def test_a_long_last_stage_is_named_and_none_of_its_workers(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, slow_stage=(3, 1.5))
+    first = found.causes[0]
+    assert (first.kind, dict(first.names)) == ("stage", {"stage": 3})
+    assert "worker" not in {each.kind for each in found.causes}
+    assert found.metrics.last_stage > 1
+    cut = next(each for each in found.what_ifs if each.kind == "cut")
+    assert cut.speedup == pytest.approx(found.metrics.measured / (found.metrics.measured - first.cost))
+    layers = analyze_trace(found.run.table.trace, layers=[8, 8, 8, 8])
+    assert "layers 9, 9, 9, 5 to the stages" in next(each.what for each in layers.what_ifs if each.kind == "cut")
+
+
+def test_microbatches_of_other_lengths_are_the_cause_and_no_worker(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, lengths=0.6)
+    assert found.causes[0].kind == "microbatches"
+    assert "worker" not in {each.kind for each in found.causes}
+    speedups = {each.what: each.speedup for each in found.what_ifs}
+    assert speedups["microbatches packed so that all take as long"] > 1.2
+    dealt = "microbatches dealt out to replicas by their work"
+    assert 1 < speedups[dealt] < speedups[f"{dealt}, then in the best order"]
+
+
+def test_a_slow_link_is_named_with_what_its_messages_take(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, slow_link=(2, 1, 2, 30.0))
+    first = found.causes[0]
+    assert (first.kind, dict(first.names)) == ("link", {"replica": 2, "source": 1, "target": 2})
+    assert first.factor == pytest.approx(60.0)
+
+
+def test_a_slow_stage_and_a_slow_worker_are_told_apart_where_both_are_there(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, slow_stage=(3, 1.4), slow_worker=(0, 1, 2.0), lengths=0.2)
+    kinds = [each.kind for each in found.causes]
+    assert kinds[0] == "worker"
+    assert dict(found.causes[0].names) == {"replica": 0, "rank": 1}
+    assert found.effects.by_worker[0, 1] == pytest.approx(2.0, rel=0.05)
+    stages = found.effects.by_stage.sum(axis=0)
+    assert stages[3] / stages[:3].mean() == pytest.approx(1.4, rel=0.05)
+
+
+def test_the_schedule_that_ran_is_known_by_its_name_and_others_keep_to_its_memory(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path)
+    assert found.fit is not None
+    assert found.fit.name == "1f1b"
+    assert found.fit.in_flight == 4
+    schedules = [each for each in found.what_ifs if each.kind == "schedule"]
+    assert schedules
+    assert all(each.memory is not None and each.memory <= 4 for each in schedules)
+
+
+def test_a_slow_worker_stays_on_its_rank_in_another_schedule(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, slow_worker=(0, 0, 3.0), num_replicas=2)
+    best = max(each.speedup for each in found.what_ifs if each.kind == "schedule")
+    healed = next(each.speedup for each in found.what_ifs if each.kind == "workers")
+    assert best < 1.5 < healed
+
+
+def test_clocks_of_hosts_are_brought_together(tmp_path: Path) -> None:
+    right, _ = analysis_of(tmp_path, slow_stage=(2, 1.3))
+    skewed, _ = analysis_of(tmp_path, slow_stage=(2, 1.3), skew={1: 45.0, 3: -20.0})
+    assert skewed.run.replayed == pytest.approx(right.run.replayed, rel=1e-3)
+    assert skewed.metrics.measured == pytest.approx(right.metrics.measured, rel=1e-3)
+    assert any("clocks of ranks were brought together" in note for note in skewed.notes)
+    assert right.notes == ()
+
+
+def test_shares_of_the_critical_path_sum_to_the_step(tmp_path: Path) -> None:
+    found, _ = analysis_of(tmp_path, lengths=0.4)
+    assert sum(found.critical.by_kind.values()) == pytest.approx(1.0)
+    compute = found.critical.by_kind["forward-compute"] + found.critical.by_kind["backward-compute"]
+    assert sum(found.critical.by_rank.values()) == pytest.approx(compute)
+    assert sum(found.critical.by_link.values()) == pytest.approx(found.critical.by_kind["messages"])
+
+
+def test_layers_are_moved_to_where_the_longest_stage_is_shortest() -> None:
+    assert better_cut(np.array([8.0, 8.0, 8.0, 12.0]), [8, 8, 8, 8]) == [9, 9, 9, 5]
+    assert better_cut(np.array([4.0, 4.0]), [4, 4]) == [4, 4]
+
+
+def test_items_are_dealt_out_evenly() -> None:
+    work = np.random.default_rng(3).lognormal(0, 0.6, 32 * 8)
+    groups = deal_evenly(work, 32)
+    assert sorted(item for group in groups for item in group) == list(range(256))
+    assert {len(group) for group in groups} == {8}
+    sums = np.array([work[group].sum() for group in groups])
+    assert sums.max() / sums.mean() < 1.02
