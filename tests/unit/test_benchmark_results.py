@@ -60,3 +60,18 @@ def test_faults() -> None:
     runs, wrong = (sum(each[name] for each in found) for name in ("runs", "wrong"))
     assert f"{runs} runs, {wrong} wrong" in readme
     assert wrong == 0
+
+
+def test_analyze(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = json.loads((BENCHMARKS / "analyze/results.json").read_text(encoding="utf-8"))
+    readme = (BENCHMARKS / "analyze/README.md").read_text(encoding="utf-8")
+    assert script("analyze", monkeypatch).table(results) in readme
+    for row in results["traces"]:
+        assert row["against_their_replay"] < 0.005
+        assert row["against_measured"] <= row["theirs_against_measured"] * 1.001
+        assert abs(row["slowdown"] / row["their_slowdown"] - 1) < 0.005
+    first = {row["trace"]: row["causes"][0] for row in results["traces"]}
+    assert first["AR"]["names"] == {"replica": 0, "rank": 0}
+    assert first["ST"]["names"] == {"stage": 3}
+    assert results["large"]["ops"] >= 230_000
+    assert results["large"]["seconds"] < 20

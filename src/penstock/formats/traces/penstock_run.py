@@ -10,6 +10,8 @@ from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, T
 
 TIMELINES = "timelines.jsonl"
 """What a run with `--adapt` records; of iterations before and after each change."""
+TIMELINE = "timeline.json"
+"""What other runs leave: the trace of one step, measured and simulated."""
 
 
 def read_penstock(path: Path, *, name: str) -> RunTrace:

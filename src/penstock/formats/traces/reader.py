@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.formats.traces.chrome import read_chrome
 from penstock.formats.traces.name_patterns import NamePattern
-from penstock.formats.traces.penstock_run import TIMELINES, read_penstock
+from penstock.formats.traces.penstock_run import TIMELINE, TIMELINES, read_penstock
 from penstock.formats.traces.run_trace import RunTrace, TraceError
 from penstock.formats.traces.study import read_study
 from penstock.formats.traces.table import read_table
@@ -88,6 +88,8 @@ def _in_folder(folder: Path) -> list[Path]:
         return below
     if len(below) > 1:
         raise TraceError(f"{folder} holds {len(below)} runs: give one, like {below[0].parent}")
+    if (folder / TIMELINE).is_file():  # of a run of Penstock, beside other JSON
+        return [folder / TIMELINE]
     if found := sorted(path for path in folder.iterdir() if path.name.endswith(CHROME)):
         return found
     if found := sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".csv")):
