@@ -197,7 +197,6 @@ def test_losses_are_weighed_in_their_window() -> None:
     ("options", "message"),
     [
         ({"dispatch": "dynamic"}, "amdp has its updates in the order, which says what each op meets; run it frozen"),
-        ({"steering": ps.AdaptOptions()}, "nothing but that order may run"),
     ],
 )
 def test_what_does_not_go_with_updates_is_refused(options: dict[str, object], message: str) -> None:

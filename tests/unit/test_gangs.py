@@ -368,11 +368,6 @@ def test_what_cannot_be_is_refused() -> None:
             refuse(beside.build(), beside.all_costs)
     with pytest.raises(ps.ScheduleError, match=r"asynchronous ops \(GATHER\), and recompute counts what ranks run"):
         passes.recompute(beside.build(), beside.all_costs, 5)
-    for schedule in (ps.build("mllm", 2, 2), beside.build()):
-        with pytest.raises(
-            RuntimeFailure, match="run together, or that run beside others, and steering plans for ops"
-        ):
-            ps.emulate(schedule, Costs.uniform(4), adapt=ps.AdaptOptions())
     ends = ps.schedule.StageGraph(2, ())
     schedule = ps.Program(ps.placements.one_to_one(2), 2, stages=ends).build()
     with pytest.raises(RuntimeFailure, match="stages 0, 1 feed no other stage, and the loss is one stage's"):

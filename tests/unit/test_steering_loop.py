@@ -69,6 +69,18 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
     assert pipe.notices == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chimera", "mllm"])
+def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str) -> None:
+    schedule = ps.build(name, NUM_RANKS, 8)
+    late = ps.Links.parse("1:2=latency:steps:0ms/0ms,300ms/60ms,10min/0ms")
+    costs = ps.Costs.uniform(schedule.num_stages, f=3, i=3, w=3)
+    with ps.runtime.EmulatedPipeline(schedule, costs, links=late, adapt=ps.AdaptOptions(), timeout=20) as pipe:
+        step_until_switched(pipe)
+        assert pipe.configuration.schedule == schedule
+        assert pipe.configuration.dispatch == "dynamic"
+
+
 def test_emulate_tells_what_each_step_ran() -> None:
     run = ps.emulate(
         ZB, COSTS, num_steps=3, adapt=ps.AdaptOptions(), transport=ps.TransportOptions("direct", depth=1)

@@ -2,12 +2,13 @@
 
 schedule --require_runnable--> stages, ties --require_tied_updates, require_dense--> a pipeline
    |
-   +--require_steerable--> one whose order may change while it runs
+   +--steered--> what may change of it while it runs
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -132,25 +133,25 @@ def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool, has_c
         raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave adapt out")
 
 
-def require_steerable(schedule: Schedule, steering: AdaptOptions | None) -> None:
-    """Raises RuntimeFailure where a run is to be changed by steering whose order may not change."""
-    if steering is None or not steering.may_change:
-        return
+def steered(schedule: Schedule, steering: AdaptOptions | None) -> AdaptOptions | None:
+    """What steering may do to a schedule. Every one is measured, and its links may be delegated. Its order is changed
+    where that can be planned, and its dispatch where the order does not say which weights an op meets.
+    """
+    if steering is None:
+        return None
     if schedule.updates is not None:
-        raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, so nothing but that order may run; leave adapt out"
-        )
-    if schedule.placement.num_pipelines > 1:
-        raise RuntimeFailure(
-            f"{schedule.name} has {schedule.placement.num_pipelines} pipelines, and steering plans for one; leave "
-            "adapt out"
-        )
+        steering = replace(steering, dispatches=())
+    return replace(steering, may_replan=steering.may_replan and why_not_replanned(schedule) is None)
+
+
+def why_not_replanned(schedule: Schedule) -> str | None:
+    """Why no other order is planned for a schedule while it runs, in words; None where one is."""
+    if schedule.updates is not None:
+        return "has its updates in the order, which says which weights each op meets"
+    if (num := schedule.placement.num_pipelines) > 1:
+        return f"has {num} pipelines, and orders are planned for one"
     if schedule.has_shared_ops or schedule.asynchronous:
-        raise RuntimeFailure(
-            f"{schedule.name} has ops that several ranks run together, or that run beside others, and steering plans "
-            "for ops of one rank; leave adapt out"
-        )
+        return "has ops that several ranks run together, or that run beside others, and orders are planned for others"
     if not is_plain(schedule):
-        raise RuntimeFailure(
-            f"the stages of {schedule.name} branch, and steering plans for a chain of them; leave adapt out"
-        )
+        return "has stages that branch, and orders are planned for a chain of them"
+    return None

@@ -28,8 +28,8 @@ from penstock.runtime.compatibility import (
     require_dense,
     require_meshable,
     require_runnable,
-    require_steerable,
     require_tied_updates,
+    steered,
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import (
@@ -156,7 +156,7 @@ class Pipeline:
         self._peers = place.pipeline
         self._told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
-        require_steerable(schedule, adapt)
+        adapt = steered(schedule, adapt)
         if links is not None:
             links.check_ranks(schedule.num_ranks)
         choice = carried.choice(adapt is not None and adapt.may_delegate)

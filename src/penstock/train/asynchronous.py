@@ -81,11 +81,6 @@ def check_updates(settings: RunSettings) -> None:
     if not (named and settings.is_asynchronous):
         _check_none(settings)
         return
-    if settings.adapt:
-        raise SettingsError(
-            f"--adapt changes the order of ops while a run goes on, and {settings.schedule} has its updates in that "
-            "order; leave out --adapt"
-        )
     if settings.dispatch != "frozen":
         raise SettingsError(
             f"{settings.schedule} runs in the order in which its updates are proved, so dispatch is frozen, not "

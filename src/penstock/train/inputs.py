@@ -24,7 +24,6 @@ from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_ties
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
-from penstock.train.start import check_steering
 from penstock.train.tasks.open import open_task
 from penstock.train.tasks.task import Data, Task
 
@@ -52,8 +51,6 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     """
     schedule = settings.build_schedule()
     _check_transport(settings, device_of(settings))
-    if settings.is_steered:
-        check_steering(schedule)
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
     check_ties(schedule, task.tied)

@@ -32,6 +32,11 @@ def check_mesh(settings: Settings) -> None:
             f"{settings.schedule} has its updates among the other ops, after each of which all replicas would have "
             "to gather what it stepped; give --sharding zero1, which shares out the optimizer's state alone"
         )
+    if settings.is_asynchronous and settings.adapt:
+        raise SettingsError(
+            f"over a mesh --adapt chooses the dispatch of the nodes that it moves, and {settings.schedule} has its "
+            f"updates in the order, which runs frozen; leave out --adapt, or {option}"
+        )
     for name in ("store", "host_memory", "delegates", "interfaces"):
         if settings.adapt and getattr(settings, name) is not None:
             raise SettingsError(

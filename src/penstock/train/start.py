@@ -8,13 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.adapt.store import StoreLost, open_store
-from penstock.runtime.compatibility import require_steerable
 from penstock.runtime.launch import launch
 from penstock.runtime.launch.port import listen
 from penstock.runtime.mesh.interfaces import local_addresses
-from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.transport_settings import Travel
 
@@ -59,14 +56,6 @@ def check_interfaces(travel: Travel) -> None:
         local_addresses(travel.delegate_options().interfaces)
     except RuntimeFailure as error:
         raise SettingsError(f"--interfaces: {error}") from None
-
-
-def check_steering(schedule: Schedule) -> None:
-    """Raises SettingsError for a schedule whose order --adapt can't change."""
-    try:
-        require_steerable(schedule, AdaptOptions())
-    except RuntimeFailure as error:
-        raise SettingsError(str(error).replace("leave adapt out", "leave out --adapt")) from None
 
 
 def start_ranks(

@@ -17,7 +17,7 @@ from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
 from penstock.runtime.adapt import AdaptOptions, steer
-from penstock.runtime.compatibility import require_steerable
+from penstock.runtime.compatibility import steered
 from penstock.runtime.emulation.plan import plan_of
 from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks
 from penstock.runtime.errors import RuntimeFailure
@@ -104,7 +104,7 @@ class EmulatedPipeline:
     ) -> None:
         schedule = remove_communication(schedule)
         check(schedule)
-        require_steerable(schedule, adapt)
+        adapt = steered(schedule, adapt)
         carried = TransportOptions.of(transport)
         if carried.links is not None:
             raise RuntimeFailure("conditions of emulated links are given as links=, not in TransportOptions")

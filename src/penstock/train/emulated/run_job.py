@@ -24,7 +24,6 @@ from penstock.train.start import (
     RunFailed,
     check_interfaces,
     check_port,
-    check_steering,
     check_store,
     start_ranks,
 )
@@ -91,8 +90,6 @@ def _check(order: EmulatedJob) -> tuple[Schedule, Costs]:
     schedule = order.settings.build_schedule()
     costs = order.settings.read_costs(schedule)
     order.settings.host_units(costs)
-    if order.settings.adapt:
-        check_steering(schedule)
     check_interfaces(order.settings.travel)
     check_store(order.settings.store)
     return schedule, costs
