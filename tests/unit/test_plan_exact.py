@@ -99,6 +99,26 @@ def test_two_stages_of_a_rank_that_share_its_memory_keep_it_idle_at_both_ends(
     assert ramp_bound(problem, work_bound(problem)) == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.parametrize("unlike", [0.0, 1e-3])
+def test_the_least_makespan_is_asked_for_from_the_best_order_on(unlike: float) -> None:
+    """In times with a common unit, of which 58 are the optimum above, and in times that are rounded to few steps."""
+    pytest.importorskip("ortools")
+    times = [2 + unlike * stage**0.5 for stage in range(6)]
+    problem = pose(
+        ps.Costs(times, times, times), v_shape(3), 3, 4, ps.Links(), [(1.0, 0.0)] * 6, [4.0] * 3, split=True
+    )
+    search = Search(problem, jackson_bound(problem), stop_at_gap=1e-6)
+    greedy(search, Space(problem))
+    assert search.value > 59
+    rough = exact.least(problem, search.row, 500, 20.0, 0, 2)
+    assert rough.row is not None
+    assert fits(problem, rough.row)
+    exact.lessen(search, 30.0)
+    assert 58 <= search.value < 58.2
+    assert 55 < rough.bound <= search.value
+    assert search.lower_bound == pytest.approx(search.value, rel=1e-3)
+
+
 def test_idle_time_at_two_ends_that_may_overlap_is_no_bound() -> None:
     """By 8 ms idle for 6, in the last 8 ms for 6: of 10 ms in all, 2 of them are counted twice at least."""
     begin, idle = np.array([0.0, 8.0]), np.array([0.0, 6.0])

@@ -6,10 +6,13 @@ W (or B) of j. Where I frees a part of it, or a rank hosts several stages, memor
 largest unit of which all amounts are whole multiples. Starts lie between heads and the horizon less tails.
 
 The solver is not asked for the least makespan but, for one horizon after another, whether any schedule ends by then:
-narrow windows make both answers come sooner. Times are counted in the largest unit of which all are whole
-multiples: the fewer steps, the sooner the answers, and a no says that at least one step more is needed. Without such
-a unit times are rounded down to a ten-millionth of the horizon, and amounts of memory to a millionth of the cap: a no
-holds for the true numbers too, and the orders found are timed again and taken only if they keep to the cap.
+narrow windows make both answers come sooner. Only where a rank hosts several stages is it asked for the least first,
+from the best order on and in few steps of time: there it goes on from what it has.
+
+Times are counted in the largest unit of which all are whole multiples: the fewer steps, the sooner the answers, and a
+no says that at least one step more is needed. Without such a unit times are rounded down to a ten-millionth of the
+horizon, and amounts of memory to a millionth of the cap: a no holds for the true numbers too, and the orders found
+are timed again and taken only if they keep to the cap.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +41,9 @@ MOST_OPS = 1000
 
 _STEPS = 10_000_000
 """Parts of a horizon that times are counted in at most."""
+
+_ROUGH_STEPS = (8_000, 40_000, 200_000)
+"""Parts of a makespan that times are counted in where the least is asked for: roughly first."""
 
 _MEMORY_STEPS = 1_000_000
 """Parts of a cap that amounts of memory are counted in at most."""
@@ -95,11 +101,11 @@ class _Clock:
         return (self.steps + self.exact) * self.unit
 
 
-def _clock(problem: Problem, horizon: float) -> _Clock:
+def _clock(problem: Problem, horizon: float, num_steps: int) -> _Clock:
     queues = problem.queues
     unit = common_unit({float(time) for times in (queues.duration, queues.delay) for time in times})
-    if unit is None or horizon > _STEPS * unit:
-        return _Clock(horizon / _STEPS, _STEPS, exact=False)
+    if unit is None or horizon > num_steps * unit:
+        return _Clock(horizon / num_steps, num_steps, exact=False)
     return _Clock(unit, math.floor(horizon / unit + _NEAR_WHOLE), exact=True)
 
 
@@ -108,6 +114,26 @@ def available() -> bool:
     import importlib.util
 
     return importlib.util.find_spec("ortools") is not None
+
+
+def lessen(search: Search, until: float) -> None:
+    """Asks for the least makespan, from the best order on, until `until` (seconds since the search began).
+
+    First in few steps of time, which closes in on it, then in more, which proves it. Where several stages of a rank
+    share its memory this finds and proves more than questions of one horizon after another.
+    """
+    num_workers = max(2, min(MOST_THREADS, num_cores()))
+    until -= _STOPPING
+    for number, num_steps in enumerate(_ROUGH_STEPS):
+        if search.closed or search.seconds >= until:
+            return
+        answer = least(
+            search.problem, search.row, num_steps, until - search.seconds, search.seed + number, num_workers
+        )
+        if answer.row is not None:
+            search.take(time_of(search.problem, answer.row), answer.row, "exact")
+        search.improve_bound(answer.bound)
+        search.report("exact")
 
 
 def solve(search: Search, until: float) -> None:
@@ -158,10 +184,68 @@ def within(
     With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
     """
     began = time.perf_counter()
+    clock = _clock(problem, horizon, _STEPS)
+    made = _modelled(problem, clock, span)
+    if made is None:
+        return SolverAnswer(None, clock.refuted)
+    solver = _solver(seed, num_workers)
+    seconds -= time.perf_counter() - began
+    if seconds <= 0:
+        return SolverAnswer(None)
+    status = answered(solver, made.model, seconds).name
+    if status == "INFEASIBLE":
+        return SolverAnswer(None, clock.refuted)
+    return SolverAnswer(_order_found(problem, made, solver) if status in ("OPTIMAL", "FEASIBLE") else None)
+
+
+def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: int, num_workers: int) -> SolverAnswer:
+    """The least makespan, from the order `row` on: a better order, and what none is shorter than.
+
+    Args:
+        num_steps: of the makespan of `row`, in which times are counted where they have no common unit: few, and
+            answers come soon and are rough.
+    """
+    began = time.perf_counter()
+    start = np.empty(problem.queues.num_ops)
+    clock = _clock(problem, time_of(problem, row, start), num_steps)
+    made = _modelled(problem, clock, None)
+    if made is None:
+        return SolverAnswer(None, clock.refuted)
+    makespan = made.model.new_int_var(0, clock.steps, "")
+    queues = problem.queues
+    for q, (mine, long) in enumerate(zip(made.starts, made.duration, strict=True)):
+        for j, begin in enumerate(mine):
+            made.model.add_hint(begin, clock.length(start[queues.op_first[q] + j]))
+        if mine:
+            made.model.add(makespan >= mine[-1] + long + clock.length(queues.tail[queues.rank[q]]))
+    made.model.minimize(makespan)
+    solver = _solver(seed, num_workers)
+    solver.parameters.cp_model_probing_level, solver.parameters.symmetry_level = 2, 2
+    seconds -= time.perf_counter() - began
+    if seconds <= 0:
+        return SolverAnswer(None)
+    status = answered(solver, made.model, seconds).name
+    if status == "INFEASIBLE":
+        return SolverAnswer(None, clock.refuted)
+    if status not in ("OPTIMAL", "FEASIBLE"):
+        return SolverAnswer(None)
+    bound = math.ceil(solver.best_objective_bound - _NEAR_WHOLE) * clock.unit
+    return SolverAnswer(_order_found(problem, made, solver), bound)
+
+
+class _Model(NamedTuple):
+    """CP-SAT's model: the start of each queue's ops, and how long each of them takes, in steps of the clock."""
+
+    model: Any
+    starts: list[list[Any]]
+    duration: list[int]
+
+
+def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _Model | None:
+    """The model of all schedules that end by the clock's last step; None where there are none."""
     from ortools.sat.python import cp_model
 
     queues = problem.queues
-    clock = _clock(problem, horizon)
     model: Any = cp_model.CpModel()
     head, tail = heads_and_tails(problem, work=work_is_cheap(problem))
     duration = [clock.length(d) for d in queues.duration]
@@ -173,7 +257,7 @@ def within(
             earliest = clock.least(head[first + j])
             latest = clock.steps - duration[q] - clock.least(tail[first + size - 1 - j])
             if latest < earliest:
-                return SolverAnswer(None, clock.refuted)
+                return None
             mine.append(model.new_int_var(earliest, latest, ""))
         starts.append(mine)
     for q in range(len(queues.rank)):
@@ -193,6 +277,12 @@ def within(
         _memory(model, problem, r, starts, duration, clock)
     if span is not None and not span.fixed:
         _first_starts(model, problem, span, starts, duration, clock)
+    return _Model(model, starts, duration)
+
+
+def _solver(seed: int, num_workers: int) -> Any:
+    from ortools.sat.python import cp_model
+
     solver: Any = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = num_workers
@@ -203,17 +293,13 @@ def within(
     parameters.cp_model_probing_level = 0  # probing and symmetries take longer than the answer
     parameters.symmetry_level = 0
     parameters.catch_sigint_signal = False
-    seconds -= time.perf_counter() - began
-    if seconds <= 0:
-        return SolverAnswer(None)
-    status = answered(solver, model, seconds)
-    if status == cp_model.INFEASIBLE:
-        return SolverAnswer(None, clock.refuted)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return SolverAnswer(None)
-    row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in starts])
+    return solver
+
+
+def _order_found(problem: Problem, made: _Model, solver: Any) -> Array | None:
+    row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in made.starts])
     runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
-    return SolverAnswer(row if runs else None)
+    return row if runs else None
 
 
 def _first_starts(

@@ -22,6 +22,9 @@ from penstock.planning.span_objective import Span, span_of
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
 
+_WALKED_SHARE_IF_SEVERAL = 0.15
+"""The same where ranks host several stages."""
+
 _MOST_OPS_IF_SEVERAL = 500
 """Above this local search finds more than CP-SAT where ranks host several stages."""
 
@@ -86,9 +89,11 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
         if not search.closed and hosts_several(search.problem):
             repeated(search, search.seconds + _REPEATED_SHARE * search.left)
         justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
-        most_ops = _MOST_OPS_IF_SEVERAL if hosts_several(search.problem) else exact.MOST_OPS
-        if search.problem.queues.num_ops <= most_ops and exact.available():
-            walked(search, search.seconds + _WALKED_SHARE * search.left)
+        several, num_ops = hosts_several(search.problem), search.problem.queues.num_ops
+        if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and exact.available():
+            walked(search, search.seconds + (_WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE) * search.left)
+            if several and search.span is None:
+                exact.lessen(search, search.until)
             exact.solve(search, search.until)
         walked(search, search.until)
         justified(search, search.until)
