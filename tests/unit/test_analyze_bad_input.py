@@ -114,6 +114,14 @@ def test_times_that_are_none_are_refused(tmp_path: Path) -> None:
     assert "1 ops have no start or no end" in refused(tmp_path, cut_off)
 
 
+def test_times_of_another_unit_are_refused(tmp_path: Path) -> None:
+    def rounded(rows: list[Row]) -> None:
+        for row in rows:
+            row["duration"] = 0.0
+
+    assert "no forward or backward takes any time" in refused(tmp_path, rounded)
+
+
 def test_a_table_of_another_form_names_the_columns_it_lacks(tmp_path: Path) -> None:
     said = refused(tmp_path, lambda rows: [{k: v for k, v in row.items() if k != "mb_id"} for row in rows])
     assert "has no column mb_id" in said

@@ -171,6 +171,32 @@ def test_penstocks_own_trace_is_read(tmp_path: Path) -> None:
     agrees(read_trace(tmp_path / "timeline.json"), runs)
 
 
+def test_pipelines_in_both_directions_are_one_replica(tmp_path: Path) -> None:
+    run = ps.simulate(ps.build("chimera", 4, 8), links=ps.Links(default=0.25))
+    save_picture(run, tmp_path / "timeline.json")
+    trace = read_trace(tmp_path / "timeline.json")
+    assert (trace.num_replicas, trace.num_ranks) == (1, 4)
+    found = analyze_trace(trace)
+    assert found.run.replayed[0] == pytest.approx(run.makespan, rel=1e-4)
+    assert any("other schedules and orders were not tried" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "zb", "hanayo", "dualpipe-v", "bitpipe"]
+)
+def test_any_schedule_of_a_chain_is_replayed(tmp_path: Path, name: str) -> None:
+    run = ps.simulate(ps.build(name, 4, 8), links=ps.Links({(0, 1): 3.0}, default=0.25))
+    save_picture(run, tmp_path / "timeline.json")
+    found = analyze_trace(read_trace(tmp_path / "timeline.json"))
+    assert found.run.replayed[0] == pytest.approx(run.makespan, rel=1e-4)
+
+
+def test_stages_that_branch_are_refused(tmp_path: Path) -> None:
+    save_picture(ps.simulate(ps.build("distmm", 4, 8)), tmp_path / "timeline.json")
+    with pytest.raises(TraceError, match="do they branch"):
+        analyze_trace(read_trace(tmp_path / "timeline.json"))
+
+
 def test_penstocks_run_folder_is_read(tmp_path: Path) -> None:
     runs = [timeline(), timeline(1)]
     lines = []

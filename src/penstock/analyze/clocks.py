@@ -17,10 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.analyze.messages import messages_of
+from penstock.analyze.step_network import Messages
 from penstock.analyze.whole import Steps
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import NONE, Scope
+from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 
+WRONG = 0.1
+"""The share of an op's time by which a message may still arrive too early once clocks are together."""
 LEAST = 0.1
 """Ms by which a message must arrive before it was sent for clocks to be aligned: less is rounding."""
 
@@ -33,14 +36,7 @@ def aligned(table: Steps) -> Steps:
     num_workers = table.trace.num_replicas * num_ranks
     sent = messages_of(table)
     worker = table.replica * num_ranks + table.rank
-    source, target = worker[sent.producer], worker[sent.consumer]
-    arrived = table.start[:, sent.consumer].copy()
-    has = sent.receive != NONE
-    arrived[:, has] = table.end[:, sent.receive[has]]
-    shortest: dict[tuple[int, int], Array] = {}
-    for a, b in sorted(set(zip(source.tolist(), target.tolist()))):
-        on = np.flatnonzero((source == a) & (target == b))
-        shortest[a, b] = (arrived[:, on] - table.end[:, sent.producer[on]]).min(axis=1)
+    shortest = _shortest(table, sent, worker)
     offset = np.zeros((len(table.steps), num_workers))
     wrong = [pair for pair, ways in shortest.items() if ways.min() < -LEAST]
     if wrong:
@@ -50,12 +46,48 @@ def aligned(table: Steps) -> Steps:
         return table
     start, end = table.start - offset[:, worker], table.end - offset[:, worker]
     first = start.min(axis=1, keepdims=True)
+    together = replace(table, start=start - first, end=end - first)
+    _require_chain(together, sent, worker)
     largest = np.abs(offset - offset.mean(axis=1, keepdims=True)).max()
     note = f"clocks of ranks were brought together, by up to {largest:.3g} ms"
     if wrong:
         a, b = wrong[0]
         note += f": a message from rank {a % num_ranks} to {b % num_ranks} arrived before it was sent"
-    return replace(table, trace=table.trace.with_note(note), start=start - first, end=end - first)
+    return replace(together, trace=table.trace.with_note(note))
+
+
+def _shortest(table: Steps, sent: Messages, worker: Array) -> dict[tuple[int, int], Array]:
+    """Ms of the shortest message from worker to worker, by step."""
+    ways = _ways(table, sent)
+    source, target = worker[sent.producer], worker[sent.consumer]
+    return {
+        (a, b): ways[:, (source == a) & (target == b)].min(axis=1)
+        for a, b in sorted(set(zip(source.tolist(), target.tolist())))
+    }
+
+
+def _ways(table: Steps, sent: Messages) -> Array:
+    """Ms from when each message was computed to when it was there, at the latest, (K, L)."""
+    arrived = table.start[:, sent.consumer].copy()
+    has = sent.receive != NONE
+    arrived[:, has] = table.end[:, sent.receive[has]]
+    ways: Array = arrived - table.end[:, sent.producer]
+    return ways
+
+
+def _require_chain(table: Steps, sent: Messages, worker: Array) -> None:
+    """Raises TraceError where messages arrive before they were sent whatever the clocks."""
+    ways = _ways(table, sent)
+    step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)
+    shortest = float(ways[step, message])
+    usual = float(np.median(table.end[:, sent.producer] - table.start[:, sent.producer]))
+    if shortest < -max(LEAST, WRONG * usual):
+        raise TraceError(
+            f"{table.trace.name}, step {int(table.steps[step])}: {table.named(int(sent.consumer[message]))} starts "
+            f"{-shortest:.6g} ms before {table.named(int(sent.producer[message]))} has ended, which it needs, and no "
+            "shift of clocks mends that: are stages numbered otherwise than they follow each other, do they branch, "
+            "or is a rank's file of another run?"
+        )
 
 
 def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> None:

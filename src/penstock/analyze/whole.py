@@ -153,6 +153,11 @@ def _require_forwards(trace: RunTrace) -> None:
             f"{CLOCK_HELP}"
         )
     compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
+    if not (trace.end[compute] > trace.start[compute]).any():
+        raise TraceError(
+            f"{trace.name}: no forward or backward takes any time; are the times of another unit, or rounded to it? "
+            "Give --unit, or record with a finer clock"
+        )
     order = compute[
         np.lexsort([getattr(trace, name)[compute] for name in ("end", "start", "rank", "replica", "step")])
     ]

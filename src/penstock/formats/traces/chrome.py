@@ -200,11 +200,11 @@ def _located(
     """The ops, each with its place."""
     workers = sorted({event.worker for event in events})
     said = [(event, reader.read(event.name, event.args)) for event in sorted(events, key=lambda event: event.start)]
-    stages: defaultdict[int, set[int]] = defaultdict(set)
+    ops: defaultdict[int, set[tuple[int, int | None]]] = defaultdict(set)
     for event, found in said:
         if found is not None and found.numbers["stage"] is not None:
-            stages[event.worker].add(found.numbers["stage"])
-    place = _places(workers, stages, num_ranks, name)
+            ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
+    place = _places(workers, ops, num_ranks, name)
     count: Counter[tuple[Any, ...]] = Counter()
     rows = []
     for event, found in said:
@@ -252,9 +252,19 @@ def _located(
 
 
 def _places(
-    workers: Sequence[int], stages: dict[int, set[int]], num_ranks: int | None, name: str
+    workers: Sequence[int], ops: dict[int, set[tuple[int, int | None]]], num_ranks: int | None, name: str
 ) -> dict[int, tuple[int, int]]:
-    """Replica and rank of each worker: by the stages it has, else by its number."""
+    """Replica and rank of each worker: by the stages it has, else by its number.
+
+    Workers that run the same stages for other microbatches are no replicas: their pipelines go in both directions.
+    """
+    stages = {worker: {stage for stage, _ in found} for worker, found in ops.items()}
+    alike = Counter(tuple(sorted(found)) for found in stages.values())
+    several = [worker for worker, found in stages.items() if alike[tuple(sorted(found))] > 1]
+    if len(several) > 1 and sum(len(ops[worker]) for worker in several) == len(
+        set().union(*(ops[worker] for worker in several))
+    ):
+        return {worker: (0, place) for place, worker in enumerate(workers)}
     if stages and num_ranks is None:
         distinct = sorted({tuple(sorted(stages[worker])) for worker in workers if worker in stages})
         count: Counter[tuple[int, ...]] = Counter()
