@@ -49,7 +49,8 @@ class Dispatcher:
     @property
     def held(self) -> float:
         """Activations the rank holds now."""
-        return sum(self._held[row] for row in self._rows)
+        held = self._held[self.rank]
+        return held if len(self._rows) == 1 else held + self._held[self._rows[1]]
 
     def next(self) -> int | None:
         """The op to run now, or None to wait. The op counts as started."""
@@ -75,26 +76,29 @@ class Dispatcher:
             rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
             self._memory_change, self._held, self._warmup_left,
         )  # fmt: skip
-        self._note(op, 1)
+        if self._beside:
+            self._note(op, 1)
         self._left -= 1
         self.log.append(("run", op))
         return op
 
     def _note(self, op: int, sign: int) -> None:
         change = self._memory_change[op]
-        if change < 0 and self._beside:
+        if change < 0:
             decider.note_under_way(
                 self.graph.rank[op], sign * change, self.graph.num_rows, self.graph.num_ops, self._beside
             )
 
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        decider.finish(self.graph.rank[op], op, self._memory_change, self._held)
-        self._note(op, -1)
+        rank, rows, missing = self.graph.rank, self._rows, self._missing
+        decider.finish(rank[op], op, self._memory_change, self._held)
+        if self._beside:
+            self._note(op, -1)
         self.log.append(("finish", op))
         for successor in self.successors(op):
-            if self.graph.rank[successor] in self._rows:
-                self._missing[successor] -= 1
+            if rank[successor] in rows:
+                missing[successor] -= 1
 
     def arrive(self, op: int) -> None:
         """A message that `op` needs has arrived from another rank."""

@@ -71,27 +71,30 @@ class StepEnd:
         """
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         digests, offers = num_microbatches + 2, num_microbatches + 2 + num_ranks
-        shared = torch.zeros(offers + (len(Offer._fields) * num_ranks if helm else 0), dtype=torch.float64)
+        size = len(Offer._fields)
+        row = [0.0] * (offers + (size * num_ranks if helm else 0))
         for runner in self._last:
             for m, loss in runner.losses.items():
-                shared[m] = loss
+                row[m] = loss.item()
                 if m == 0:
-                    shared[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
-        here = list(self._peers.here)
-        shared[num_microbatches + 1] = notices.num_new
-        shared[digests:offers][here] = batch.digest
-        if helm is not None:
-            shared[offers:].view(num_ranks, -1)[here] = torch.tensor(helm.offer(), dtype=torch.float64)
-        shared = self._peers.sum(shared)
-        given = shared[digests:offers].tolist()
-        require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
-        if shared[num_microbatches + 1]:
+                    row[num_microbatches] = _LOSS_TYPES.index(loss.dtype)
+        row[num_microbatches + 1] = notices.num_new
+        for rank in self._peers.here:
+            row[digests + rank] = batch.digest
+            if helm is not None:
+                row[offers + rank * size : offers + (rank + 1) * size] = helm.offer()
+        shared = self._peers.sum(torch.tensor(row, dtype=torch.float64))
+        row = shared.tolist()
+        given = row[digests:offers]
+        if given.count(given[0]) < num_ranks:
+            require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
+        if row[num_microbatches + 1]:
             notices.share()
         following = None
         if helm is not None:
-            rows = shared[offers:].view(num_ranks, -1).tolist()
-            following = helm.settle([Offer(*map(int, row)) for row in rows])
-        losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(shared[num_microbatches])])
+            rows = [row[first : first + size] for first in range(offers, len(row), size)]
+            following = helm.settle([Offer(*map(int, each)) for each in rows])
+        losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(row[num_microbatches])])
         replicas = self._replicas.num_ranks
         sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums)

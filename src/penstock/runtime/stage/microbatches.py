@@ -250,6 +250,8 @@ def _require_matching(inputs: Any, cut_inputs: list[Any], targets: Any, cut_targ
     """
     if isinstance(inputs, list) and isinstance(targets, list):
         return
+    if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and targets.dim() and len(inputs) == len(targets):
+        return  # cut at the same samples
     sizes = [_sizes(value) for value in cut_inputs]
     if not isinstance(targets, list):
         num_targets, num = _num_samples(flatten(targets)[0], "targets"), sum(max(size, default=0) for size in sizes)

@@ -227,12 +227,17 @@ class StageRunner:
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
         value, entry, kept = self._input(m, received)
         tape = self._tape(m)
-        with self._casting(), tape.recording() if tape is not None else nullcontext():
+        if self._autocast is None and tape is None:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
-            if self._note_casts is not None:
-                self._note_casts(self.index, m, output)
+        else:
+            with self._casting(), tape.recording() if tape is not None else nullcontext():
+                output = self._call(value, m)
+                if self._is_last:
+                    output = self._loss(m, output)
+                if self._note_casts is not None:
+                    self._note_casts(self.index, m, output)
         if tape is not None and not self._defers:
             self._defers = tape.deferring
             self._plain.add(self.settings.microbatches.signature(m))
@@ -266,7 +271,7 @@ class StageRunner:
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
             return unflatten(given, skeleton), GraphInputs([]), _NOTHING_KEPT
-        leaves = [leaf.to(self._device) for leaf in received.leaves if leaf is not None]
+        leaves = [self._moved(leaf) for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
@@ -286,7 +291,11 @@ class StageRunner:
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
-        return unflatten([leaf.to(self._device) for leaf in leaves], skeleton)
+        return unflatten([self._moved(leaf) for leaf in leaves], skeleton)
+
+    def _moved(self, leaf: Tensor) -> Tensor:
+        """A tensor on the stage's device."""
+        return leaf if leaf.device == self._device else leaf.to(self._device)
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed
@@ -388,7 +397,7 @@ class StageRunner:
                     f"microbatch {m}"
                 )
             arrived = zip(held.outputs, received.leaves, strict=True)
-            pairs = [(output, g.to(self._device)) for output, g in arrived if g is not None]
+            pairs = [(output, self._moved(g)) for output, g in arrived if g is not None]
             if any(received.needs_grad):
                 for output, changed in zip(held.outputs, received.needs_grad, strict=True):
                     if changed and output._is_view():

@@ -18,6 +18,8 @@ from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.pytree import flatten
 
 _ROW = 1 << 14
+_FEW = 1 << 16
+"""Bytes of a tensor up to which they are hashed one after the other."""
 _ROWS_AT_ONCE = {"cpu": 4}
 _ROWS_AT_ONCE_ELSEWHERE = 256
 
@@ -47,6 +49,8 @@ def hash_of(tensor: Tensor) -> int:
     flat = (torch.view_as_real(part) if part.is_complex() else part).contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
+    if flat.numel() <= _FEW:  # then a hash of the bytes is quicker than the ops it would take
+        return int.from_bytes(hashlib.blake2b(flat.cpu().numpy().tobytes(), digest_size=8).digest())
     size = flat.numel() // 8 * 8
     rest = int.from_bytes(bytes(flat[size:].tolist()))
     return (_hash(flat[:size].view(torch.int64)) + rest * 0x9E3779B97F4A7C15) % (1 << 64)

@@ -49,9 +49,12 @@ class WireSpec:
 
     def fits(self, payload: Payload) -> bool:
         """Whether this is the payload's spec."""
-        if len(payload.leaves) != len(self.leaves) or _as_json(payload.skeleton) != self.skeleton:
+        leaves, skeleton = payload.leaves, payload.skeleton
+        if len(leaves) != len(self.leaves):
             return False
-        for leaf, spec, needed in zip(payload.leaves, self.leaves, payload.needs_grad, strict=True):
+        if self.skeleton != ("0" if type(skeleton) is int and not skeleton else _as_json(skeleton)):
+            return False
+        for leaf, spec, needed in zip(leaves, self.leaves, payload.needs_grad, strict=True):
             if leaf is None or spec is None:
                 if leaf is not spec:
                     return False
@@ -147,6 +150,11 @@ class BufferPlace:
         plain = tuple(torch.empty(once, device="meta").stride())
         return cls(start, size, dtype, once, plain, strides, repeated)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes in the buffer are the leaf as it was."""
+        return self.rebuilt is None and self.repeated is None
+
     def view(self, buffer: Tensor) -> Tensor:
         """The leaf's bytes in the buffer."""
         flat = buffer.narrow(0, self.start, self.num_bytes).view(self.dtype)
@@ -196,7 +204,7 @@ class Packet:
         """Copies a payload of the packet's spec in."""
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
-                view.copy_(place.once(leaf))
+                view.copy_(leaf if place.repeated is None else place.once(leaf))
 
     def announce(self, preamble: Preamble) -> None:
         """Writes the preamble alone."""
@@ -210,10 +218,12 @@ class Packet:
     def unpack(self) -> Payload:
         """The payload, copied out: the packet is free again."""
         spec = self.spec
-        leaves = [
-            None if view is None or place is None else place.leaf(view)
-            for view, place in zip(self._views, spec.places, strict=True)
-        ]
+        leaves: list[Tensor | None] = []
+        for view, place in zip(self._views, spec.places, strict=True):
+            if view is None or place is None:
+                leaves.append(None)
+            else:
+                leaves.append(view.clone() if place.is_plain else place.leaf(view))
         return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
 
 
