@@ -9,7 +9,8 @@ from penstock.control import Configuration
 from penstock.cost import Costs
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.emulation.backend import EmulatedBackend
-from penstock.runtime.execute.worker import Transport, Worker
+from penstock.runtime.execute.worker import Worker
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Schedule
 from penstock.simulation.simulator import frozen_caps, memory_changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,11 +19,11 @@ from penstock.runtime.emulation.backend import EmulatedBackend, sharpen_timers
 from penstock.runtime.emulation.gang import EmulatedGang, ProcessGang, ThreadGang
 from penstock.runtime.emulation.plan import EmulatedPlan
 from penstock.runtime.errors import PeerLost
-from penstock.runtime.execute.worker import Transport, Worker
+from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.consistency import require_same, schedule_digest
 from penstock.runtime.mesh.groups import meeting_groups
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
-from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
@@ -68,16 +68,6 @@ class RanksStep(NamedTuple):
     next: Readied | None
 
 
-class Waiting(Transport, Protocol):
-    """A transport that can wait, and measures."""
-
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
-
-    def crossings(self) -> list[TransferRecord]: ...
-
-    def wake(self) -> None: ...
-
-
 class Ranks(Protocol):
     """The ranks of a run, here or in many processes."""
 
@@ -95,7 +85,7 @@ class Ranks(Protocol):
 
 
 def _run_rank(
-    worker: Worker, backend: EmulatedBackend, transport: Waiting, start: int, meeting: EmulatedGang | None
+    worker: Worker, backend: EmulatedBackend, transport: Transport, start: int, meeting: EmulatedGang | None
 ) -> RankStep:
     """Runs a worker from `start` (ns) to its end."""
     sharpen_timers()

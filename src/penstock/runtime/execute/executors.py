@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.loopback import nothing_comes
 
 
-def run_rank(worker: Worker, transport: GlooTransport) -> None:
+def run_rank(worker: Worker, transport: Transport) -> None:
     """Runs the worker to its end.
 
     Raises:

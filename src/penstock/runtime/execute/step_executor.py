@@ -29,6 +29,7 @@ from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.pytree import on_host
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions, local_transports
 from penstock.runtime.transport.wiring import num_indices
@@ -81,7 +82,9 @@ class StepExecutor:
         self._outputs = Outputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
 
-    def run(self, settings: StepSettings, running: ActivePlan, plan: StepPlan, transport: Any) -> list[Worker]:
+    def run(
+        self, settings: StepSettings, running: ActivePlan, plan: StepPlan, transport: Transport | None
+    ) -> list[Worker]:
         """Runs a step of some kind to its end.
 
         Args:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Protocol
 
 from penstock.dispatch import Dispatcher
 from penstock.dispatch.graph import ALONE
@@ -20,26 +19,10 @@ from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, Watch
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Backend
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.transfer_record import TransferRecord
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
-
-
-class Transport(Protocol):
-    """What carries payloads to other ranks and brings theirs."""
-
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        """Sends, or returns False where the channel is full: try again after an arrival elsewhere."""
-
-    def arrivals(self) -> list[Edge]:
-        """Edges whose messages came in since the last call, as far as can be told without waiting."""
-
-    def take(self, edge: Edge) -> Payload:
-        """The payload of an edge that has arrived."""
-
-    def crossings(self) -> list[TransferRecord]:
-        """Messages that came in since the last call, and when."""
 
 
 class OpRecorder:

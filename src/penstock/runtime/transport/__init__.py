@@ -2,7 +2,7 @@
 
     worker --send(edge, rank, payload)--> transport --> ... --> arrivals(), take(edge) --> worker
 
-    choose      by its name as users give it
+    base        what executors ask of any of them      choose      by its name as users give it
     loopback    ranks of one process              loopback_threads   each in a thread of its own
     shared_memory  between processes of one host
     gloo        between processes                 nccl               between GPUs: no tags, an order per channel

@@ -99,16 +99,8 @@ class GlooTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step and posts its first receives.
-
-        Args:
-            expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
-            signatures: of each microbatch; equal signatures promise equal specs.
-            digest: of the step's shapes; ranks that differ in it don't talk to each other.
-            threaded: whether arrivals are reported as they come, as dynamic ranks and all that measure their links
-                need it, or waited for (frozen).
-            window: slot -> most messages of a channel under way before `send` waits for the oldest, for
-                channels that bring no answers. A slot that is not there has no bound.
+        """Starts a step and posts its first receives; see `Transport.begin`. Where a window is full, `send` waits for
+        the oldest message to be taken.
         """
         self._step += 1
         self._tag_shift = self._tags.shift(digest)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
@@ -30,6 +34,29 @@ class LoopbackTransport:
 
     def __init__(self, board: Switchboard, rank: int) -> None:
         self._board, self._rank = board, rank
+
+    def begin(
+        self,
+        expected: Sequence[ExpectedMessages] = (),
+        signatures: Sequence[str] = (),
+        digest: int = 0,
+        threaded: bool = True,
+        window: Mapping[int, int] | None = None,
+    ) -> None:
+        """A switchboard is of one step."""
+
+    def end(self) -> None:
+        """What was sent has been handed over."""
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        """Raises RuntimeFailure: ranks that share a thread take turns, and what drives them waits."""
+        raise RuntimeFailure(f"{who()}, and ranks that share a thread cannot wait for one another")
+
+    def wake(self) -> None:
+        """Nobody waits here."""
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         board = self._board

@@ -14,49 +14,30 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
-class Delegates(Protocol):
-    """What carries messages of delegated links."""
+class Delegates(Transport, Protocol):
+    """A transport that processes of their own carry for."""
 
     conditions: Conditions | None
 
     @property
-    def counters(self) -> Any: ...
+    def counters(self) -> Any:
+        """What they count."""
 
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` return, too, when this descriptor is ready to be read."""
 
-    def begin(
-        self,
-        expected: Sequence[ExpectedMessages],
-        signatures: Sequence[str],
-        digest: int,
-        threaded: bool,
-        window: Mapping[int, int],
-    ) -> None: ...
+    def link_events(self) -> list[Any]:
+        """Links whose interfaces died or came back since the last call."""
 
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool: ...
-
-    def arrivals(self) -> list[Edge]: ...
-
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]: ...
-
-    def take(self, edge: Edge) -> Payload: ...
-
-    def end(self) -> None: ...
-
-    def crossings(self) -> list[TransferRecord]: ...
-
-    def link_events(self) -> list[Any]: ...
-
-    def prepare(self, links: Collection[tuple[int, int]]) -> None: ...
-
-    def close(self) -> None: ...
+    def prepare(self, links: Collection[tuple[int, int]]) -> None:
+        """Starts the delegates of links before they are needed; any thread may call it."""
 
 
 class RoutedTransport:
@@ -93,7 +74,7 @@ class RoutedTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step on both; see `GroupTransport.begin`. Threads receive, for nobody can wait for one message of
+        """Starts a step on both. Threads receive, for nobody can wait for one message of
         two transports.
         """
         self._source = {edge: self._carrier(peer) for _, peer, messages in expected for edge, _ in messages}

@@ -253,7 +253,7 @@ class SharedMemoryTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step; see `GlooTransport.begin`. `threaded` makes no difference: arrivals are seen as they come.
+        """Starts a step; see `Transport.begin`. `threaded` makes no difference: arrivals are seen as they come.
 
         Raises:
             RuntimeFailure: messages came that are not of this step.

@@ -134,7 +134,7 @@ class DelegateTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step; see `GroupTransport.begin`. `threaded` and `window` make no difference here: all arrivals
+        """Starts a step; see `Transport.begin`. `threaded` and `window` make no difference here: all arrivals
         are told as they come, and host memory bounds what is under way.
 
         Raises:

@@ -1,0 +1,74 @@
+"""What executors ask of a transport, whichever carries messages: one protocol for all of them.
+
+begin ---> send, arrivals, take, wait ---> end        once a step; close, when there are no more
+                      ^
+                    wake                              from any thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.transfer_record import TransferRecord
+
+
+class Transport(Protocol):
+    """One rank's end of all its channels. The rank's own thread calls all of it but `wake`."""
+
+    def begin(
+        self,
+        expected: Sequence[ExpectedMessages],
+        signatures: Sequence[str],
+        digest: int,
+        threaded: bool,
+        window: Mapping[int, int],
+    ) -> None:
+        """Starts a step.
+
+        Args:
+            expected: see `expected_by_channel`; the edges in the order in which this rank's frozen order needs them.
+            signatures: of each microbatch; equal signatures promise equal specs.
+            digest: of the step's shapes; ranks that differ in it don't take each other's messages.
+            threaded: whether arrivals are reported as they come, as dynamic ranks and all that measure their links
+                need it. Where not, a rank may learn of just those that it waits for.
+            window: slot -> most messages of a channel under way, for channels that bring no answers. A slot that is
+                not there has no bound.
+        """
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Sends, or returns False where the channel is full: try again after a wait."""
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call, as far as can be told without waiting.
+
+        Raises what went wrong meanwhile: a peer that is gone, a message that is not expected.
+        """
+
+    def take(self, edge: Edge) -> Payload:
+        """The payload of an edge that has arrived, once."""
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+        """Waits until at least one message has come in (one of `awaited`, where only these are reported), a channel
+        that was full may have room, or `wake` was called; returns the edges that came.
+
+        Args:
+            who: says in words who waits for what.
+
+        Raises:
+            DeadlineExceeded, PeerLost: with who waited for what from whom.
+        """
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+
+    def crossings(self) -> list[TransferRecord]:
+        """Messages that came in since the last call, and when, those of which that is known."""
+
+    def end(self) -> None:
+        """Ends a step: what was sent is on its way, or has been taken."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
