@@ -19,7 +19,7 @@ from penstock.tune.work import run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone, pytest.mark.timeout(240)]
 
-SMALL = ["--model", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
+SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_line_of_a_program_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    deep = ["--model", "nano", "--depth", "6", "--width", "16", "--heads", "1", "--context", "8", "--batch", "8"]
+    deep = ["--preset", "nano", "--depth", "6", "--width", "16", "--heads", "1", "--context", "8", "--batch", "8"]
     assert main(["tune", *deep, "--tflops", "0.001", "--ranks", "2", "--pp", "2", "--dp", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["choice"]["program"]

@@ -80,7 +80,7 @@ def test_memory_of_schedules_with_more_stages_compares(capsys: pytest.CaptureFix
 
 def test_plan_and_search_assume_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     counts = ("--ranks", "4", "--microbatches", "8")
-    planned = found(capsys, "plan", *counts, "--placement", "v", "--time", "0.2")
+    planned = found(capsys, "plan", *counts, "--placement", "v-shape", "--time", "0.2")
     assert planned["assumed"] == ASSUMED
     assert 24.0 < planned["makespan"] <= 25.5
     searched = found(capsys, "search", *counts)

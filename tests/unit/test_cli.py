@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.train.command import GROUPS, train
 
 pytestmark = pytest.mark.unit
 
@@ -233,7 +235,10 @@ def test_misuse_is_two_lines_at_most_and_exit_2(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "penstock-schedule", "version": 8}', "the schedule is in format version 8, this Penstock reads"),
+        (
+            '{"format": "penstock-schedule", "version": 99}',
+            "the schedule is in format version 99, this Penstock reads",
+        ),
         ("[]", "not a schedule: a JSON object"),
         ("{", "not JSON"),
     ],
@@ -308,3 +313,56 @@ def test_the_terminal_may_lack_letters() -> None:
         capture_output=True, timeout=60, check=True,
     )  # fmt: skip
     assert b"\x1b[48;5;" in ran.stdout
+
+
+def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any) -> None:
+    said = penstock("train --help").out
+    titles = [
+        line.rstrip(":") for line in said.splitlines() if line.endswith(":") and not line.startswith((" ", "-"))
+    ]
+    assert titles == list(GROUPS)
+    names = [name for group in GROUPS.values() for name in group]
+    assert len(set(names)) == len(names)
+    assert set(names) == {"help", *inspect.signature(train).parameters}
+    for name in names:
+        assert f"--{'json' if name == 'as_json' else name.replace('_', '-')}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("tune --model tiny", "--model of penstock tune is --preset since 0.2"),
+        ("profile --model tiny", "--model of penstock profile is --preset since 0.2"),
+        ("train --zero off", "--zero of penstock train is --sharding (copies for on, none for off) since 0.2"),
+        ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
+        ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape"),
+    ],
+)
+def test_an_old_option_says_the_new_one(words: str, now: str, penstock: Any) -> None:
+    done = penstock(words)
+    assert done.code == 2
+    assert now in done.err
+
+
+def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:
+    counts = "--ranks 2 --microbatches 4"
+    eight = penstock(f"show interleaved-1f1b {counts} --json --option num_stages=8").json
+    assert eight["num_stages"] == 8
+    warm = penstock(f"show zb {counts} --json --option warmup=[3,1]").json
+    assert warm["grid"] == str(ps.build("zb", 2, 4, warmup=[3, 1]))
+    for extra, said in (
+        ("--option num_stages", "write KEY=VALUE, like num_stages=8"),
+        ("--option num_stages=8 --option num_stages=4", "num_stages is given twice"),
+        ("--option num_stages=8 --stages 8", "--option num_stages and --stages say the same"),
+        ("--option num_ranks=3", "--option num_ranks: give --ranks"),
+        ("--option colour=red", "takes num_stages"),
+    ):
+        done = penstock(f"check interleaved-1f1b {counts} {extra}")
+        assert done.code in (1, 2)
+        assert said in done.err, done.err
+
+
+def test_whatever_a_verb_writes_it_says_so(penstock: Any, tmp_path: Path) -> None:
+    for verb in ("show", "simulate"):
+        path = str(tmp_path / f"{verb}.svg")
+        assert penstock(f"{verb} 1f1b --ranks 2 --microbatches 2 --out {path}").out.endswith(f"wrote {path}\n")

@@ -111,7 +111,7 @@ def test_what_is_no_schedule_at_all(text: str, message: str) -> None:
     [
         ("s.json", b"{", "s.json: not JSON"),
         ("s.json", b"\xff\xfe", "s.json: not text"),
-        ("s.txt", b"rank 0 | F0", "s.txt: line 1, column 1: expected 'schedule NAME"),
+        ("s.txt", b"rank zero | F0", "s.txt: line 1, column 1: expected 'schedule NAME"),
         ("s.yaml", b"", "s.yaml: schedules are read from .json, .txt or .csv, not '.yaml'"),
         ("none.json", None, "none.json: No such file or directory"),
     ],

@@ -36,7 +36,7 @@ def test_the_schedule_is_written_and_simulates_as_planned(tmp_path: Path, capsys
 
 
 def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--ranks", "2", "--microbatches", "3", "--placement", "v", "--time", "0.2"]) == 0
+    assert main(["plan", "--ranks", "2", "--microbatches", "3", "--placement", "v-shape", "--time", "0.2"]) == 0
     said = capsys.readouterr().out
     assert "rank 1 |" in said
     assert "gap" in said

@@ -105,3 +105,32 @@ def test_a_schedule_that_deadlocks_still_prints_and_parses() -> None:
     text = GRID.replace("F0 B0 F1", "F1 B0 F0")
     schedule = ps.parse(text)
     assert ps.parse(str(schedule)) == schedule
+
+
+def test_rows_alone_are_a_schedule() -> None:
+    for name, ranks in (("1f1b", 4), ("gpipe", 1), ("zb-v", 4), ("interleaved-1f1b", 2), ("zb-h2", 3)):
+        made = ps.build(name, ranks, 8)
+        rows = "\n".join(line for line in str(made).splitlines() if line.startswith("rank "))
+        read = ps.parse(f"# mine\n\n{rows}\n")
+        assert read.name == "grid"
+        assert (read.order, read.placement, read.num_microbatches) == (made.order, made.placement, 8)
+        ps.check(read)
+    two = ps.parse("pipeline 0: stages on ranks 1 0\nrank 0 | F0 B0\nrank 1 | F0 B0")
+    assert two.placement.pipelines == ((1, 0),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0 | 0F0 1F0\nrank 1 | 1F0", "line 2, column 1: stage 1 stands on ranks 0 and 1: rows alone"),
+        ("rank 0 | 0F0 2F0", "the rows have stages [0, 2]: stages are numbered from 0"),
+        ("rank 0 | F0\nrank 2 | F0", "there are rows of 2 ranks, the rows are for ranks [0, 2]"),
+        ("rank 0 | F0 X", "line 1, column 13"),
+        ("rank 0 | F0\nschedule late: 1 rank, 1 stage, 1 microbatch", "line 2, column 1: expected 'pipeline K"),
+        ("# nothing", "the text holds no 'schedule NAME: ...' line and no row"),
+    ],
+)
+def test_rows_that_say_too_little_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ps.ScheduleError) as caught:
+        ps.parse(text)
+    assert message in str(caught.value)

@@ -27,7 +27,7 @@ from penstock.tune.space import TuneSpace
 
 pytestmark = pytest.mark.unit
 
-NANO = ["--model", "nano", "--depth", "2", "--batch", "8", "--microbatch-size", "1,2"]
+NANO = ["--preset", "nano", "--depth", "2", "--batch", "8", "--microbatch-size", "1,2"]
 FAST = [*NANO, "--tflops", "0.01"]
 
 
@@ -156,7 +156,7 @@ def test_a_program_goes_to_a_file_so_that_the_line_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    deep = ["--model", "tiny", "--batch", "16", "--tflops", "0.05", "--ranks", "4", "--pp", "4", "--dp", "1"]
+    deep = ["--preset", "tiny", "--batch", "16", "--tflops", "0.05", "--ranks", "4", "--pp", "4", "--dp", "1"]
     result = told(capsys, "tune", *deep, "--microbatch-size", "1")
     assert result["choice"]["program"]
     assert Path(result["out"]).parent == Path("runs")
@@ -183,7 +183,7 @@ def test_a_profile_written_is_read_again(
 ) -> None:
     monkeypatch.setattr(session, "num_devices", lambda settings: 3)  # a file does not say how many cores there are
     file = tmp_path / "costs.json"
-    measure = ["--model", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
+    measure = ["--preset", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
     written = told(capsys, "profile", *measure, "--out", str(file))
     assert (written["num_measured"], written["num_reused"]) == (3, 0)
     read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
@@ -233,7 +233,7 @@ def test_an_impossible_memory_limit_says_the_least(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "tyni"], "no preset named 'tyni'; did you mean tiny"),
+        (["--preset", "tyni"], "no preset named 'tyni'; did you mean tiny"),
         (["--heads", "5"], "the width must be a multiple of the number of heads"),
         (["--memory-limit", "lots"], "--memory-limit lots: give bytes, like 2GiB"),
         (["--memory-limit", "0"], "a memory limit of 0 bytes holds nothing"),

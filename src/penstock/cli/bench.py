@@ -178,3 +178,5 @@ def _give(context: typer.Context, result: dict[str, Any], table: str, out: str |
         print_json(result)
     else:
         print(table)
+        if out is not None:
+            print(f"wrote {out}")

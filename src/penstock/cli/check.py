@@ -20,6 +20,7 @@ from penstock.cli.options import (
     MemoryLimit,
     Microbatches,
     Ranks,
+    ScheduleOption,
     Stages,
     Warmup,
     Window,
@@ -41,6 +42,7 @@ def check(
     memory_limit: MemoryLimit = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
+    option: ScheduleOption = None,
     channel_depth: Annotated[
         int | None,
         typer.Option(
@@ -50,7 +52,7 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
-    wanted = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
+    wanted = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
     proved: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for name in schedules:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +24,14 @@ Warmup = Annotated[str | None, typer.Option("--warmup", metavar="X0,X1,...", hel
 MemoryLimit = Annotated[
     float | None,
     typer.Option("--memory-limit", help="Most stage activations a rank may hold, freed at B or W."),
+]
+ScheduleOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="What a library schedule takes besides, repeatable: num_stages=8, as ps.build does.",
+    ),
 ]
 Window = Annotated[
     int | None,
@@ -89,3 +98,23 @@ def transport_of(text: str) -> Decoupled | Blocking:
     if text == "decoupled":
         return Decoupled()
     return Blocking(int(match["depth"])) if match["depth"] else Blocking()
+
+
+def schedule_options(texts: list[str] | None) -> dict[str, Any]:
+    """Reads `num_stages=8`, `warmup=[7,5]` or `rule=text`: values are JSON, or text where they are none.
+
+    Raises:
+        Misuse: a text without `=`, or a key given twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise Misuse(f"--option {text}: write KEY=VALUE, like num_stages=8")
+        if key in found:
+            raise Misuse(f"--option {text}: {key} is given twice")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

@@ -20,7 +20,7 @@ from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
 from penstock.schedule import circular, one_to_one, v_shape
 
-PLACEMENTS = {"one-to-one": 1, "circular": 2, "v": 2}
+PLACEMENTS = {"one-to-one": 1, "circular": 2, "v-shape": 2}
 """Placements by name, with the stages a rank hosts where --stages does not say."""
 
 _VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+(?:\.[0-9]+)?)\.\.(?P<high>.+)")
@@ -47,7 +47,7 @@ def plan(
         str | None,
         typer.Option("--memory-limit", metavar="UNITS", help="Most activations a rank, in the unit of --activation."),
     ] = None,
-    placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v.")] = "one-to-one",
+    placement: Annotated[str, typer.Option("--placement", help="one-to-one, circular or v-shape.")] = "one-to-one",
     stages: Annotated[int | None, typer.Option("--stages", help="Number of stages (circular).")] = None,
     objective: Annotated[str, typer.Option("--objective", help="makespan or span.")] = "makespan",
     vary: Annotated[

@@ -1,6 +1,6 @@
 """`penstock profile`: what a model's layers and messages cost on this machine.
 
-penstock profile --model tiny --microbatch-size 2 --ranks 2 --out tiny-costs.json
+penstock profile --preset tiny --microbatch-size 2 --ranks 2 --out tiny-costs.json
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.cli.output import print_json
 
 @app.command(short_help="Measure a model's layers and messages here.")
 def profile(
-    model: options.Model = "tiny",
+    preset: options.Preset = "tiny",
     depth: options.Depth = None,
     width: options.Width = None,
     heads: options.Heads = None,
@@ -52,7 +52,7 @@ def profile(
     from penstock.tune.session import Measuring, measure
 
     settings = Settings(
-        preset=model, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
+        preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
         tokenizer=tokenizer, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
         optimizer_options=options.json_object("--optimizer-options", optimizer_options), clip=clip, device=device,
         threads=threads,

@@ -21,6 +21,14 @@ T = TypeVar("T")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
 
+RENAMED = {
+    ("tune", "--model"): "--preset",
+    ("profile", "--model"): "--preset",
+    ("train", "--zero"): "--sharding (copies for on, none for off)",
+    ("compare", "--zero"): "--sharding (copies for on, none for off)",
+}
+"""By verb and option, the names that options have now."""
+
 TRACEBACK = "PENSTOCK_TRACEBACK"
 """Environment variable: when set, failures that are bugs of ours show where they happened."""
 
@@ -145,6 +153,9 @@ def _usage_failure(error: Exception, arguments: Sequence[str]) -> Failure:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "penstock"
+    gone = where.split()[-1], getattr(error, "option_name", "")
+    if gone in RENAMED:
+        message = f"{gone[1]} of {where} is {RENAMED[gone]} since 0.2"
     return Failure(MISUSE, f"{' '.join(message.split())}\nsee {where} --help", rule="usage")
 
 

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     Microbatches,
     Out,
     Ranks,
+    ScheduleOption,
     Stages,
     Warmup,
     Window,
@@ -35,11 +36,12 @@ def show(
     memory_limit: MemoryLimit = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
+    option: ScheduleOption = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch."""
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
     plan = source.read_or_build(schedule, given_counts)
     if out is not None:
         from penstock.draw import save

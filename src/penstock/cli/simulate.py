@@ -22,6 +22,7 @@ from penstock.cli.options import (
     Microbatches,
     Out,
     Ranks,
+    ScheduleOption,
     Stages,
     Warmup,
     Window,
@@ -45,6 +46,7 @@ def simulate(
     memory_limit: MemoryLimit = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
+    option: ScheduleOption = None,
     f: costs_options.F = None,
     i: costs_options.I = None,
     w: costs_options.W = None,
@@ -80,7 +82,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch)
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
     plan = source.read_or_build(schedule, given_counts)
     ps.check(plan, memory_limit=memory_limit)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
@@ -117,6 +119,8 @@ def simulate(
     _print(timeline, chosen, assumed, links, transport)
     if emulation is not None:
         _print_emulated(emulation)
+    if out is not None:
+        print(f"wrote {out}")
 
 
 def _emulate(ranks: str) -> Callable[..., Emulation]:

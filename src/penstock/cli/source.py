@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.failure import Misuse
-from penstock.cli.options import counts
+from penstock.cli.options import counts, schedule_options
 from penstock.formats import load
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, check
@@ -27,6 +28,7 @@ class GivenCounts:
     memory_limit: float | None = None
     window: int | None = None
     max_mismatch: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def counts_of(
@@ -37,10 +39,13 @@ def counts_of(
     memory_limit: float | None,
     window: int | None,
     max_mismatch: int | None,
+    option: list[str] | None = None,
 ) -> GivenCounts:
     """The counts as options give them. Raises Misuse for a warm-up that is no list of whole numbers."""
     warmups = None if warmup is None else counts("--warmup", warmup)
-    return GivenCounts(ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch)
+    return GivenCounts(
+        ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch, schedule_options(option)
+    )
 
 
 def is_file(source: str) -> bool:
@@ -63,6 +68,7 @@ def read_or_build(source: str, counts: GivenCounts) -> Schedule:
         "--stages": counts.stages,
         "--warmup": counts.warmup,
         "--window": counts.window,
+        "--option": counts.options or None,
     }
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
@@ -72,15 +78,24 @@ def read_or_build(source: str, counts: GivenCounts) -> Schedule:
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
     shapes_itself = source in SCHEDULES and "max_mismatch" in inspect.signature(SCHEDULES[source]).parameters
+    own = {"num_stages": "--stages", "warmup": "--warmup", "window": "--window", "max_mismatch": "--max-mismatch"}
+    if twice := next((key for key in counts.options if key in own and given.get(own[key]) is not None), None):
+        raise Misuse(f"--option {twice} and {own[twice]} say the same; give one of them")
+    options = {
+        "num_stages": counts.stages,
+        "warmup": counts.warmup,
+        "window": counts.window,
+        "max_mismatch": counts.max_mismatch if shapes_itself else None,
+        **counts.options,
+    }
+    if clash := {"num_ranks", "num_microbatches", "memory_limit", "name"} & options.keys():
+        raise Misuse(f"--option {min(clash)}: give --{min(clash).removeprefix('num_').replace('_', '-')}")
     found = build(
         source,
         counts.ranks if counts.ranks is not None else 1,
         counts.microbatches if counts.microbatches is not None else 1,
         counts.memory_limit,
-        num_stages=counts.stages,
-        warmup=counts.warmup,
-        window=counts.window,
-        max_mismatch=counts.max_mismatch if shapes_itself else None,
+        **options,
     )
     return _bounded(source, found, counts.max_mismatch)
 

@@ -1,7 +1,7 @@
 """`penstock tune`: the fastest way to train a model on the ranks there are, by measurement and simulation.
 
-penstock tune --model tiny --batch 16                       measures here, and remembers
-penstock tune --model gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
+penstock tune --preset tiny --batch 16                       measures here, and remembers
+penstock tune --preset gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.tune.search import SearchFound, TuneCandidate
     from penstock.tune.session import Source
 
-Model = Annotated[str, typer.Option("--model", "--preset", help="A GPT by its sizes, as in penstock train.")]
+Preset = Annotated[str, typer.Option("--preset", help="Sizes of a GPT, as in penstock train.")]
 Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Blocks, instead of the model's.")]
 Width = Annotated[int | None, typer.Option("--width", min=1, help="Width, instead of the model's.")]
 Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Heads, instead of the model's.")]
@@ -58,7 +58,7 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 
 @app.command(short_help="Find the fastest way to train a model.")
 def tune(
-    model: Model = "tiny",
+    preset: Preset = "tiny",
     depth: Depth = None,
     width: Width = None,
     heads: Heads = None,
@@ -122,7 +122,7 @@ def tune(
 
     options = json_object("--optimizer-options", optimizer_options)
     settings = Settings(
-        preset=model, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
+        preset=preset, depth=depth, width=width, heads=heads, context=context, dropout=dropout, tied=tied,
         tokenizer=tokenizer, batch=batch, microbatches=1, ranks=1, precision=precision, optimizer=optimizer,
         optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip

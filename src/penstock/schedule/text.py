@@ -10,11 +10,15 @@ several stages write the stage before the letter: 2F0. Lines that start with # a
 their microbatches in another order than the ascending one, lines above the rows say so:
 
     order of B on stages 0 1: 2 1 0
+
+A grid written by hand needs no more than its rows: ranks and microbatches are counted, and a stage lies on the rank
+whose row has its ops (stage r on rank r where no cell names one). Several pipelines need the lines above the rows.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NoReturn
 
 from penstock.schedule.dependencies import predecessors
@@ -25,6 +29,9 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.updates import NEWEST, Updates
+
+UNNAMED = "grid"
+"""The name of a schedule whose grid has no header."""
 
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
@@ -212,6 +219,7 @@ def parse(text: str) -> Schedule:
     if not isinstance(text, str):
         raise ScheduleError(f"a grid of text is needed here, got {type(text).__name__}", rule="text")
     head: re.Match[str] | None = None
+    is_first = True
     pipelines: dict[int, tuple[int, ...]] = {}
     mine: dict[int, list[int]] = {}
     rows: dict[int, tuple[int, str, int]] = {}
@@ -226,15 +234,18 @@ def parse(text: str) -> Schedule:
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        if head is None:
-            head = _HEAD.fullmatch(line)
-            if head is None:
+        if is_first:
+            is_first, head = False, _HEAD.fullmatch(line)
+            if head is not None:
+                continue
+            if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW)):
                 _fail(
                     number,
                     1,
-                    f"expected 'schedule NAME: R ranks, S stages, N microbatches', got {line[:60]!r}",
+                    f"expected 'schedule NAME: R ranks, S stages, N microbatches', or a row like 'rank 0 | F0 B0', "
+                    f"got {line[:60]!r}",
                 )
-        elif match := _PIPELINE.fullmatch(line):
+        if match := _PIPELINE.fullmatch(line):
             index = int(match["index"])
             if index in pipelines:
                 _fail(number, 1, f"pipeline {index} is given twice")
@@ -291,10 +302,18 @@ def parse(text: str) -> Schedule:
                 f"{line[:60]!r}",
             )
     if head is None:
-        _fail(1, 1, "the text holds no 'schedule NAME: ...' line")
-    num_ranks, num_stages, num_microbatches = int(head["ranks"]), int(head["stages"]), int(head["mbs"])
+        if not rows:
+            _fail(1, 1, "the text holds no 'schedule NAME: ...' line and no row")
+        if not pipelines:
+            pipelines, mine = {0: _hosts_of(rows)}, {0: []}
+        name, num_ranks, num_stages = UNNAMED, len(rows), len(next(iter(pipelines.values())))
+        num_microbatches = _num_microbatches(rows)
+    else:
+        name, num_ranks, num_stages = head["name"], int(head["ranks"]), int(head["stages"])
+        num_microbatches = int(head["mbs"])
     if sorted(rows) != list(range(num_ranks)):
-        _fail(1, 1, f"the header says {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
+        says = "the header says" if head is not None else "there are rows of"
+        _fail(1, 1, f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
     if not pipelines or sorted(pipelines) != list(range(len(pipelines))):
         _fail(1, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
     for k, ranks in pipelines.items():
@@ -321,8 +340,35 @@ def parse(text: str) -> Schedule:
             for m in found:
                 pipeline_of[m] = k
     order = tuple(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
-    limit = float(head["limit"]) if head["limit"] else None
-    return Schedule(head["name"], placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders))
+    limit = float(head["limit"]) if head is not None and head["limit"] else None
+    return Schedule(name, placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders))
+
+
+def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
+    """The rank of each stage, read off rows without a header: stage r on rank r, or where its cells stand."""
+    cells = {rank: [cell for cell in text.split() if cell[0] != "."] for rank, (_, text, _) in rows.items()}
+    if not any(cell[0].isdigit() for row in cells.values() for cell in row):
+        return tuple(range(len(rows)))
+    hosts: dict[int, int] = {}
+    for rank, row in sorted(cells.items()):
+        for stage in {int(found[0]) for cell in row if (found := re.match(r"[0-9]{1,7}", cell))}:
+            if hosts.setdefault(stage, rank) != rank:
+                _fail(
+                    rows[rank][0],
+                    1,
+                    f"stage {stage} stands on ranks {hosts[stage]} and {rank}: rows alone do not say "
+                    "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' "
+                    "and a line like 'pipeline 0: stages on ranks 0 1' for each",
+                )
+    if sorted(hosts) != list(range(len(hosts))):
+        _fail(1, 1, f"the rows have stages {sorted(hosts)}: stages are numbered from 0, and each has an op")
+    return tuple(hosts[stage] for stage in range(len(hosts)))
+
+
+def _num_microbatches(rows: Mapping[int, tuple[int, str, int]]) -> int:
+    """One more than the last microbatch of a forward."""
+    found = [int(m) for _, text, _ in rows.values() for m in re.findall(r"(?:^|[\s0-9])F([0-9]{1,7})(?=\s|$)", text)]
+    return max(found, default=-1) + 1
 
 
 def _updates(line: int, match: re.Match[str]) -> Updates:

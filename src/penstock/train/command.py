@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "cut", "dispatch", "in_process"),
+    "Mesh": ("pp", "dp", "tp", "sharding"),
+    "Model": ("model", "preset", "tower", "depth", "width", "heads", "context", "dropout", "tied"),
+    "Data": ("data", "tokenizer", "batch", "sample"),
+    "Training": (
+        "steps", "lr", "lr_decay", "lr_warmup", "optimizer", "optimizer_options", "clip", "precision", "recompute",
+        "seed",
+    ),
+    "Asynchronous schedules": ("window", "max_mismatch", "drain_every"),
+    "Links": ("link", "transport", "link_depth", "delegates", "interfaces"),
+    "Adapting": ("adapt", "store", "host_memory"),
+    "Machine": ("device", "threads", "timeout", "port"),
+    "Emulated devices": ("costs", "stretch", "message_cap"),
+    "The run": ("out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json", "help"),
+}  # fmt: skip
+"""The options of training as the help groups them, by the names of parameters."""
+
+
 def _help(text: str, field: str | None = None) -> str:
     value = getattr(DEFAULTS, field) if field is not None else None
     return text if value is None else f"{text} [{value}]"
