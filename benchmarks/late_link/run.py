@@ -71,7 +71,7 @@ def planned() -> dict[str, Any]:
             p = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, LATE, max_in_flight=cap, time_limit=PLAN_SECONDS)
         ps.save(before, path_of(case, delayed=False))
         ps.save(p.schedule, path_of(case, delayed=True))
-        found[case] = {"max_held": held, "lower_bound": p.lower_bound, "makespan": p.makespan, "how": p.how}
+        found[case] = {"memory_limit": held, "lower_bound": p.lower_bound, "makespan": p.makespan, "how": p.how}
     return found
 
 
@@ -80,7 +80,7 @@ def emulated(plans: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
     disturbs them all."""
     found: dict[str, Any] = {}
     for case in cases:
-        costs, held = costs_of(case), plans[case]["max_held"]
+        costs, held = costs_of(case), plans[case]["memory_limit"]
         schedules = {delayed: ps.load(path_of(case, delayed)) for delayed in (False, True)}
         rows: dict[str, dict[str, Any]] = {name: {"measured": [], "simulated": 0.0} for name, _, _ in WAYS}
         for _ in range(NUM_STEPS):
@@ -90,7 +90,7 @@ def emulated(plans: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
                     costs,
                     links=ps.Links() if name == "undelayed" else LATE,
                     dispatch=dispatch,
-                    max_held=None if dispatch == "frozen" else held,
+                    memory_limit=None if dispatch == "frozen" else held,
                     stretch=STRETCH,
                 )
                 rows[name]["measured"].append(round(run.timelines[0].makespan, 2))

@@ -73,9 +73,9 @@ def measured(schedule: ps.Schedule, factors: Sequence[float]) -> dict[str, float
         "rules": ps.planning.order_microbatches(schedule, by_count, compile=True),
         "moves": ps.planning.order_microbatches(schedule, by_count, compile=True, time_limit=MOVES_S),
         "size, own: rules": ps.planning.order_microbatches(schedule, by_size, compile=True),
-        "size: rules": ps.planning.order_microbatches(schedule, by_size, compile=True, max_held=max(held)),
+        "size: rules": ps.planning.order_microbatches(schedule, by_size, compile=True, memory_limit=max(held)),
         "size: moves": ps.planning.order_microbatches(
-            schedule, by_size, compile=True, max_held=max(held), time_limit=MOVES_S
+            schedule, by_size, compile=True, memory_limit=max(held), time_limit=MOVES_S
         ),
     }
     ways = {"arrival": found["rules"].arrival, "dispatch": min(runs)}

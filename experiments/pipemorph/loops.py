@@ -120,7 +120,7 @@ def steering_of(job: Job) -> Any:
 
     return AdaptOptions(
         costs=job.costs,
-        max_held=job.start.caps,
+        memory_limit=job.start.caps,
         host_memory=job.host_memory,
         dispatches=job.dispatches,
         delegate_ms=job.delegate_ms,

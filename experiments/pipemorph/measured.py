@@ -71,7 +71,7 @@ def _run(order: Order, processes: bool) -> dict[str, Any]:
         costs,
         links=order.conditions,
         dispatch=first.dispatch,
-        max_held=first.caps,
+        memory_limit=first.caps,
         stretch=order.stretch,
         timeout=TIMEOUT,
         adapt=order.steering,

@@ -90,7 +90,7 @@ def mesh_row(backend: Backend, case: MeshCase) -> Row:
         ring=case.ring,
         dispatch=runs.dispatch,
         transport=transport_of(DEPTH, runs.delegated),
-        max_held=runs.caps if runs.dispatch.is_dynamic else None,
+        memory_limit=runs.caps if runs.dispatch.is_dynamic else None,
     )
     row: Row = {
         **case.keys,

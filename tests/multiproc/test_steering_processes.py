@@ -66,7 +66,7 @@ def losses(pipe: ps.Pipeline, num_steps: int) -> list[torch.Tensor]:
 
 def steered(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     pipe = pipeline(
-        ps.AdaptOptions(folder=folder if rank == 0 else None, max_held=6.0), LATE, optimizer=torch.optim.AdamW
+        ps.AdaptOptions(folder=folder if rank == 0 else None, memory_limit=6.0), LATE, optimizer=torch.optim.AdamW
     )
     numbers, got = [], []
     for step in range(num_steps):

@@ -128,7 +128,7 @@ def test_memory_stays_under_the_cap(problem: Problem, room: float, dispatch: Dis
     for peak, cap in zip(capped.peak_activations, own.peak_activations, strict=True):
         assert peak <= cap * (1 + 1e-8)
     caps = [peak + room for peak in own.peak_activations]
-    wider = ps.simulate(schedule, costs, links=links, dispatch=dispatch, max_held=caps)
+    wider = ps.simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=caps)
     for peak, cap in zip(wider.peak_activations, caps, strict=True):
         assert peak <= cap * (1 + 1e-8)
     for timeline in (own, capped, wider):

@@ -53,7 +53,7 @@ def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, se
     schedule, costs, links, draw = runs(seed)
     peaks = Runner(costs).order(schedule).peaks
     caps = [peak * float(draw.choice([1.0, 1.2, 2.0])) for peak in peaks]
-    timeline = ps.simulate(schedule, costs, links=links, dispatch=policy, max_held=caps)
+    timeline = ps.simulate(schedule, costs, links=links, dispatch=policy, memory_limit=caps)
     assert Counter(timed.op for timed in timeline.ops) == Counter(op for row in schedule.order for op in row)
     for rank, cap in enumerate(caps):
         assert timeline.peak_activations[rank] <= cap * (1 + 1e-9)
@@ -66,8 +66,8 @@ def test_a_run_under_a_cap_that_its_order_fits_ends_and_keeps_it(policy: str, se
         assert held == pytest.approx(0, abs=1e-6)
         assert timeline.peak_activations[rank] == pytest.approx(peak)
     lowest = [peak * 0.99 for peak in peaks]
-    with pytest.raises(ps.ScheduleError, match="raise max_held"):
-        ps.simulate(schedule, costs, links=links, dispatch=policy, max_held=lowest)
+    with pytest.raises(ps.ScheduleError, match="raise memory_limit"):
+        ps.simulate(schedule, costs, links=links, dispatch=policy, memory_limit=lowest)
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,14 +99,14 @@ def test_no_order_is_above_its_caps_or_below_the_bound(seed: int) -> None:
     schedule, costs, links, draw = runs(seed)
     scale = float(draw.choice([1.0, 1.1, 1.5]))
     caps = [scale * peak for peak in Runner(costs).order(schedule).peaks]
-    search = OrderSearch(schedule, costs, links, max_held=caps)
+    search = OrderSearch(schedule, costs, links, memory_limit=caps)
     best = search.best_by_rules()
     best = search.moved(best, time.perf_counter() + 0.1, seed)
     bound = uneven_bound(best, links)
     planned = search.schedule(best)
     ps.check(planned)
     for policy in POLICIES:
-        run = ps.simulate(planned, costs, links=links, dispatch=policy, max_held=caps)
+        run = ps.simulate(planned, costs, links=links, dispatch=policy, memory_limit=caps)
         assert run.makespan >= bound * (1 - 1e-9)
         assert all(held <= cap * (1 + 1e-9) for held, cap in zip(run.peak_activations, caps, strict=True))
         if policy == best.dispatch:
@@ -114,5 +114,5 @@ def test_no_order_is_above_its_caps_or_below_the_bound(seed: int) -> None:
     assert best.makespan <= search.arrival.makespan * (1 + 1e-9)
     frozen = search.executed(best)
     ps.check(frozen)
-    run = ps.simulate(frozen, costs, links=links, max_held=caps)
+    run = ps.simulate(frozen, costs, links=links, memory_limit=caps)
     assert bound * (1 - 1e-9) <= run.makespan <= best.makespan * (1 + 1e-9)

@@ -46,7 +46,7 @@ def test_the_schedules_are_valid_keep_to_their_memory_and_take_what_was_planned(
             schedule = ps.load(bench.path_of(case, delayed))
             ps.check(schedule)
             timeline = ps.simulate(schedule, costs, links=bench.LATE if delayed else None)
-            assert all(h <= cap for h, cap in zip(timeline.peak_activations, found["max_held"], strict=True))
+            assert all(h <= cap for h, cap in zip(timeline.peak_activations, found["memory_limit"], strict=True))
             assert timeline.makespan == (found["makespan"] if delayed else 1030.0)
 
 

@@ -85,8 +85,8 @@ def test_caps_count_what_is_really_held() -> None:
     given = replace(COSTS, uneven={"activation": [1, 4]})
     schedule = ps.build("gpipe", 2, 2)
     with pytest.raises(ps.ScheduleError, match="needs 5"):
-        ps.simulate(schedule, given, dispatch="hinted", max_held=2)
-    assert ps.simulate(schedule, given, dispatch="hinted", max_held=5).peak_activations[0] == 5
+        ps.simulate(schedule, given, dispatch="hinted", memory_limit=2)
+    assert ps.simulate(schedule, given, dispatch="hinted", memory_limit=5).peak_activations[0] == 5
 
 
 def test_messages_weigh_what_they_are_of() -> None:

@@ -154,7 +154,7 @@ def test_what_can_not_be_is_said() -> None:
     with pytest.raises(ps.CostError, match="stretched by 0"):
         ps.emulate(schedule, uniform(schedule), stretch=0.0)
     with pytest.raises(ps.ScheduleError, match="the cap is 0"):
-        ps.emulate(schedule, uniform(schedule), dispatch="dynamic", max_held=0)
+        ps.emulate(schedule, uniform(schedule), dispatch="dynamic", memory_limit=0)
 
 
 def test_a_message_that_does_not_come_in_time_is_named_and_all_ranks_end() -> None:

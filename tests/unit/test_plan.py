@@ -209,7 +209,7 @@ def test_a_plan_for_dynamic_dispatch_is_measured_so(objective: str) -> None:
     costs, links = family(4, 6)
     plan = ps.plan(costs, 4, 10, links, max_in_flight=4, dispatch="dynamic", objective=objective, time_limit=0.3)
     held = ps.Costs(costs.f, costs.i, costs.w, freed_by_input=0.0)
-    timeline = ps.simulate(plan.schedule, held, links=links, dispatch="dynamic", max_held=4)
+    timeline = ps.simulate(plan.schedule, held, links=links, dispatch="dynamic", memory_limit=4)
     assert getattr(timeline, objective) == pytest.approx(plan.value)
     assert timeline.makespan == plan.makespan
     assert plan.value >= plan.lower_bound

@@ -39,7 +39,7 @@ def test_what_is_predicted_is_what_the_simulator_says(name: str, compile: bool) 
     links = ps.Links({(0, 1): 7.0})
     found = order_microbatches(schedule, costs, links=links, compile=compile)
     ps.check(found.schedule)
-    run = ps.simulate(found.schedule, costs, links=links, dispatch=found.dispatch, max_held=found.caps)
+    run = ps.simulate(found.schedule, costs, links=links, dispatch=found.dispatch, memory_limit=found.caps)
     assert run.makespan == pytest.approx(found.makespan, rel=1e-12)
     assert found.arrival == ps.simulate(schedule, costs, links=links).makespan
     assert found.makespan <= found.arrival
@@ -67,9 +67,9 @@ def test_memory_is_held_by_size() -> None:
     held = ps.simulate(by_count.schedule, SIZED).peak_activations
     arrival = ps.simulate(schedule, SIZED).peak_activations
     assert max(held) > max(arrival)
-    by_size = order_microbatches(schedule, SIZED, max_held=max(arrival), time_limit=30.0)
+    by_size = order_microbatches(schedule, SIZED, memory_limit=max(arrival), time_limit=30.0)
     assert by_count.makespan < by_size.makespan < by_size.arrival
-    run = ps.simulate(by_size.schedule, SIZED, dispatch=by_size.dispatch, max_held=max(arrival))
+    run = ps.simulate(by_size.schedule, SIZED, dispatch=by_size.dispatch, memory_limit=max(arrival))
     assert max(run.peak_activations) <= max(arrival) * (1 + 1e-9)
 
 
@@ -77,12 +77,12 @@ def test_an_order_may_save_memory_that_arrival_lacks() -> None:
     schedule = ps.build("1f1b", 2, 6)
     costs = replace(ps.Costs.uniform(2), uneven={"activation": [5, 5, 1, 1, 1, 1]})
     with pytest.raises(ps.ScheduleError, match="needs 10"):
-        ps.simulate(schedule, costs, max_held=6)
-    found = order_microbatches(schedule, costs, max_held=6)
+        ps.simulate(schedule, costs, memory_limit=6)
+    found = order_microbatches(schedule, costs, memory_limit=6)
     assert found.rule != "arrival"
     assert max(ps.simulate(found.schedule, costs).peak_activations) <= 6
     with pytest.raises(ps.ScheduleError, match=r"rank 0 may hold 5, and in the lightest .* it holds 6"):
-        order_microbatches(schedule, costs, max_held=5)
+        order_microbatches(schedule, costs, memory_limit=5)
 
 
 def test_a_gain_below_the_noise_changes_nothing() -> None:
@@ -101,7 +101,7 @@ def test_messages_of_each_size_take_their_time() -> None:
     costs = replace(UNEVEN, message_bytes=[1000] * 4, uneven={"time": LENGTHS, "message": LENGTHS})
     links = ps.Links.parse("1:2=bandwidth:100KB/s")
     found = order_microbatches(schedule, costs, links=links)
-    run = ps.simulate(found.schedule, costs, links=links, dispatch=found.dispatch, max_held=found.caps)
+    run = ps.simulate(found.schedule, costs, links=links, dispatch=found.dispatch, memory_limit=found.caps)
     assert run.makespan == pytest.approx(found.makespan)
     assert found.gain > 0
 
@@ -113,8 +113,8 @@ def test_messages_of_each_size_take_their_time() -> None:
         (ps.schedule.declare_order(ps.build("gpipe", 2, 4), backward="reversed"), {}, "declares an order"),
         (ps.build("1f1b", 2, 4), {"noise": -1}, "noise is -1"),
         (ps.build("1f1b", 2, 4), {"time_limit": float("nan")}, "time_limit is nan"),
-        (ps.build("1f1b", 2, 4), {"max_held": [1]}, "1 entries"),
-        (ps.build("1f1b", 2, 4), {"max_held": -1}, "max_held of rank 0"),
+        (ps.build("1f1b", 2, 4), {"memory_limit": [1]}, "1 entries"),
+        (ps.build("1f1b", 2, 4), {"memory_limit": -1}, "memory_limit of rank 0"),
         (ps.build("1f1b", 2, 4), {"dispatches": ()}, "no dispatches"),
         (ps.build("1f1b", 2, 4), {"dispatches": ("quick",)}, "quick"),
     ],

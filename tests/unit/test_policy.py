@@ -105,7 +105,7 @@ def test_auto_keeps_to_the_caps_and_takes_no_warm_up() -> None:
     schedule, costs = ps.build("zb", 4, 12), ps.Costs.uniform(4, 10, 10, 10)
     late = ps.Links({(0, 1): 60.0})
     tight = ps.simulate(schedule, costs, links=late, dispatch="auto")
-    wide = ps.simulate(schedule, costs, links=late, dispatch="auto", max_held=12)
+    wide = ps.simulate(schedule, costs, links=late, dispatch="auto", memory_limit=12)
     assert wide.makespan < tight.makespan
     assert max(wide.peak_activations) <= 12
     with pytest.raises(ps.ScheduleError, match="'auto' may choose"):

@@ -58,7 +58,7 @@ def test_what_is_predicted_is_what_the_simulator_says(data, sizes, dispatch):
         ring=RING,
         dispatch=dispatch,
         transport=ps.Blocking(2),
-        max_held=job.start.caps if dispatch == "dynamic" else None,
+        memory_limit=job.start.caps if dispatch == "dynamic" else None,
     )
     assert MeshTimes(job, mesh, links, RING).iteration(then) == pytest.approx(simulated.iteration)
 

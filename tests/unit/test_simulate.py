@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -118,8 +119,8 @@ def test_without_delays_hinted_dispatch_keeps_an_order_that_class_first_leaves()
 def test_a_wider_cap_helps_a_dynamic_run() -> None:
     schedule, links = ps.build("1f1b", 4, 12), ps.Links({(0, 1): 3})
     own = ps.simulate(schedule, links=links, dispatch="dynamic")
-    wide = ps.simulate(schedule, links=links, dispatch="dynamic", max_held=12)
-    each = ps.simulate(schedule, links=links, dispatch="dynamic", max_held=[12, 12, 12, 12])
+    wide = ps.simulate(schedule, links=links, dispatch="dynamic", memory_limit=12)
+    each = ps.simulate(schedule, links=links, dispatch="dynamic", memory_limit=[12, 12, 12, 12])
     assert wide.makespan < own.makespan
     assert wide == each
     assert max(wide.peak_activations) <= 12
@@ -168,7 +169,7 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
     assert caught.value.rule == "deadlock"
     assert caught.value.op == Op("B", 0, 0)
     assert "after 2 of 8 ops: rank 0 never runs 0B0" in str(caught.value)
-    assert len(ps.simulate(schedule, dispatch="dynamic", max_held=2).ops) == 8  # readiness is a fact
+    assert len(ps.simulate(schedule, dispatch="dynamic", memory_limit=2).ops) == 8  # readiness is a fact
 
 
 @pytest.mark.parametrize(
@@ -178,15 +179,21 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
         ({"links": ps.Links({(0, 4): 1.0})}, "link 0:4: ranks go from 0 to 3"),
         ({"dispatch": "warm"}, "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'"),
         ({"transport": "slow"}, "transport 'slow': give 'decoupled', 'blocking' or ps.Blocking"),
-        ({"dispatch": "dynamic", "max_held": 1}, "rank 0: the cap is 1 activations, but the schedule's own order"),
-        ({"dispatch": "dynamic", "max_held": math.nan}, "max_held of rank 0 is nan: give a number of at least 0"),
-        ({"dispatch": "dynamic", "max_held": [9, 9]}, "max_held has 2 entries, one a rank is needed: 4"),
+        (
+            {"dispatch": "dynamic", "memory_limit": 1},
+            "rank 0: the cap is 1 activations, but the schedule's own order",
+        ),
+        (
+            {"dispatch": "dynamic", "memory_limit": math.nan},
+            "memory_limit of rank 0 is nan: give a number of at least 0",
+        ),
+        ({"dispatch": "dynamic", "memory_limit": [9, 9]}, "memory_limit has 2 entries, one a rank is needed: 4"),
         ({"dispatch": "dynamic", "warmup": [1]}, "warmup has 1 counts, one a rank is needed: 4"),
-        ({"dispatch": "dynamic", "max_held": "many"}, "max_held is 'many': give a number of activations"),
+        ({"dispatch": "dynamic", "memory_limit": "many"}, "memory_limit is 'many': give a number of activations"),
         ({"dispatch": "dynamic", "warmup": [1, 1, -1, 1]}, "warmup of rank 2 is -1: give a whole number"),
         ({"dispatch": "dynamic", "warmup": [1, 1, 1.5, 1]}, "warmup of rank 2 is 1.5: give a whole number"),
         ({"warmup": [7, 5, 3, 1]}, "warmup [7, 5, 3, 1] steers a dynamic run, and a frozen one follows its order"),
-        ({"max_held": 1}, "rank 0: the cap is 1 activations, but the schedule's own order"),
+        ({"memory_limit": 1}, "rank 0: the cap is 1 activations, but the schedule's own order"),
     ],
 )
 def test_wrong_arguments_say_what_was_given(options: dict, message: str) -> None:
@@ -198,7 +205,7 @@ def test_wrong_arguments_say_what_was_given(options: dict, message: str) -> None
 def test_a_frozen_run_keeps_under_a_cap_that_holds_its_order() -> None:
     schedule = zb_4x12()
     peaks = ps.simulate(schedule).peak_activations
-    assert ps.simulate(schedule, max_held=peaks) == ps.simulate(schedule)
+    assert ps.simulate(schedule, memory_limit=peaks) == ps.simulate(schedule)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +220,7 @@ def test_a_frozen_run_keeps_under_a_cap_that_holds_its_order() -> None:
 )
 def test_a_warm_up_above_the_cap_is_no_deadlock(name: str, warmup: list, cap: float | None, message: str) -> None:
     with pytest.raises(ps.ScheduleError) as caught:
-        ps.simulate(ps.build(name, 4, 8), dispatch="dynamic", warmup=warmup, max_held=cap)
+        ps.simulate(ps.build(name, 4, 8), dispatch="dynamic", warmup=warmup, memory_limit=cap)
     assert caught.value.rule == "options"
     assert str(caught.value).startswith(message)
     assert "give a warm-up of at most" in str(caught.value)
@@ -247,5 +254,17 @@ def test_ops_that_take_no_time_are_listed_in_the_order_they_ran() -> None:
     schedule = ps.parse(
         "schedule x: 1 rank, 1 stage, 2 microbatches\npipeline 0: stages on ranks 0\nrank 0 | F0 I0 W0 F1 I1 W1"
     )
-    timeline = ps.simulate(schedule, ps.Costs.uniform(1, 0, 0, 0), dispatch="dynamic", max_held=2)
+    timeline = ps.simulate(schedule, ps.Costs.uniform(1, 0, 0, 0), dispatch="dynamic", memory_limit=2)
     assert [str(t.op) for t in timeline.ops] == ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]
+
+
+def test_arguments_stand_alike_in_plan_and_simulate() -> None:
+    schedule, costs, links = ps.build("zb-h1", 2, 4), ps.Costs.uniform(2), ps.Links({(0, 1): 2.0})
+    assert ps.simulate(schedule, costs, links) == ps.simulate(schedule, costs, links=links)
+    both = set(inspect.signature(ps.plan).parameters) & set(inspect.signature(ps.simulate).parameters)
+    assert {"costs", "links", "dispatch", "memory_limit"} <= both
+    for call in (ps.simulate, ps.emulate):
+        with pytest.raises(
+            (ps.ScheduleError, ps.RuntimeFailure), match=r"max_held= is gone since 0\.2; give memory_limit="
+        ):
+            call(schedule, costs, max_held=3)

@@ -219,7 +219,7 @@ def test_options_that_make_no_sense() -> None:
     with pytest.raises(ControlError, match="least_gain is -1"):
         ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(least_gain=-1.0))
     with pytest.raises(ps.ScheduleError, match="cap is 1"):
-        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(max_held=1.0))
+        ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(memory_limit=1.0))
     with pytest.raises(ps.ScheduleError, match="dispatch 'any'"):
         ps.runtime.EmulatedPipeline(zb, ps.Costs.uniform(2), adapt=ps.AdaptOptions(dispatches=("any",)))
     with pytest.raises(RuntimeFailure, match="give another folder"):

@@ -64,7 +64,7 @@ class Group:
             links=links,
             dispatch=now.dispatch,
             transport=ps.Blocking(2, frozenset(now.delegated)),
-            max_held=now.caps if now.dispatch == "dynamic" else None,
+            memory_limit=now.caps if now.dispatch == "dynamic" else None,
         )
         number = len(self.numbers)
         begin = number * 10**10

@@ -40,7 +40,7 @@ def step_until_switched(pipe: EmulatedPipeline, most: int = 80) -> list[int]:
 @pytest.mark.parametrize("transport", ["direct", "host"])
 def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str) -> None:
     limits = caps(ZB) if transport == "direct" else (6.0,) * NUM_RANKS  # sends that never wait leave little to gain
-    steering = ps.AdaptOptions(folder=tmp_path, max_held=limits)
+    steering = ps.AdaptOptions(folder=tmp_path, memory_limit=limits)
     with ps.runtime.EmulatedPipeline(ZB, COSTS, links=LATE, transport=transport, adapt=steering, timeout=20) as pipe:
         steps = [pipe.step()]
         while not steps[-1].number:

@@ -91,7 +91,7 @@ def simulate(
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
     timeline = ps.simulate(
-        plan, chosen, links=links, dispatch=dispatch, transport=mode, max_held=_max_held(max_held, dispatch)
+        plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=_max_held(max_held, dispatch)
     )
     emulation = None
     if emulate is not None:
@@ -102,7 +102,7 @@ def simulate(
             chosen,
             links=links,
             dispatch=dispatch,
-            max_held=_max_held(max_held, dispatch),
+            memory_limit=_max_held(max_held, dispatch),
             num_steps=3 if steps is None else steps,
             stretch=1.0 if stretch is None else stretch,
         )

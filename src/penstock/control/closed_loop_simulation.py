@@ -63,7 +63,7 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
         links_at=at,
         dispatch=configuration.dispatch,
         transport=job.transport(configuration.delegated),
-        max_held=configuration.caps if configuration.dispatch.is_dynamic else None,
+        memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
     )
 
 

@@ -94,4 +94,4 @@ def greedy(
     seed = Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches, memory_limit)
     cap = float(2 * num_microbatches) if memory_limit is None else memory_limit
     costs = Costs.uniform(num_ranks, freed_by_input=0.0)
-    return simulate(seed, costs, dispatch="dynamic", max_held=cap, warmup=counts).executed()
+    return simulate(seed, costs, dispatch="dynamic", memory_limit=cap, warmup=counts).executed()

@@ -87,7 +87,7 @@ def _measured(
 
 
 def _candidates(schedule: Schedule, costs: Costs, links: Links, caps: list[float]) -> list[Schedule]:
-    found = [simulate(schedule, costs, links=links, dispatch="dynamic", max_held=caps).executed()]
+    found = [simulate(schedule, costs, links=links, dispatch="dynamic", memory_limit=caps).executed()]
     relisted = _relisted(schedule, costs, links, caps)
     return found if relisted is None else [*found, relisted]
 

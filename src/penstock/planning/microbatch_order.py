@@ -100,7 +100,7 @@ def order_microbatches(
     *,
     links: Links | None = None,
     transport: Transport | str = "decoupled",
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
     noise: float = 0.0,
     dispatches: Sequence[Dispatch | str] = DISPATCHES,
     time_limit: float = 0.0,
@@ -118,7 +118,7 @@ def order_microbatches(
     elsewhere) as long as time is left.
 
     Args:
-        max_held: most activations a rank, or each rank, may hold, in the units of the costs; by default what each
+        memory_limit: most activations a rank, or each rank, may hold, in the units of the costs; by default what each
             holds at most as the schedule is. It counts sizes: long microbatches side by side hold more than others.
         noise: the gain that a prediction must exceed, 0.05 for 5%; else order and dispatch stay arrival and frozen.
         dispatches: what is tried.
@@ -135,7 +135,7 @@ def order_microbatches(
     _check_at_least_0("noise", noise)
     _check_at_least_0("time_limit", time_limit)
     search = OrderSearch(
-        schedule, costs, links, transport=transport, max_held=max_held, dispatches=dispatches, compile=compile
+        schedule, costs, links, transport=transport, memory_limit=memory_limit, dispatches=dispatches, compile=compile
     )
     best, arrival = search.best_by_rules(), search.arrival
     if time_limit > 0:
@@ -182,7 +182,7 @@ class OrderSearch:
         links: Links | None = None,
         *,
         transport: Transport | str = "decoupled",
-        max_held: float | Sequence[float] | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         dispatches: Sequence[Dispatch | str] = DISPATCHES,
         compile: bool | None = None,
     ) -> None:
@@ -216,7 +216,7 @@ class OrderSearch:
         self._slots = [np.flatnonzero(self._pipelines == k) for k in range(schedule.placement.num_pipelines)]
         first = self._over(np.arange(num))
         self._by_work = np.argsort(np.bincount(self._microbatch, first.duration, num), kind="stable")
-        self.caps = first.peaks if max_held is None else given_caps(max_held, schedule.num_ranks)
+        self.caps = first.peaks if memory_limit is None else given_caps(memory_limit, schedule.num_ranks)
         self.arrival = self._run(np.arange(num), ARRIVAL, first, Dispatch.FROZEN)
 
     def fits(self, lowered: Order) -> bool:

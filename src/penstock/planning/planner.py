@@ -347,7 +347,7 @@ def _plan_uneven(
     schedule = search.schedule(candidate) if mode.is_dynamic else search.executed(candidate)
     check(schedule)
     # By the costs in which the caps are given: it is refused if the order is above them.
-    timeline = simulate(schedule, search.costs, links=links, dispatch=mode, max_held=search.caps)
+    timeline = simulate(schedule, search.costs, links=links, dispatch=mode, memory_limit=search.caps)
     if not mode.is_dynamic:
         timeline = simulate(schedule, costs, links=links)
     value = timeline.makespan
@@ -371,7 +371,7 @@ def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limit
         return simulate(schedule, costs, links=links)
     held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
     return simulate(
-        schedule, held, links=links, dispatch=mode, max_held=None if math.isinf(min(limits.cap)) else limits.cap
+        schedule, held, links=links, dispatch=mode, memory_limit=None if math.isinf(min(limits.cap)) else limits.cap
     )
 
 

@@ -136,7 +136,7 @@ def _best_run(name: str, schedule: Schedule, costs: Costs, links: Links, memory_
     runs: list[Flushed] = []
     frozen = simulate(schedule, costs, links=links)
     caps = max(frozen.peak_activations) if memory_limit is None else memory_limit
-    dynamic = simulate(schedule, costs, links=links, dispatch="dynamic", max_held=caps)
+    dynamic = simulate(schedule, costs, links=links, dispatch="dynamic", memory_limit=caps)
     for dispatch, ran in (("frozen", frozen), ("dynamic", dynamic)):
         runs.append(Flushed(name, schedule, dispatch, ran.makespan, ran.peak_activations))
     return min(runs, key=lambda run: run.makespan)

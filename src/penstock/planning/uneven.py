@@ -92,7 +92,7 @@ def best_uneven(
             break
         left = time_limit * (1 - MOVES_SHARE) - (time.perf_counter() - began)
         search = OrderSearch(
-            schedule, counted, links, max_held=float("inf") if cap is None else cap, dispatches=dispatches
+            schedule, counted, links, memory_limit=float("inf") if cap is None else cap, dispatches=dispatches
         )
         try:
             found = search.best_by_rules()

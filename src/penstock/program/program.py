@@ -309,7 +309,7 @@ class Program:
             raise CostError(
                 "a program with a memory_limit takes microbatches that keep alike, as it is made before it is known "
                 "which of them come together; leave `uneven` out, and then order the microbatches with "
-                "ps.planning.order_microbatches(schedule, costs, max_held=...)"
+                "ps.planning.order_microbatches(schedule, costs, memory_limit=...)"
             )
         tables = graph.tables.copy()
         for rank, record in enumerate(tables.ranks[: self.num_ranks]):  # streams take what is ready

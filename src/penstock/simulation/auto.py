@@ -66,7 +66,7 @@ def choose_policy(
     *,
     links: Links | None = None,
     transport: Transport | str = "decoupled",
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
     jitter: float = 0.0,
     num_draws: int = 8,
     seed: int = 0,
@@ -75,7 +75,7 @@ def choose_policy(
     """The policy under which `schedule` is fastest, by simulation under what is known of costs, links and noise.
 
     Args:
-        links, transport, max_held: as in `simulate`.
+        links, transport, memory_limit: as in `simulate`.
         jitter: standard deviation of the logarithm of each op's duration about what the costs say; 0.2 for about
             20%. All policies are tried on the same draws, and wait, where they do, by times planned without jitter.
         num_draws: how many, where there is jitter; seed: of the draws.
@@ -90,7 +90,7 @@ def choose_policy(
     runner = Runner(costs)
     order = runner.order(schedule)
     draws = jittered(order, jitter, num_draws, seed) if jitter else ()
-    caps = frozen_caps(order.graph, order.change.tolist(), max_held)
+    caps = frozen_caps(order.graph, order.change.tolist(), memory_limit)
     given = Links.of(links)
     return choose(runner, order, given, as_transport(transport), caps, draws=draws, policies=policies)
 

@@ -110,37 +110,37 @@ def order_peaks(graph: Graph, change: Sequence[float]) -> list[float]:
 
 
 def frozen_caps(
-    graph: Graph, change: Sequence[float], max_held: float | Sequence[float] | None = None
+    graph: Graph, change: Sequence[float], memory_limit: float | Sequence[float] | None = None
 ) -> list[float]:
     """The caps of a dynamic run: the frozen peaks, or what the user gave if the frozen order fits in it."""
-    if max_held is None:
+    if memory_limit is None:
         return frozen_peaks(graph, change)
-    own, caps = order_peaks(graph, change), given_caps(max_held, graph.num_ranks)
+    own, caps = order_peaks(graph, change), given_caps(memory_limit, graph.num_ranks)
     for rank, (cap, peak) in enumerate(zip(caps, own, strict=True)):
         if not is_within(peak, cap):
             raise ScheduleError(
                 f"rank {rank}: the cap is {cap:g} activations, but the schedule's own order needs {peak:g} "
-                f"(rule: memory); raise max_held or build the schedule with fewer in flight",
+                f"(rule: memory); raise memory_limit or build the schedule with fewer in flight",
                 rule="memory",
                 rank=rank,
             )
     return caps
 
 
-def given_caps(max_held: float | Sequence[float], num_ranks: int) -> list[float]:
+def given_caps(memory_limit: float | Sequence[float], num_ranks: int) -> list[float]:
     """Reads the caps that a user gave, one for all ranks or one a rank. Raises ScheduleError for what are none."""
     try:
-        single = isinstance(max_held, int | float)
-        caps = [float(max_held)] * num_ranks if single else list(map(float, max_held))  # type: ignore[arg-type]
+        single = isinstance(memory_limit, int | float)
+        caps = [float(memory_limit)] * num_ranks if single else list(map(float, memory_limit))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ScheduleError(
-            f"max_held is {max_held!r}: give a number of activations, or one a rank", rule="memory"
+            f"memory_limit is {memory_limit!r}: give a number of activations, or one a rank", rule="memory"
         ) from None
     if len(caps) != num_ranks:
-        raise ScheduleError(f"max_held has {len(caps)} entries, one a rank is needed: {num_ranks}", rule="memory")
+        raise ScheduleError(f"memory_limit has {len(caps)} entries, one a rank is needed: {num_ranks}", rule="memory")
     for rank, cap in enumerate(caps):
         if math.isnan(cap) or cap < 0:
             raise ScheduleError(
-                f"max_held of rank {rank} is {cap}: give a number of at least 0", rule="memory", rank=rank
+                f"memory_limit of rank {rank} is {cap}: give a number of at least 0", rule="memory", rank=rank
             )
     return caps

@@ -83,7 +83,7 @@ def simulate_mesh(
     ring: Ring | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> MeshTimeline:
     """Runs `schedule` on every replica of `mesh` and adds up gradients over its rings. Deterministic.
 
@@ -92,7 +92,7 @@ def simulate_mesh(
             kind "U" costs.
         links: between nodes, not ranks. Each serves what `mesh.use` says.
         ring: how rings move bytes.
-        dispatch, transport, max_held: of every replica, as in `simulate`; delegated links are pairs of ranks.
+        dispatch, transport, memory_limit: of every replica, as in `simulate`; delegated links are pairs of ranks.
 
     Raises:
         ScheduleError: for another number of ranks, with several pipelines, or with updates as ops.
@@ -108,7 +108,7 @@ def simulate_mesh(
             links=mesh.links_of(conditions, replica),
             dispatch=dispatch,
             transport=transport,
-            max_held=max_held,
+            memory_limit=memory_limit,
         )
         for replica in range(mesh.dp)
     )

@@ -341,7 +341,7 @@ def _refuse_warmup(order: Order, arrays: dict[str, Any], warmup: Sequence[int]) 
     way = ""
     if has_room_for_none(rank):
         reason = f"its cap of {float(arrays['cap'][rank]):g} activations lets in no more than {ran}"
-        way = ", or a higher max_held"
+        way = ", or a higher memory_limit"
     elif not left(rank):
         reason = f"it has only {ran}"
     else:

@@ -9,6 +9,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
+from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.auto import choose
@@ -25,14 +26,15 @@ COMPILE_ABOVE = 50_000
 """Ops above which loading the compiled loop pays for a single run (it takes about 0.6 s to load, once)."""
 
 
+@refuse_old({"max_held": "memory_limit=..., as ps.plan takes"}, ScheduleError)
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
-    *,
     links: Links | Lines | None = None,
+    *,
     dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
     warmup: Sequence[int] | None = None,
     links_at: float = 0.0,
 ) -> Timeline:
@@ -51,7 +53,8 @@ def simulate(
             `Policy`; its planned times are those of the frozen run over the same costs and links. "auto" tries these
             (`auto.POLICIES`) and takes the fastest, which the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
-        max_held: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank of a
+        memory_limit: most activations a rank (or each rank) may hold, in the units of the costs. By default a rank
+            of a
             run that is not frozen is capped at its own peak in the frozen run without delays. A cap below that is
             refused, as a rank must be able to finish in its frozen order; so in a frozen run it changes nothing else.
         warmup: not where frozen: forwards each rank runs before anything else.
@@ -76,9 +79,9 @@ def simulate(
     if warmup is not None:
         _check_warmup(warmup, order.num_ranks, policy)
     if (
-        policy is None or policy.dispatch.is_dynamic or max_held is not None
+        policy is None or policy.dispatch.is_dynamic or memory_limit is not None
     ):  # what a frozen run holds is known: under the cap, or not
-        caps = frozen_caps(order.graph, order.change.tolist(), max_held)
+        caps = frozen_caps(order.graph, order.change.tolist(), memory_limit)
     through = as_transport(transport)
     considered: tuple[tuple[str, float], ...] = ()
     if policy is None:

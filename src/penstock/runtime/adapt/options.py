@@ -23,7 +23,7 @@ class AdaptOptions:
         folder: where the log and the records of the run go; None: nowhere.
         store: through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB; None: the job's own TCPStore.
         costs: per stage; None: those given to `ps.emulate`, or measured in the first iterations.
-        max_held: most activations each rank may hold, in the units of the costs; None: what the first schedule
+        memory_limit: most activations each rank may hold, in the units of the costs; None: what the first schedule
             holds in its own order, rank by rank.
         host_memory: how much more each rank may hold while some link is delegated.
         dispatches, may_replan, may_delegate: the remedies that may be chosen. Hinted dispatch is one where it is
@@ -43,7 +43,7 @@ class AdaptOptions:
     folder: str | Path | None = None
     store: str | None = None
     costs: Costs | None = None
-    max_held: float | Sequence[float] | None = None
+    memory_limit: float | Sequence[float] | None = None
     host_memory: float = 0.0
     dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True

@@ -93,7 +93,7 @@ def emulate(
     *,
     links: Links | None = None,
     dispatch: Dispatch | str = Dispatch.FROZEN,
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
     num_steps: int = 1,
     stretch: float = 1.0,
     timeout: float = 60.0,
@@ -108,7 +108,7 @@ def emulate(
 
     Args:
         num_steps: times to run it, one after the other.
-        links, dispatch, max_held, stretch, timeout, mesh, transport, adapt: see `EmulatedPipeline`.
+        links, dispatch, memory_limit, stretch, timeout, mesh, transport, adapt: see `EmulatedPipeline`.
 
     Raises:
         ScheduleError: the schedule is not valid, or a cap is below what it needs.
@@ -123,7 +123,7 @@ def emulate(
         costs,
         links=links,
         dispatch=dispatch,
-        max_held=max_held,
+        memory_limit=memory_limit,
         stretch=stretch,
         timeout=timeout,
         mesh=mesh,

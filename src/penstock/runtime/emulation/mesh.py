@@ -230,7 +230,7 @@ class EmulatedMesh:
             ring=self._ring,
             dispatch=now.dispatch,
             transport=transport_of(self._depth or 0, now.delegated),
-            max_held=now.caps if now.dispatch.is_dynamic else None,
+            memory_limit=now.caps if now.dispatch.is_dynamic else None,
         )
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class EmulatedStep:
 
 
 KEYWORDS = {
+    "max_held": "memory_limit=..., as ps.plan takes",
     "depth": "transport=ps.TransportOptions('direct', depth=...)",
     "delegates": "transport=ps.TransportOptions(delegates=...)",
     "steering": "adapt=ps.AdaptOptions(...)",
@@ -68,7 +69,7 @@ class EmulatedPipeline:
     Args:
         links: conditions injected into the transport, on top of what that takes itself.
         dispatch: "frozen", "hinted", "dynamic" or "auto" (the fastest of them by simulation over `links`).
-        max_held: as in `ps.simulate`.
+        memory_limit: as in `ps.simulate`.
         stretch: slows ops and conditions down alike, so that the machine's own noise weighs less.
         timeout: seconds that any wait may last.
         mesh: as in `ps.Pipeline`.
@@ -95,7 +96,7 @@ class EmulatedPipeline:
         *,
         links: Links | None = None,
         dispatch: Dispatch | str = Dispatch.FROZEN,
-        max_held: float | Sequence[float] | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         stretch: float = 1.0,
         timeout: float = 60.0,
         mesh: Any = None,
@@ -118,7 +119,7 @@ class EmulatedPipeline:
         self._costs = costs
         self._choice = carried.choice(adapt is not None and adapt.may_delegate)
         graph = lower(schedule)
-        held = adapt.max_held if adapt is not None and max_held is None else max_held
+        held = adapt.memory_limit if adapt is not None and memory_limit is None else memory_limit
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
         chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
         self.configuration = Configuration(schedule, chosen, (), caps)
@@ -210,7 +211,7 @@ class EmulatedPipeline:
                 links=lines,
                 dispatch=step.configuration.dispatch,
                 transport=self._choice.simulated(step.configuration.delegated),
-                max_held=step.configuration.caps if step.configuration.dispatch.is_dynamic else None,
+                memory_limit=step.configuration.caps if step.configuration.dispatch.is_dynamic else None,
                 links_at=step.start,
             )
             for step in steps

@@ -67,7 +67,7 @@ def start_of(
     """
     graph = lower(schedule)
     change = memory_changes(graph, costs or Costs.assumed(schedule.num_ranks, schedule.placement))
-    caps = frozen_caps(graph, change, None if steering is None else steering.max_held)
+    caps = frozen_caps(graph, change, None if steering is None else steering.memory_limit)
     return Configuration(schedule, dispatch, (), tuple(caps))
 
 
@@ -129,14 +129,14 @@ def dispatch_of(
     costs: Costs | None,
     choice: TransportChoice,
     links: Links | None = None,
-    max_held: float | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> Dispatch:
     """Reads a dispatch, or "auto": the fastest by simulation; of equals one that absorbs what nobody foresaw.
 
     Args:
         costs: of the schedule's stages; all ops take as long as each other where they are not known.
         choice: how messages travel; "nccl" runs frozen.
-        links: what is known of them; no delays where not given. max_held: as in `simulate`.
+        links: what is known of them; no delays where not given. memory_limit: as in `simulate`.
 
     Raises:
         ScheduleError: another word, or a policy that waits.
@@ -156,7 +156,7 @@ def dispatch_of(
         costs,
         links=links,
         transport=choice.simulated(()),
-        max_held=max_held,
+        memory_limit=memory_limit,
         policies=WITHOUT_WAITING,
     )
     return found.policy.dispatch
