@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import penstock as ps
+from penstock.schedule import Op
+from penstock.schedule.offload import with_offload
 
 
 def offloads(stages: Sequence[int], last: int, time: float = 1.5, share: float = 1.0) -> list[ps.NewOp]:
@@ -23,6 +26,21 @@ def offloading(
     """A program whose ranks hold at most `limit` stage activations and give those of some stages away meanwhile."""
     ops = offloads(stages, placement.num_stages - 1, **options)  # type: ignore[arg-type]
     return ps.Program(placement, num_microbatches, ps.Rules(max_in_flight=limit), ops=ops, name="offloading")
+
+
+def offloaded(schedule: ps.Schedule, every: int = 1) -> ps.Schedule:
+    """Every so many microbatches go away after each forward and come back right before the backward."""
+    rows = []
+    for row in schedule.order:
+        made: list[Op] = []
+        for op in row:
+            if op.kind in "BI" and op.microbatch % every == 0:
+                made.append(Op("RELOAD", op.stage, op.microbatch))
+            made.append(op)
+            if op.kind == "F" and op.microbatch % every == 0:
+                made.append(Op("OFFLOAD", op.stage, op.microbatch))
+        rows.append(tuple(made))
+    return with_offload(replace(schedule, order=tuple(rows)))
 
 
 def held_at_most(timeline: ps.Timeline, costs: ps.Costs) -> list[float]:

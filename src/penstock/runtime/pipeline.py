@@ -40,7 +40,7 @@ from penstock.runtime.execute.active_plan import (
     running,
     start_of,
 )
-from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, split_stages
+from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, split_stages, stay_on_device
 from penstock.runtime.execute.lockstep import Lockstep
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import StepPlan
@@ -58,7 +58,9 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, OptimizerState
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating, stages_of
+from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, counts_of, cut_for, num_entries
+from penstock.runtime.stage.offload import functions_for, offloads
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import OpFunction, calls_of, functions_of
 from penstock.runtime.stage.split_backward import DeferredShare, unprepare
@@ -181,13 +183,16 @@ class Pipeline:
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, adapt)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
-        functions = functions_of(schedule, {**ops, **reducing})
+        self._offloads = offloads(schedule, ops)
+        moving = functions_for(self._saved) if self._offloads else {}
+        functions = functions_of(schedule, {**ops, **reducing, **moving})
         sources = stages_of(model, schedule.num_stages, parallel.costs)
         self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
         self._transport: Any = None
         self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
+        self._told_of_stays = False
         with kept_groups(optimizer), self._life.making() as on_close:
             self._model = held = LocalModel(
                 sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
@@ -355,7 +360,10 @@ class Pipeline:
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
                 counts = counts_of(self.schedule)
-                settings = StepSettings(batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled)
+                away = now.away if self._offloads else frozenset()
+                settings = StepSettings(
+                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled, away
+                )
                 with self._sharing(f"step {self._num_steps}"):
                     workers = self._run(settings, now.plan)
                 end = perf_counter_ns()
@@ -365,6 +373,9 @@ class Pipeline:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([measured_of(worker, begin, end, *seen) for worker in workers])
             self._notices.note(little_deferred(self._ranks.runners))
+            if away and not self._told_of_stays:
+                self._notices.note(stay_on_device(self._ranks.runners))
+                self._told_of_stays = True
             result = self._result(batch, self._helm)
         except BaseException as error:
             self._learner.fail(error)
@@ -402,6 +413,16 @@ class Pipeline:
         mine = {rank: self._learner.bytes_of(rank) for rank in self._peers.here}
         found = {rank: held for part in self._peers.gather(mine) for rank, held in part.items()}
         return [found[rank] for rank in sorted(found)]
+
+    def host_memory(self) -> list[int]:
+        """Of each process, the most bytes of activations that it had in host memory in the last step, by OFFLOAD and
+        RELOAD. Every rank must call it.
+        """
+        return list(self._peers.gather(self._ranks.host.peak))
+
+    def _saved(self, stage: int, microbatch: int) -> SavedTensors:
+        """What a forward here saved that goes to host memory."""
+        return self._ranks.runners[self.schedule.microbatch_pipeline[microbatch], stage].saved(microbatch)
 
     def deferred_share(self) -> dict[int, DeferredShare]:
         """By stage, how much of its work on weight gradients the last step's split backward put off to W, and why it

@@ -68,10 +68,7 @@ def predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> list[O
     if graph.needs:
         for need in graph.needs_of.get((kind, stage), ()):
             before_kind, before = need.before
-            some = graph.some_of.get(need.before)
-            for index in need.needed(microbatch):
-                if some is not None and index not in some and not need.pairs:
-                    continue
+            for index in graph.needed(need, microbatch):
                 needed.append(
                     _backward(before, index, present) if before_kind == BACKWARD else Op(before_kind, before, index)
                 )

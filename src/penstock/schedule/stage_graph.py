@@ -231,6 +231,12 @@ class StageGraph:
         """The registered ops by (kind, stage)."""
         return {(r.kind, r.stage): r for r in self.registered}
 
+    def needed(self, need: Needs, index: int) -> Sequence[int]:
+        """The ops of `need.before` that op `index` of `need.after` waits for: those that are there."""
+        found = need.needed(index)
+        some = self.some_of.get(need.before) if self.some_of else None
+        return found if some is None or need.pairs else [number for number in found if number in some]
+
     @cached_property
     def some_of(self) -> dict[tuple[str, int], frozenset[int]]:
         """By (kind, stage) the microbatches of registered ops that only some have."""

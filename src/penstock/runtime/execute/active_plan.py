@@ -14,6 +14,7 @@ from penstock.runtime.execute.plan import StepPlan, pairs_with, plan_step, stage
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.schedule import Schedule, check
+from penstock.schedule.offload import OFFLOAD
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, memory_changes
 
@@ -23,7 +24,7 @@ class ActivePlan:
     """Attributes:
     configuration: see there. plan: of a training step.
     split: (stage, microbatch) pairs whose backward is split; recomputed: those whose forward is run again.
-    shuffled: as in `StepSettings`.
+    shuffled, away: as in `StepSettings`.
     """
 
     configuration: Configuration
@@ -31,6 +32,7 @@ class ActivePlan:
     split: frozenset[tuple[int, int]]
     recomputed: frozenset[tuple[int, int]]
     shuffled: frozenset[int]
+    away: frozenset[tuple[int, int]]
     rank: int
     tags: Tags
     _forwards: dict[int, StepPlan] = field(default_factory=dict)
@@ -88,6 +90,7 @@ def running(
         pairs_with(schedule, "I"),
         pairs_with(schedule, "R"),
         stages_taped_out_of_order(schedule),
+        pairs_with(schedule, OFFLOAD),
         rank,
         tags,
     )

@@ -23,6 +23,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.stage.branches import end_of, has_many_ends
+from penstock.runtime.stage.host_memory import HostMemory
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.outputs import Outputs
@@ -47,7 +48,7 @@ class StepExecutor:
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
-        last: those of them that tell the losses.
+        last: those of them that tell the losses. host: where activations of these stages go that are sent away.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class StepExecutor:
         self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
+        self.host = HostMemory(model.device)
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
+                self.host,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip
@@ -106,6 +109,8 @@ class StepExecutor:
             table = self._table(rank, plan, settings.training, meeting)
             workers.append(Worker(plan.wiring, rank, dispatcher, table, transport or local_transport(rank), meeting))
         try:
+            if settings.away:
+                self.host.begin()
             for runner in self.runners.values():
                 runner.begin(settings)
             if transport is None:

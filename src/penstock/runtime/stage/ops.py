@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.graph_inputs import GraphInputs, exits
+from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, copy_of, keeping_nothing
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
@@ -70,6 +71,7 @@ class StepSettings:
         split: (stage, microbatch) pairs whose backward is split into I and W.
         recomputed: those whose forward is run again (R) before their backward.
         counts: of each stage the number of microbatches; not needed for forwards alone.
+        away: those whose activations go to host memory between their forward and their backward.
         shuffled: stages whose backwards come in another order than the forwards that make their graphs.
     """
 
@@ -80,6 +82,7 @@ class StepSettings:
     recomputed: frozenset[tuple[int, int]] = frozenset()
     counts: Sequence[int] = ()
     shuffled: frozenset[int] = frozenset()
+    away: frozenset[tuple[int, int]] = frozenset()
 
     def first(self, stage: int) -> int:
         """The number of a stage's first microbatch here in the whole batch: those of replicas before come first."""
@@ -97,6 +100,7 @@ class StageRunner:
         is_last: whether its output is what the loss takes.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
+        host: where activations go that are sent away.
         note_casts: takes note, inside autocast, of what a forward of (stage, microbatch, its output) has cast.
     """
 
@@ -110,6 +114,7 @@ class StageRunner:
         autocast: torch.dtype | None,
         num_targets: int = 1,
         note_casts: Callable[[int, int, Any], None] | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -130,6 +135,10 @@ class StageRunner:
         """Outputs that ops have read."""
         self._starts: dict[int, list[Tensor | None]] = {}
         """Gradients of outputs that ops have given."""
+        self.moved = Moved()
+        self._host = host or HostMemory(device)
+        self._saved: dict[int, SavedTensors] = {}
+        """Of microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
@@ -174,7 +183,9 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
+        self.moved = Moved()
         self._held.clear()
+        self._saved.clear()
         self._kept.clear()
         self._leaves.clear()
         self._starts.clear()
@@ -187,6 +198,7 @@ class StageRunner:
         """Ends a step, however it went: lets go of the batch and of what was held."""
         self._settings = None
         self._held.clear()
+        self._saved.clear()
         self._kept.clear()
         self._leaves.clear()
         self._starts.clear()
@@ -227,12 +239,14 @@ class StageRunner:
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
         value, entry, kept = self._input(m, received)
         tape = self._tape(m)
-        if self._autocast is None and tape is None:
+        saved = SavedTensors(self._host, self.moved) if (self.index, m) in self.settings.away else None
+        if self._autocast is None and tape is None and saved is None:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
         else:
-            with self._casting(), tape.recording() if tape is not None else nullcontext():
+            keeping = nullcontext() if saved is None else saved.recording()
+            with keeping, self._casting(), tape.recording() if tape is not None else nullcontext():
                 output = self._call(value, m)
                 if self._is_last:
                     output = self._loss(m, output)
@@ -244,6 +258,10 @@ class StageRunner:
         kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
         entry.close(outputs)
+        if saved is not None:
+            gave = [leaf for leaf in payload.leaves if leaf is not None]
+            saved.close(self._own_memory(), [*flatten(value)[0], *gave, *outputs])
+            self._saved[m] = saved
         self._held[m] = HeldMicrobatch(entry, outputs, tape, shares=has_views(payload.skeleton))
         return payload
 
@@ -342,6 +360,10 @@ class StageRunner:
             self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
         return self._own
 
+    def saved(self, m: int) -> SavedTensors:
+        """What the forward of a microbatch saved whose activation goes to host memory."""
+        return self._saved[m]
+
     def leaves(self, m: int) -> list[Tensor]:
         """The outputs of a microbatch that want a gradient, as leaves; all of them where none does.
 
@@ -378,6 +400,7 @@ class StageRunner:
             also: tensors of the graph, and gradients that they have from elsewhere.
         """
         held = self._held[m]
+        self._saved.pop(m, None)
         held.entry.settle()
         if received is None and not self._is_last:
             if m not in self._starts:

@@ -261,7 +261,7 @@ def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:
         (before_kind, before), (kind, stage) = need.before, need.after
         for name in ("B", "I") if kind == "B" else (kind,):
             for op in queues.get((name, stage), ()):
-                for index in need.needed(op.microbatch):
+                for index in schedule.graph.needed(need, op.microbatch):
                     one = backward_op(number, before, index) if before_kind == "B" else Op(before_kind, before, index)
                     yield Edge(one, op, -place)
 

@@ -11,6 +11,7 @@ import torch
 from penstock.runtime.execute.async_ops import Awaited, Started
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.backend import Handler
+from penstock.runtime.stage.host_memory import HostCopy
 from penstock.runtime.stage.outputs import Outputs
 from penstock.runtime.stage.registered_ops import Calls, name_of
 from penstock.runtime.tensors.message import Payload
@@ -76,7 +77,7 @@ class RegisteredOps:
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # left as it was, whatever the function does
                 returned = function(replace(call, _outputs=self._outputs))
-                if self._gpu is not None:
+                if self._gpu is not None and not isinstance(returned, HostCopy):
                     torch.cuda.synchronize(self._gpu)
                 return returned
         except Exception as error:

@@ -1,0 +1,251 @@
+"""Activations in host memory: what a forward saved for its backward goes there at OFFLOAD and comes back at RELOAD.
+
+    F         autograd asks where to put what it saves: into slots that are known here
+    OFFLOAD   the memory of the slots is copied to host memory, and the slots let go of it
+    RELOAD    it is copied back, to the bit and laid out as it was, before the backward asks for it
+
+On a GPU the copies run on a stream of their own, to pinned memory; on a CPU they are copies all the same, so that
+what would be freed can be counted. What cannot be moved stays where it is: parameters and buffers, what the stage was
+given and what it gave, which others hold too, small parts of larger tensors, and tensors without plain memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.aliases import storage_of
+
+_LEAST_COVERED = 0.5
+"""The share of a tensor's memory that must be saved for all of it to be moved."""
+
+GIVEN, PART, FOREIGN = "what the stage is given and gives", "small parts of larger tensors", "tensors of other kinds"
+
+
+class SavedLayout(NamedTuple):
+    """How a tensor lies in its memory: what it is made from again."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedSlot:
+    """One tensor that autograd saved; None while it is in host memory."""
+
+    __slots__ = ("layout", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version
+        self.layout: SavedLayout | None = None
+
+    def get(self) -> Tensor:
+        """The tensor, for autograd.
+
+        Raises:
+            RuntimeFailure: it is in host memory, or was changed in place since it was saved.
+        """
+        if self.tensor is None:
+            raise RuntimeFailure(
+                "a backward asked for what lies in host memory: its RELOAD has not ended; ps.check(schedule) says "
+                "whether it comes before the backward"
+            )
+        if self.tensor._version != self.version:
+            raise RuntimeFailure(
+                f"a tensor of shape {tuple(self.tensor.shape)} that a backward needs was changed in place after its "
+                f"forward had saved it: it is at version {self.tensor._version}, not {self.version}; change a copy"
+            )
+        return self.tensor
+
+
+@dataclass
+class Moved:
+    """Of one stage in a step, the bytes that its forwards saved and sent away, and those that stayed, by reason."""
+
+    away: int = 0
+    stayed: dict[str, int] = field(default_factory=dict)
+
+    def stay(self, reason: str, num_bytes: int) -> None:
+        self.stayed[reason] = self.stayed.get(reason, 0) + num_bytes
+
+
+class HostMemory:
+    """The host memory of a process's ranks, for what their stages send there.
+
+    Attributes:
+        num_bytes: there now. peak: most at once in this step, or the last one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = self.peak = 0
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Tensor]] = {}
+
+    def begin(self) -> None:
+        """Starts a step, whatever a broken one left."""
+        self.num_bytes = self.peak = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """So many bytes of it, used before where there are such."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.peak = max(self.peak, self.num_bytes)
+            if found := self._free.get(num_bytes):
+                return found.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def give_back(self, taken: Tensor) -> None:
+        with self._lock:
+            self.num_bytes -= taken.numel()
+            self._free.setdefault(taken.numel(), []).append(taken)
+
+    def copies(self, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], None]) -> HostCopy | None:
+        """Copies sources to targets, each (target, source), then calls `then`. Returns what to wait for; None where
+        all is done."""
+        if self._device.type != "cuda":
+            for target, source in pairs:
+                target.copy_(source)
+            then()
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return HostCopy(event, then)
+
+
+class HostCopy:
+    """Copies under way on a GPU's stream."""
+
+    def __init__(self, event: Any, then: Callable[[], None]) -> None:
+        self._event, self._then = event, then
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        self._then()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+
+class SavedTensors:
+    """What the forward of one microbatch of a stage saved for its backward.
+
+    Args:
+        moved: takes note of what goes away and what stays.
+    """
+
+    def __init__(self, host: HostMemory, moved: Moved) -> None:
+        self._host, self._moved = host, moved
+        self._slots: list[SavedSlot] = []
+        self._away: list[tuple[Tensor, list[SavedSlot], torch.device]] = []
+        self._staying: Collection[int] = ()
+        self._own: Collection[int] = ()
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        return saved_tensors_hooks(self._pack, SavedSlot.get)
+
+    def close(self, own: Collection[int], given: Iterable[Tensor]) -> None:
+        """After the forward.
+
+        Args:
+            own: addresses of the memory of the stage's parameters and buffers. given: what it was given, and gave.
+        """
+        self._own, self._staying = own, frozenset(map(storage_of, given)) - {0}
+
+    def _pack(self, tensor: Tensor) -> SavedSlot:
+        # A view that knows nothing of the graph; leaves as they are, since some functions ask which one they get.
+        slot = SavedSlot(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        self._slots.append(slot)
+        return slot
+
+    def offload(self) -> HostCopy | None:
+        """Sends away what can be; returns what to wait for, None where all is there."""
+        by_memory: dict[int, list[SavedSlot]] = {}
+        for slot in self._slots:
+            tensor = slot.get()
+            by_memory.setdefault(storage_of(tensor) if _is_plain(tensor) else 0, []).append(slot)
+        pairs = []
+        for address, slots in by_memory.items():
+            covered = sum({_layout(slot.get()): _num_bytes(slot.get()) for slot in slots}.values())
+            reason = ""
+            if address in self._own and address:
+                continue
+            if not address:
+                reason = FOREIGN
+            elif address in self._staying:
+                reason = GIVEN
+            elif covered < _LEAST_COVERED * slots[0].get().untyped_storage().nbytes():
+                reason = PART
+            if reason:
+                self._moved.stay(reason, covered)
+                continue
+            first = slots[0].get()
+            memory = first.untyped_storage()
+            source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory)
+            target = self._host.take(memory.nbytes())
+            self._moved.away += memory.nbytes()
+            pairs.append((target, source))
+            self._away.append((target, slots, first.device))
+        self._slots.clear()
+
+        def let_go() -> None:
+            pairs.clear()  # of the sources too
+            for _, slots, _ in self._away:
+                for slot in slots:
+                    assert slot.tensor is not None
+                    slot.layout = _layout(slot.tensor)
+                    slot.tensor = None
+
+        return self._host.copies(pairs, let_go)
+
+    def reload(self) -> HostCopy | None:
+        """Brings back what was sent away; returns what to wait for, None where all is back."""
+        pairs = []
+        for taken, slots, device in self._away:
+            memory = torch.empty(taken.numel(), dtype=torch.uint8, device=device)
+            pairs.append((memory, taken))
+            for slot in slots:
+                assert slot.layout is not None
+                dtype, size, stride, offset = slot.layout
+                empty = torch.empty(0, dtype=dtype, device=device)
+                slot.tensor = empty.set_(memory.untyped_storage(), offset, size, stride)
+                slot.version = slot.tensor._version
+
+        def give_back() -> None:
+            for taken, _, _ in self._away:
+                self._host.give_back(taken)
+            self._away.clear()
+
+        return self._host.copies(pairs, give_back)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return storage_of(tensor) != 0 and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+
+
+def _layout(tensor: Tensor) -> SavedLayout:
+    if tensor.layout is not torch.strided:
+        return SavedLayout(tensor.dtype, tensor.size(), (), 0)
+    return SavedLayout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,37 @@
+"""Activations that wait in host memory while messages come from another process: models of the table, to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from offload_programs import offloaded
+from processes import run_ranks
+from runtime_cases import CASES, compare
+
+pytestmark = pytest.mark.multiproc
+
+RUNS = [("zb-v", "frozen", True, 1), ("1f1b", "dynamic", False, 2)]
+
+
+def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for schedule, dispatch, defer, every in RUNS:
+        for name in list(CASES)[::3]:
+            built = offloaded(ps.build(schedule, ranks, 4), every)
+            found[f"{name}, {schedule}, {dispatch}"] = compare(name, built, dispatch, defer)
+    return found
+
+
+def test_as_the_plain_loop() -> None:
+    outcomes = run_ranks(2, run_cases, 2, deadline=110)
+    wrong: list[Any] = [f"rank {o.rank} ended with {o.code}:\n{o.text[-3000:]}" for o in outcomes if o.code != 0]
+    for outcome in outcomes:
+        for name, found in (outcome.value or {}).items():
+            wrong += [f"rank {outcome.rank}, {name}: {text}" for text in found]
+    assert not wrong, "\n".join(wrong)
+    assert all(len(o.value) == len(list(CASES)[::3]) * len(RUNS) for o in outcomes)
