@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.engine.list_by_values import ListSpace
 from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
 from penstock.planning.library_starts import STARTS, fits, named
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Space, greedy, time_of
+from penstock.planning.search import Search, greedy, time_of
 from penstock.program.placements import bidirectional, wave
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 
@@ -69,7 +70,7 @@ def test_blocks_are_orders_within_the_caps(placement: Placement, num_ranks: int,
 def test_blocks_are_shorter_than_what_greedy_rules_find(cap: float) -> None:
     problem = posed(v_shape(8), 8, 16, cap)
     search = Search(problem, 0.0)
-    greedy(search, Space(problem))
+    greedy(search, ListSpace.of(problem.queues))
     assert drawn(problem).best < 0.85 * search.value
 
 
@@ -91,7 +92,7 @@ def test_the_same_seed_draws_the_same_blocks() -> None:
 def test_library_schedules_start_plans_in_both_their_forms(placement: Placement, name: str, split: bool) -> None:
     problem = posed(placement, 4, 8, 64.0, split)
     search = Search(problem, 0.0)
-    greedy(search, Space(problem))
+    greedy(search, ListSpace.of(problem.queues))
     starts = set()
 
     def take(value: float, row: Any, how: str) -> None:

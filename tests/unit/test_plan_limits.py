@@ -20,11 +20,12 @@ import pytest
 import penstock as ps
 from penstock.engine import compiled as compiling
 from penstock.engine import event_loop, list_by_values
+from penstock.engine.list_by_values import ListSpace
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, strategy
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Space, Trials, greedy
+from penstock.planning.search import Search, Trials, greedy
 from penstock.planning.threads import Threads
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled
@@ -85,10 +86,10 @@ def test_trials_look_whether_to_stop_after_every_listing(monkeypatch: pytest.Mon
     monkeypatch.setattr(forward_backward, "list_ops", counted)
     problem = tight()
     search = begun(problem, 1.0, Clock())
-    space, row, stop = Space(problem), search.row.copy(), StopAfter(num_looks)
+    space, row, stop = ListSpace.of(problem.queues), search.row.copy(), StopAfter(num_looks)
     best = forward_backward.trials(
         problem.queues, problem.queues.turned(), np.stack([problem.priority_class] * 2), 100.0, 1000, 10, 0.0,
-        search.value, row, space.start, space.row, space.wait, space.values, space.state, space.times, stop,
+        search.value, row, space, stop,
     )  # fmt: skip
     assert listings <= num_looks
     assert num_looks < stop.looked <= num_looks + 2
@@ -343,7 +344,7 @@ def test_all_that_plans_need_is_compiled_ahead() -> None:
         ps.plan(COSTS, 4, 12, objective=ps.planning.Expected([links, ps.Links()]), max_in_flight=3, time_limit=0.5)
         ps.plan(ps.Costs.uniform(8), 4, 12, placement=ps.placements.v_shape(4), memory_limit=6.0, time_limit=0.5)
         ps.plan(COSTS, 4, 12, links, max_in_flight=3, split=False, time_limit=0.3)
-        greedy(Search(tight(), 0.0), Space(tight()))
+        greedy(Search(tight(), 0.0), ListSpace.of(tight().queues))
     finally:
         event.unregister("numba:compile", listener)
     assert found == []

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.list_by_values import ListSpace
 from penstock.planning import compile_ahead, plan
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Space, greedy, list_by_class, time_of
+from penstock.planning.search import Search, greedy, list_by_class, time_of
 from penstock.program.placements import bidirectional
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 
@@ -69,7 +70,7 @@ def speeds(seed: int, seconds: float = 10.0) -> list[dict[str, Any]]:
     random, rows = np.random.default_rng(seed), []
     for num_ranks, num_microbatches in SPEED_SIZES:
         problem = posed(*draw(num_ranks, random), num_microbatches, float(num_ranks))
-        space = Space(problem)
+        space = ListSpace.of(problem.queues)
         listed = _timed(lambda: list_by_class(problem, problem.priority_class, space), seconds / 2)  # noqa: B023
         row = space.row
         timed = _timed(lambda: time_of(problem, row), seconds / 2)  # noqa: B023
@@ -111,7 +112,7 @@ def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
             before = time.perf_counter()
             problem = posed(costs, links, num_microbatches, float("inf"))
             search = Search(problem, jackson_bound(problem))
-            greedy(search, Space(problem))
+            greedy(search, ListSpace.of(problem.queues))
             fast_ms = (time.perf_counter() - before) * 1e3
             found = plan(costs, num_ranks, num_microbatches, links, time_limit=_WITHIN_SECONDS)
             instances.append(
@@ -137,7 +138,7 @@ def tight(
             costs, links = draw(num_ranks, random)
             problem = posed(costs, links, num_microbatches, float(num_ranks))
             jackson = jackson_bound(problem)
-            listed = list_by_class(problem, problem.priority_class, Space(problem))
+            listed = list_by_class(problem, problem.priority_class, ListSpace.of(problem.queues))
             found = plan(
                 costs, num_ranks, num_microbatches, links, max_in_flight=num_ranks, time_limit=seconds, seed=number
             )

@@ -9,42 +9,60 @@ Memory never ends in a deadlock: see `memory_safety.can_finish`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.engine import memory_safety, min_tree
 from penstock.engine.memory_safety import can_finish
 from penstock.engine.min_tree import least_of, sift
+from penstock.engine.network import Array, Network
 from penstock.engine.tolerance import EPSILON
 
 COMPILED_WITH = (min_tree, memory_safety)
 
-Array = Any
 INFINITE = 1e300
 
 
-def list_ops(
-    p: Any,
-    values: Array,
-    wait: Array,
-    turned: bool,
-    start: Array,
-    row: Array,
-    state: Array,
-    times: Array,
-    in_turn: bool,
-) -> float:
+class ListSpace(NamedTuple):
+    """What list scheduling reads and writes besides the network: one for each thread.
+
+    Attributes:
+        values: in, per op, least first. wait: in, per rank, ms.
+        start: out, per op. row: out, queue ids in the order of the ranks' ops.
+        state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
+    """
+
+    values: Array
+    wait: Array
+    start: Array
+    row: Array
+    state: Array
+    times: Array
+
+    @classmethod
+    def of(cls, network: Network) -> ListSpace:
+        num_ops, num_ranks, num_queues = network.num_ops, network.num_ranks, len(network.rank)
+        leaves = 1 << max(0, num_ranks - 1).bit_length()
+        return cls(
+            values=np.empty(num_ops),
+            wait=np.zeros(num_ranks),
+            start=np.empty(num_ops),
+            row=np.empty(num_ops, np.int64),
+            state=np.empty(num_queues + 2 * num_ranks, np.int64),
+            times=np.empty(num_queues + 3 * num_ranks + 2 * leaves),
+        )
+
+
+def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
     """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 
     Args:
-        p: `Network`.
-        values: per op, least first.
-        wait: per rank, ms.
+        p: `Network`. space: `ListSpace`.
         turned: op j of a queue is number size - 1 - j in `values` and `start`.
-        start: out, per op.
-        row: out, queue ids in the order of the ranks' ops.
-        state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
         in_turn: what takes memory on a rank does so in the order of its values, however early it is ready.
     """
+    values, wait, start, row, state, times = space
     rank, pipeline, rank_first, count, op_first = p.rank, p.pipeline, p.rank_first, p.size, p.op_first
     duration, memory, cap = p.duration, p.memory, p.cap
     message_from, delay, local_from = p.message_from, p.delay, p.local_from

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import NONE, Array
 from penstock.planning import repeat
 from penstock.planning.annealing_threads import Annealer, annealed
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
-from penstock.planning.search import Search, Space, time_of
+from penstock.planning.search import Search, time_of
 from penstock.planning.threads import Threads
 
 _DRAWN_SHARE = 0.15
@@ -70,7 +71,7 @@ class BlockSearch(Annealer[Search]):
             ready(repeat), seed, min(1000.0, (1e6 if is_compiled(repeat) else 1e3) / max(1, queues.num_ops))
         )
         self._problem, self._queues, self._hops, self._chain = problem, queues, hops, chain
-        self._space = Space(problem)
+        self._space = ListSpace.of(queues)
         self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
         self._trial = np.empty_like(self.block)
         self._step = np.empty(_NUM_STEPS)
@@ -78,12 +79,6 @@ class BlockSearch(Annealer[Search]):
         work = np.bincount(queues.rank, queues.duration * queues.size, queues.num_ranks)
         self._period = float(work.max()) / int(queues.size.max())
         self.best, self.row = np.inf, np.empty(queues.num_ops, np.int64)
-
-    def _room(self) -> tuple[Array, ...]:
-        space = self._space
-        return (
-            self.block, self._trial, space.wait, space.values, space.start, space.row, space.state, space.times
-        )  # fmt: skip
 
     def adopt(self, row: Array) -> None:
         """Takes up the block that an order comes nearest to repeating, if it is the best so far."""
@@ -99,9 +94,7 @@ class BlockSearch(Annealer[Search]):
             for q, times in enumerate(each):
                 trial[first + q] = float(np.median(times - trial[1] * np.arange(len(times)))) if len(times) else 0.0
             space = self._space
-            made = self._module.squeezed(
-                queues, trial, space.wait, space.values, space.start, space.row, space.state, space.times
-            )
+            made = self._module.squeezed(queues, trial, space)
             if 0 <= made < self.block[0]:
                 trial[0] = made
                 self.block[:] = trial
@@ -119,13 +112,13 @@ class BlockSearch(Annealer[Search]):
         if done < _DRAWN_SHARE or not np.isfinite(self.block[0]):
             self.best = self._module.drawn(
                 self._queues, self._hops, self._step, self._period, self._scale, num_moves, target, self.best,
-                self.row, *self._room(), stop,
+                self.row, self.block, self._trial, self._space, stop,
             )  # fmt: skip
         else:
             value = float(self.block[0])
             self.best = self._module.improved(
                 self._queues, self._hops, self._chain, self._scale, num_moves, hot * value, cold * value, target,
-                self.best, self.row, *self._room(), stop,
+                self.best, self.row, self.block, self._trial, self._space, stop,
             )  # fmt: skip
         return num_moves if stop[0] == 0 else None
 

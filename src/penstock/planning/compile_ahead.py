@@ -24,6 +24,7 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine import event_loop, list_by_rules, list_by_values, sweep
 from penstock.engine.compiled import cache_folder, compiling, is_compiled
+from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.library import build
@@ -42,7 +43,7 @@ from penstock.planning.library_starts import named
 from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, Space, Trials, greedy, time_of
+from penstock.planning.search import Search, Trials, greedy, time_of
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation import simulate
@@ -120,7 +121,7 @@ def _problem() -> Problem:
 
 def _begun(problem: Problem) -> Search:
     search = Search(problem, 0.0)
-    greedy(search, Space(problem))
+    greedy(search, ListSpace.of(problem.queues))
     time_of(problem, search.row)
     return search
 

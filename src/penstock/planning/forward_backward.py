@@ -40,47 +40,34 @@ def ends_reversed(p: Any, start: Array, noise: float, values: Array) -> None:
 
 
 def justify(
-    p: Any,
-    back: Any,
-    wait: Array,
-    noise: float,
-    rounds: int,
-    start: Array,
-    row: Array,
-    best: float,
-    best_row: Array,
-    values: Array,
-    state: Array,
-    times: Array,
-    stop: Array,
+    p: Any, back: Any, noise: float, rounds: int, best: float, best_row: Array, space: Any, stop: Array
 ) -> float:
     """Turns a schedule round and back up to `rounds` times; returns the best makespan seen.
 
     Args:
         p, back: the queues, and the same with time turned round.
-        start: in and out, per op.
         best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
-        row, values, state, times: working space (see `list_ops`).
+        space: `ListSpace`; its starts are those of the schedule to begin with.
         stop: its one number is 0 until some other thread wants this one to come to its end.
     """
     idle, found = 0, 1e300
     # For `True` and `False` as they are numba would compile all of `list_ops` once each.
     forward, turned = rounds < 0, rounds >= 0
     for _ in range(rounds):
-        ends_reversed(p, start, noise, values)
-        if stop[0] != 0 or list_ops(back, values, wait, turned, start, row, state, times, forward) < 0:
+        ends_reversed(p, space.start, noise, space.values)
+        if stop[0] != 0 or list_ops(back, space, turned, forward) < 0:
             return best
-        ends_reversed(p, start, noise, values)
+        ends_reversed(p, space.start, noise, space.values)
         if stop[0] != 0:
             return best
-        makespan = list_ops(p, values, wait, forward, start, row, state, times, forward)
+        makespan = list_ops(p, space, forward, forward)
         if makespan < 0:
             return best
         idle = 0 if makespan < found * (1 - 1e-12) else idle + 1
         found = min(found, makespan)
         if makespan < best * (1 - 1e-12):
             best = makespan
-            copied(row, best_row)
+            copied(space.row, best_row)
         if idle >= PATIENCE:
             return best
     return best
@@ -96,12 +83,7 @@ def trials(
     target: float,
     best: float,
     best_row: Array,
-    start: Array,
-    row: Array,
-    wait: Array,
-    values: Array,
-    state: Array,
-    times: Array,
+    space: Any,
     stop: Array,
 ) -> float:
     """Justifies from many random starts; returns the best makespan, and stops at `target`.
@@ -113,6 +95,7 @@ def trials(
         scale: ms, what waits and noise are drawn in proportion to.
         stop: see `justify`.
     """
+    wait, values = space.wait, space.values
     largest, forward = 0, num_trials < 0
     for q in range(len(p.rank)):
         largest = max(largest, p.size[q])
@@ -127,10 +110,10 @@ def trials(
         for q in range(len(p.rank)):
             for j in range(p.size[q]):
                 values[p.op_first[q] + j] = classes[chosen, q] * (largest + 1.0) + j
-        if list_ops(p, values, wait, forward, start, row, state, times, forward) < 0:
+        if list_ops(p, space, forward, forward) < 0:
             continue
         noise = 0.0 if np.random.random() < 0.5 else scale * np.random.uniform(0.0, 0.5)
-        best = justify(p, back, wait, noise, rounds, start, row, best, best_row, values, state, times, stop)
+        best = justify(p, back, noise, rounds, best, best_row, space, stop)
         if best <= target:
             return best
     return best

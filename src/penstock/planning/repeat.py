@@ -34,17 +34,16 @@ COMPILED_WITH = (min_tree, list_by_values, metropolis)
 Array = Any
 
 
-def squeezed(
-    p: Any, block: Array, wait: Array, values: Array, start: Array, row: Array, state: Array, times: Array
-) -> float:
-    """The makespan of a block, repeated and squeezed; the order is left in `row`. -1 where the ranks are stuck."""
+def squeezed(p: Any, block: Array, space: Any) -> float:
+    """The makespan of a block, repeated and squeezed; the order is left in the `ListSpace`. -1 where the ranks are
+    stuck."""
     first = 3 + len(p.cap)
-    copied(block[3:first], wait)
+    copied(block[3:first], space.wait)
     forward = first < 0  # for `False` as it is numba would compile all of `list_ops` once more
     for q in range(len(p.rank)):
         for j in range(p.size[q]):
-            values[p.op_first[q] + j] = block[first + q] + block[1] * j
-    return list_ops(p, values, wait, forward, start, row, state, times, block[2] > 0)
+            space.values[p.op_first[q] + j] = block[first + q] + block[1] * j
+    return list_ops(p, space, forward, block[2] > 0)
 
 
 def drawn(
@@ -59,12 +58,7 @@ def drawn(
     best_row: Array,
     block: Array,
     trial: Array,
-    wait: Array,
-    values: Array,
-    start: Array,
-    row: Array,
-    state: Array,
-    times: Array,
+    space: Any,
     stop: Array,
 ) -> float:
     """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
@@ -77,7 +71,7 @@ def drawn(
         best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
         block: in and out, of the best drawn here: the makespan, the period, whether memory is taken in
             turn, the wait of each rank, and offsets.
-        trial: room for one like it. The others are room for `list_ops`.
+        trial: room for one like it. space: `ListSpace`.
         stop: its one number is set by another thread when this one is to come to its end.
     """
     num_ranks, num_queues = len(p.cap), len(p.rank)
@@ -99,7 +93,7 @@ def drawn(
             for k in range(len(step)):
                 offset += step[k] * hops[q, k]
             trial[3 + num_ranks + q] = offset + trial[1] * p.pipeline[q] / (1.0 + p.pipeline.max())
-        made = squeezed(p, trial, wait, values, start, row, state, times)
+        made = squeezed(p, trial, space)
         if made < 0:
             continue
         trial[0] = made
@@ -107,7 +101,7 @@ def drawn(
             copied(trial, block)
         if made < best * (1 - 1e-12):
             best = made
-            copied(row, best_row)
+            copied(space.row, best_row)
             if best <= target:
                 return best
     return best
@@ -126,12 +120,7 @@ def improved(
     best_row: Array,
     block: Array,
     trial: Array,
-    wait: Array,
-    values: Array,
-    start: Array,
-    row: Array,
-    state: Array,
-    times: Array,
+    space: Any,
     stop: Array,
 ) -> float:
     """Anneals the block that is given, from temperature `hot` to `cold` (ms); returns the best makespan.
@@ -172,7 +161,7 @@ def improved(
             more = 0.2 * change
             for r in range(num_ranks):
                 trial[3 + r] = max(0.0, trial[3 + r] + more)
-        made = squeezed(p, trial, wait, values, start, row, state, times)
+        made = squeezed(p, trial, space)
         if made < 0:
             continue
         trial[0] = made
@@ -181,7 +170,7 @@ def improved(
             copied(trial, block)
         if made < best * (1 - 1e-12):
             best = made
-            copied(row, best_row)
+            copied(space.row, best_row)
             if best <= target:
                 return best
     return best

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.engine import list_by_values, sweep
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import forward_backward
 from penstock.planning.problem import BACKWARD_CLASS, Problem
@@ -27,23 +28,6 @@ if TYPE_CHECKING:
 _MOST_SEEN = 8
 _SLICE = 0.1
 """Seconds after which threads meet, and say where they stand, or when they next come by."""
-
-
-class Space:
-    """Working space for the compiled functions: one for each thread."""
-
-    def __init__(self, problem: Problem) -> None:
-        queues = problem.queues
-        num_ops, num_ranks, num_queues = queues.num_ops, queues.num_ranks, len(queues.rank)
-        leaves = 1
-        while leaves < num_ranks:
-            leaves *= 2
-        self.start = np.empty(num_ops)
-        self.values = np.empty(num_ops)
-        self.row = np.empty(num_ops, np.int64)
-        self.wait = np.zeros(num_ranks)
-        self.state = np.empty(num_queues + 2 * num_ranks, np.int64)
-        self.times = np.empty(num_queues + 3 * num_ranks + 2 * leaves)
 
 
 @dataclass
@@ -101,7 +85,7 @@ def class_rows(problem: Problem) -> Array:
     return np.stack([classes, swapped])
 
 
-def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
+def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
     """List scheduling by class, then by microbatch; the row is left in `space.row`."""
     queues = problem.queues
     counts = queues.size
@@ -109,14 +93,10 @@ def list_by_class(problem: Problem, classes: Array, space: Space) -> float:
     space.values[:] = np.repeat(classes * float(counts.max(initial=0) + 1), counts) + number
     space.wait[:] = 0.0
     module: Any = ready(list_by_values)
-    return float(
-        module.list_ops(
-            queues, space.values, space.wait, False, space.start, space.row, space.state, space.times, False
-        )
-    )
+    return float(module.list_ops(queues, space, False, False))
 
 
-def greedy(search: Search, space: Space) -> None:
+def greedy(search: Search, space: ListSpace) -> None:
     """Step 1: backward before forward before weight gradients."""
     made = list_by_class(search.problem, search.problem.priority_class, space)
     if made >= 0:
@@ -166,7 +146,7 @@ class Trials:
     def __init__(self, search: Search, number: int) -> None:
         self._problem, self._classes = search.problem, class_rows(search.problem)
         self._module: Any = ready(forward_backward)
-        self._back, self._space = search.problem.queues.turned(), Space(search.problem)
+        self._back, self._space = search.problem.queues.turned(), ListSpace.of(search.problem.queues)
         durations = search.problem.queues.duration
         self._scale = float(np.mean(durations)) if len(durations) else 0.0
         self._random = np.random.default_rng([search.seed, number])
@@ -175,11 +155,11 @@ class Trials:
 
     def go(self, target: float, stop: Array) -> None:
         """Makes some trials, about as many as a slice of time holds, or until `stop` is no longer 0."""
-        space, before = self._space, time.perf_counter()
+        before = time.perf_counter()
         self._module.seed(int(self._random.integers(2**31)))
         self.best = self._module.trials(
             self._problem.queues, self._back, self._classes, self._scale, self._num_trials, 10, target, self.best,
-            self.best_row, space.start, space.row, space.wait, space.values, space.state, space.times, stop,
+            self.best_row, self._space, stop,
         )  # fmt: skip
         if time.perf_counter() - before < _SLICE / 2:
             self._num_trials *= 2

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from penstock.engine.compiled import is_compiled
+from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound, work_seconds
@@ -16,7 +17,7 @@ from penstock.planning.local_search import walked
 from penstock.planning.objective import Expected
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
-from penstock.planning.search import Search, Space, greedy, justified
+from penstock.planning.search import Search, greedy, justified
 from penstock.planning.span_objective import Span, span_of
 
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
@@ -61,10 +62,10 @@ def begin(
 def first_order(search: Search, goal: str | Expected = "makespan") -> None:
     """The order that a search begins with: there is a plan from here on, however short the time."""
     if not isinstance(goal, Expected):
-        greedy(search, Space(search.problem))
+        greedy(search, ListSpace.of(search.problem.queues))
         return
     inner = Search(search.problem, 0.0)
-    greedy(inner, Space(search.problem))
+    greedy(inner, ListSpace.of(search.problem.queues))
     search.take(_samples(search.problem, goal).mean(inner.row), inner.row, inner.how)
     search.report(inner.how)
 
