@@ -245,10 +245,10 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "ops with two pipelines": (
         lambda: ps.Program(
-            ps.placements.bidirectional(one_to_one(2)), 4, ops=[ps.NewOp("G", 1, after={("F", 1): 1})]
+            ps.placements.bidirectional(one_to_one(2)), 4, ops=[ps.NewOp("G", 1, after={("F", 1): 2})]
         ).build(),
         "placement",
-        "need a placement with one pipeline",
+        "2 ops of kind G of stage 1 on a placement with 2 pipelines: each op belongs to one microbatch there",
     ),
     # users' functions
     "check that raises": (

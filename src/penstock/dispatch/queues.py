@@ -36,7 +36,7 @@ from penstock.engine.rule_tables import (
     Tables,
 )
 from penstock.engine.tolerance import slack
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph
+from penstock.schedule import Needs, Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined
 
 CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
@@ -86,7 +86,7 @@ class QueueGraph:
             [self.hosts(q) for q in range(self.num_queues)],
             [
                 [
-                    (need.queue, need.delay, need.before, need.after)
+                    (need.queue, need.delay, need.before, need.after, need.shift)
                     for need in needs[record.need_first : record.need_last]
                 ]
                 for record in queues
@@ -102,8 +102,14 @@ class QueueGraph:
     def op(self, queue: int, index: int) -> Op:
         """The `index`-th op of a queue."""
         pipeline, kind, stage = self.labels[queue]
-        plain = kind in CLASS_OF and not (self.stage_graph and self.stage_graph.num_microbatches)
-        return Op(kind, stage, self.microbatches[pipeline][index] if plain else index)
+        return Op(kind, stage, self.microbatches[pipeline][index] if self._is_dealt(kind, stage) else index)
+
+    def _is_dealt(self, kind: str, stage: int) -> bool:
+        """Whether the ops of a queue are numbered as the microbatches of its pipeline."""
+        graph = self.stage_graph
+        if graph is None:
+            return True
+        return (kind in CLASS_OF and not graph.num_microbatches) or (kind, stage) in graph.some_of
 
     def schedule(
         self,
@@ -119,7 +125,7 @@ class QueueGraph:
         """
         order: list[tuple[Op, ...]] = []
         graph = self.stage_graph
-        own_counts = bool(graph and graph.num_microbatches)
+        dealt = [self._is_dealt(kind, stage) for _, kind, stage in self.labels]
         for row in rows:
             seen = [0] * self.num_queues
             ops = []
@@ -127,8 +133,7 @@ class QueueGraph:
                 pipeline, kind, stage = self.labels[queue]
                 index = seen[queue]
                 seen[queue] = index + 1
-                by_pipeline = not own_counts and kind in CLASS_OF
-                ops.append(Op(kind, stage, self.microbatches[pipeline][index] if by_pipeline else index))
+                ops.append(Op(kind, stage, self.microbatches[pipeline][index] if dealt[queue] else index))
             order.append(tuple(ops))
         made = tuple(order)
         if graph is not None and len(order) > self.num_ranks:
@@ -188,14 +193,25 @@ def queue_graph(
     mine: list[list[int]] = [[] for _ in placement.pipelines]
     for m, pipeline in enumerate(microbatch_pipeline):
         mine[pipeline].append(m)
-    if (graph.num_microbatches or graph.registered) and len(mine) > 1:
+    if graph.num_microbatches and len(mine) > 1:
         raise ScheduleError(
-            "stages with microbatch counts of their own, and registered ops, need a placement with one pipeline",
-            rule="placement",
+            "stages with microbatch counts of their own need a placement with one pipeline", rule="placement"
         )
+    for registered in graph.registered:
+        if len(mine) > 1 and len(registered.microbatches) != len(microbatch_pipeline):
+            raise ScheduleError(
+                f"{registered.num_ops} ops of kind {registered.kind} of stage {registered.stage} on a placement with "
+                f"{len(mine)} pipelines: each op belongs to one microbatch there, and runs where its stage is for "
+                f"it; register one for each of the {len(microbatch_pipeline)} microbatches, in groups of 1, without "
+                "`on`",
+                rule="placement",
+            )
+    in_turn = all(k == m % len(mine) for m, k in enumerate(microbatch_pipeline))
 
-    named = [(r.kind, r.stage) for r in graph.registered if r.microbatches]
-    if named := named or [need.after for need in graph.needs if need.pairs]:
+    num = len(microbatch_pipeline)
+    named = [(r.kind, r.stage) for r in graph.registered if r.microbatches and len(r.microbatches) != num]
+    named += [need.after for need in graph.needs if need.pairs and not (in_turn and _is_passed(need, num))]
+    if named:
         kind, stage = named[0]
         raise ScheduleError(
             f"ops of kind {kind} of stage {stage} are named one by one (by microbatches, or pairs of ops that need "
@@ -214,10 +230,11 @@ def queue_graph(
                 lengths.append(graph.microbatches_of(stage, len(mine[k])))
                 hosts.append(placement.hosts(k, stage))
     for registered in graph.registered:
-        labels.append((0, registered.kind, registered.stage))
-        lengths.append(registered.num_ops)
-        hosts.append(registered.ranks or placement.hosts(0, registered.stage))
-    asynchronous = {(0, r.kind, r.stage) for r in graph.registered if r.asynchronous}
+        for k in range(len(mine)):
+            labels.append((k, registered.kind, registered.stage))
+            lengths.append(len(mine[k]) if len(mine) > 1 else registered.num_ops)
+            hosts.append(registered.ranks or placement.hosts(k, registered.stage))
+    asynchronous = {(k, r.kind, r.stage) for r in graph.registered if r.asynchronous for k in range(len(mine))}
     for label, ranks in zip(labels, hosts, strict=True):
         if max(ranks) >= num_ranks:
             raise ScheduleError(
@@ -230,7 +247,7 @@ def queue_graph(
         for label, ranks in zip(labels, hosts, strict=True)
     ]
     number = {label: q for q, label in enumerate(labels)}
-    needs = [_needs(label, graph, number, lengths) for label in labels]
+    needs = [_needs(label, graph, number, lengths, len(mine)) for label in labels]
     classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
     memory = [costs.memory_change(kind, stage) for _, kind, stage in labels]
     count = [{FORWARD: 1.0, WEIGHT: -1.0}.get(c, 0.0) for c in classes]
@@ -254,7 +271,7 @@ def queue_graph(
     reserve_count = reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
     unlocks: list[list[int]] = [[] for _ in labels]
     for q, found in enumerate(needs):
-        for p, _, _ in found:
+        for p, *_ in found:
             unlocks[p].append(q)
     starts = {
         name: list(accumulate(map(len, each), initial=0))
@@ -299,9 +316,9 @@ def queue_graph(
         slot_queues=_flat(slot_rows),
         hosts=_flat(rows),
         needs=[
-            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous))
+            NeedRecord(p, before, after, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous), shift)
             for q, found in enumerate(needs)
-            for p, before, after in found
+            for p, before, after, shift in found
         ],
         unlocks=_flat(unlocks),
         own=_flat(own),
@@ -317,34 +334,48 @@ def queue_graph(
     )
 
 
+def _is_passed(need: Needs, num_microbatches: int) -> bool:
+    """Whether every op of a kind comes after that of the microbatch before, and nothing else is said."""
+    every = tuple((m - 1, m) for m in range(1, num_microbatches))
+    return need.before == need.after and tuple(sorted(need.pairs)) == every
+
+
 def _needs(
-    label: tuple[int, str, int], graph: StageGraph, number: dict[tuple[int, str, int], int], lengths: list[int]
-) -> list[tuple[int, int, int]]:
-    """(queue, before, after) of everything an op of this queue waits for."""
+    label: tuple[int, str, int],
+    graph: StageGraph,
+    number: dict[tuple[int, str, int], int],
+    lengths: list[int],
+    num_pipelines: int,
+) -> list[tuple[int, int, int, int]]:
+    """(queue, before, after, shift) of everything an op of this queue waits for."""
     pipeline, kind, stage = label
 
     def backward(s: int, k: int = pipeline) -> int:
         full = number.get((k, "B", s))
         return number[k, "I", s] if full is None else full
 
-    def across(other: int) -> tuple[int, int, int]:
+    def across(other: int) -> tuple[int, int, int, int]:
         there, here = lengths[other], lengths[number[label]]
         unit = gcd(there, here) or 1
-        return other, max(1, there // unit), max(1, here // unit)
+        return other, max(1, there // unit), max(1, here // unit), 0
 
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int, int]] = []
     if kind == "F":
         found = [across(number[pipeline, "F", source]) for source in graph.sources[stage]]
     elif kind == "W":
-        found = [(number[pipeline, "I", stage], 1, 1)]
+        found = [(number[pipeline, "I", stage], 1, 1, 0)]
     elif kind in ("B", "I"):
-        found = [(number[pipeline, "F", stage], 1, 1)]
+        found = [(number[pipeline, "F", stage], 1, 1, 0)]
         found += [across(backward(target)) for target in graph.targets[stage]]
     for need in graph.needs_of.get((kind, stage), ()):
         before_kind, before = need.before
+        if need.pairs:  # the op of the microbatch before, which is in the pipeline before
+            last = (pipeline - 1) % num_pipelines
+            found.append((number[last, before_kind, before], 1, 1, 0 if pipeline > 0 else -1))
+            continue
         k = pipeline if (pipeline, before_kind, before) in number or before_kind == "B" else 0
         source = backward(before, k) if before_kind == "B" else number[k, before_kind, before]
-        found.append((source, need.num_before, need.num_after))
+        found.append((source, need.num_before, need.num_after, 0))
     return found
 
 

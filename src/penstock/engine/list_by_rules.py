@@ -45,6 +45,9 @@ def ready_time(q: int, queues: Records, needs: Records, start_time: Numbers) -> 
         last = index
         if needs[n].before > 1 or needs[n].after > 1:
             last = (index // needs[n].after + 1) * needs[n].before - 1
+        last += needs[n].shift
+        if last < 0:
+            continue
         if last >= queues[source].started:
             return NEVER
         ended = start_time[queues[source].first_op + last] + queues[source].duration

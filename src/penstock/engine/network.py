@@ -103,6 +103,8 @@ class Irregular(NamedTuple):
         need_first: queue q has needs `need_first[q]` to `need_first[q + 1] - 1`, besides those of the network.
         need_queue, need_delay: of each need, the queue whose op must have ended, and ms until what it made is there.
         before, after: of each need, how many ops of `need_queue` unlock how many of the queue.
+        shift: of each need, how much later, or where below 0 earlier, the op of `need_queue` is than these say: with
+            -1 an op needs the one before. Ops below number 0 are needed by none.
         unlock_first, unlocks: who waits for queue q, for a message of the network or by such a need:
             `unlocks[unlock_first[q]:unlock_first[q + 1]]`.
         host_first, hosts: queue q stands in the rows `hosts[host_first[q]:host_first[q + 1]]`, in all at once; none
@@ -114,6 +116,7 @@ class Irregular(NamedTuple):
     need_delay: Array
     before: Array
     after: Array
+    shift: Array
     unlock_first: Array
     unlocks: Array
     host_first: Array
@@ -198,6 +201,7 @@ class OpGraph(NamedTuple):
             need_delay=delay[by_consumer],
             before=one,
             after=one,
+            shift=np.zeros(len(one), np.int64),
             unlock_first=starts_of(producer, num_ops),
             unlocks=consumer[np.argsort(producer, kind="stable")],
             host_first=host_first,
@@ -210,14 +214,14 @@ def of_queues(
     size: Sequence[int],
     duration: Sequence[float],
     hosts: Sequence[Sequence[int]],
-    needs: Sequence[Sequence[tuple[int, float, int, int]]],
+    needs: Sequence[Sequence[tuple[int, float, int, int] | tuple[int, float, int, int, int]]],
     num_rows: int,
 ) -> tuple[Network, Irregular]:
     """A network whose needs are all said beside it, as lists.
 
     Args:
         size, duration, hosts: of each queue, how many ops, ms of one, and the rows it stands in.
-        needs: of each queue, (queue, delay, before, after) of all that it needs.
+        needs: of each queue, (queue, delay, before, after) of all that it needs, and a shift where there is one.
     """
     num_queues, lengths = len(size), [0] * num_rows
     unlocks: list[list[int]] = [[] for _ in size]
@@ -238,13 +242,14 @@ def of_queues(
         message_to=none,
         tail=[0.0] * num_rows,
     )
-    queue, delay, before, after = ([need[n] for found in needs for need in found] for n in range(4))
+    queue, delay, before, after, shift = ([(*need, 0)[n] for found in needs for need in found] for n in range(5))
     irregular = Irregular(
         list(accumulate(map(len, needs), initial=0)),
         queue,
         delay,
         before,
         after,
+        shift,
         list(accumulate(map(len, unlocks), initial=0)),
         list(chain.from_iterable(unlocks)),
         list(accumulate(map(len, hosts), initial=0)),

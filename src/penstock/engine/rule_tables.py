@@ -66,12 +66,16 @@ class QueueRecord:
 
 @dataclass(slots=True)
 class NeedRecord:
-    """Every `before` ops of `queue` unlock `after` ops of who needs it, `delay` ms after the last one ends."""
+    """Every `before` ops of `queue` unlock `after` ops of who needs it, `delay` ms after the last one ends.
+
+    By `shift` ops later, or earlier where it is below 0; see `Irregular`.
+    """
 
     queue: int
     before: int
     after: int
     delay: float
+    shift: int = 0
 
 
 @dataclass(slots=True)

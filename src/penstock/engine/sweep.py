@@ -65,7 +65,9 @@ def earliest(
             if more is not None:
                 ready = True
                 for n in range(more.need_first[q], more.need_first[q + 1]):
-                    before, last = more.need_queue[n], (j // more.after[n] + 1) * more.before[n] - 1
+                    before, last = more.need_queue[n], (j // more.after[n] + 1) * more.before[n] - 1 + more.shift[n]
+                    if last < 0:
+                        continue
                     if head[before] <= last:
                         ready = False
                         break

@@ -36,6 +36,7 @@ class NewOp:
         last: run it when nothing else can run, instead of before everything else.
         asynchronous: its ranks start it as soon as it may begin and go on computing; it runs beside them, the
             asynchronous ops of a rank one after the other, and what needs it waits for its end.
+        passed_on: op m waits for op m - 1, wherever that ran: what circulates over the ranks, as weights do.
         run: what the runtime calls; the simulator and check have no need of it.
     """
 
@@ -51,6 +52,7 @@ class NewOp:
     run: Callable[..., Any] | None = None
     asynchronous: bool = False
     holds: float = 0.0
+    passed_on: bool = False
 
     __repr__ = short_repr
 

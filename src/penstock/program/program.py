@@ -220,7 +220,13 @@ class Program:
             stage = self.stage(op.stage)
             num_ops = self._count(op, graph, registered)
             hosts = tuple(dict.fromkeys(rank for at in op.on for rank in self.placement.hosts(0, self.stage(at))))
-            registered.append(Registered(op.kind, stage, num_ops, hosts, op.asynchronous, op.holds))
+            # In several pipelines an op is of one microbatch, and runs where the stage is for that.
+            of_one = self.placement.num_pipelines > 1 and not hosts and num_ops == self.num_microbatches
+            numbers = tuple(range(num_ops)) if of_one else ()
+            registered.append(Registered(op.kind, stage, num_ops, hosts, op.asynchronous, op.holds, numbers))
+            if op.passed_on and num_ops > 1:
+                ends = (op.kind, stage)
+                needs.append(Needs(ends, ends, pairs=tuple((m - 1, m) for m in range(1, num_ops))))
             needs += [Needs((kind, self.stage(at)), (op.kind, stage), n, 1) for (kind, at), n in op.after.items()]
             needs += [Needs((op.kind, stage), (kind, self.stage(at)), 1, n) for (kind, at), n in op.before.items()]
         return replace(graph, registered=tuple(registered), needs=tuple(needs))

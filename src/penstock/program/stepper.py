@@ -306,7 +306,7 @@ class Stepper:
             return f"all it needs is there at {queue.ready_at:g} ms"
         for n in range(queue.need_first, queue.need_last):
             need = t.needs[n]
-            last = (queue.started // need.after + 1) * need.before - 1
+            last = (queue.started // need.after + 1) * need.before - 1 + need.shift
             if last >= t.queues[need.queue].started:
                 hosts = [rank % self.graph.num_ranks for rank in self.graph.hosts(need.queue)]
                 where = f"rank {hosts[0]}" if len(hosts) == 1 else f"ranks {', '.join(map(str, hosts))}"

@@ -280,6 +280,12 @@ def pose_graph(
     dealt = [m % placement.num_pipelines for m in range(num_microbatches)]
     graph = queue_graph(placement, num_ranks, dealt, costs, links, stages, split)
     listed, irregular = graph.network
+    if any(need.shift for need in graph.tables.needs) or (graph.stage_graph and graph.stage_graph.some_of):
+        raise ScheduleError(
+            "ops that are passed on from microbatch to microbatch, or belong to one each, are not planned; build the "
+            "schedule with ps.Program",
+            rule="dependencies",
+        )
     _check_needs(graph)
     takes, gives = np.zeros((2, graph.num_queues))
     holds = graph.stage_graph.holds if graph.stage_graph is not None else {}
