@@ -35,6 +35,7 @@ class RankJob:
         steps: of one side, one after another, that make a block; blocks: how many each side runs.
         folder: where ranks meet and leave their results.
         deadline: seconds after which a rank ends itself.
+        transport: of ours; torch's is gloo.
     """
 
     size: str
@@ -47,6 +48,7 @@ class RankJob:
     blocks: int
     folder: str
     deadline: float
+    transport: str = "host"
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -63,7 +65,7 @@ def work(job: RankJob, rank: int) -> dict[str, Any]:
     task = SideTask.of(SIZES[job.size], schedule, rank)
     # A group each, so that no side's messages meet another's.
     groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch")}
-    makers = builders(task, groups, job.dispatch)
+    makers = builders(task, groups, job.dispatch, job.transport)
     memory = MemoryMeter()
     sides = {name: makers[name]() for name in job.sides}
     for side in sides.values():

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -31,6 +32,8 @@ NUM_RANKS = 4
 NUM_MICROBATCHES = 8
 METRICS = ("main_thread_cpu_ms", "process_cpu_ms", "wall_ms")
 SIDES = ("ours", "torch", "alone")
+TRANSPORTS = ("host", "gloo")
+"""Of ours: the default, and what torch has."""
 STEPS = {"tiny": 10, "small": 2}
 """Steps a block, so that a block takes about half a second."""
 
@@ -47,6 +50,7 @@ def run(
     steps: int | None = None,
     blocks: int = 12,
     dispatch: str = "frozen",
+    transports: Sequence[str] = TRANSPORTS,
     memory: bool = True,
     deadline: float = 240.0,
 ) -> dict[str, Any]:
@@ -54,6 +58,7 @@ def run(
 
     Args:
         steps: a block; by default `STEPS`.
+        transports: of ours, each beside torch's over gloo.
         memory: whether to launch each side by itself, too, for its peak memory.
         deadline: seconds for one launch.
 
@@ -65,20 +70,19 @@ def run(
     """
     rows: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
-    for size in sizes:
-        for schedule in schedules:
-            num_steps = STEPS[size] if steps is None else steps
-            job = RankJob(
-                size, schedule, NUM_RANKS, NUM_MICROBATCHES, dispatch, SIDES, num_steps, blocks, "", deadline
-            )  # fmt: skip
-            ranks = launch(job)
-            machine = ranks[0]["machine"]
-            row = _row(job, ranks)
-            if memory:
-                row["memory"] = {side: _memory(job, side) for side in ("ours", "torch")}
-            rows.append(row)
-            ratios = ", ".join(f"{metric} {ratio:.2f}" for metric, ratio in row["ratios"].items())
-            print(f"{size} {schedule}: ours / torch's {ratios}", file=sys.stderr, flush=True)
+    for transport, size, schedule in product(transports, sizes, schedules):
+        num_steps = STEPS[size] if steps is None else steps
+        job = RankJob(
+            size, schedule, NUM_RANKS, NUM_MICROBATCHES, dispatch, SIDES, num_steps, blocks, "", deadline, transport
+        )
+        ranks = launch(job)
+        machine = ranks[0]["machine"]
+        row = _row(job, ranks)
+        if memory:
+            row["memory"] = {side: _memory(job, side) for side in ("ours", "torch")}
+        rows.append(row)
+        ratios = ", ".join(f"{metric} {ratio:.2f}" for metric, ratio in row["ratios"].items())
+        print(f"{transport} {size} {schedule}: ours / torch's {ratios}", file=sys.stderr, flush=True)
     return {"machine": machine, "rows": rows}
 
 
@@ -136,6 +140,7 @@ def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **vars(SIZES[job.size]),
         "schedule": job.schedule,
         "dispatch": job.dispatch,
+        "transport": job.transport,
         "num_ranks": job.num_ranks,
         "num_microbatches": job.num_microbatches,
         "steps": job.steps,
@@ -163,8 +168,15 @@ def _memory(job: RankJob, side: str) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The medians, as Markdown: ours / torch's = ratio."""
+    """The medians, as Markdown, a table a transport: ours / torch's = ratio."""
+    found = dict.fromkeys(row["transport"] for row in rows)
+    return "\n\n".join(_table(t, [row for row in rows if row["transport"] == t]) for t in found)
+
+
+def _table(transport: str, rows: Sequence[dict[str, Any]]) -> str:
     lines = [
+        f"transport={transport!r} beside torch's gloo:",
+        "",
         "| size | schedule | main-thread CPU ms | process CPU ms | wall ms | peak memory MiB "
         "| overhead µs an op | computation alone, CPU ms |",
         "|---|---|---:|---:|---:|---:|---:|---:|",

@@ -105,7 +105,7 @@ class Side(Protocol):
 class Ours:
     """`ps.Pipeline`."""
 
-    def __init__(self, task: SideTask, group: dist.ProcessGroup, dispatch: str) -> None:
+    def __init__(self, task: SideTask, group: dist.ProcessGroup, dispatch: str, transport: str) -> None:
         self._task = task
         self._pipe = ps.Pipeline(
             [partial(task.build, stage) for stage in range(task.schedule.num_stages)],
@@ -113,6 +113,7 @@ class Ours:
             loss_fn=CrossEntropy(),
             mesh=group,
             dispatch=dispatch,
+            transport=transport,
         )
 
     def run(self) -> Tensor | None:
@@ -192,10 +193,12 @@ def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
 
-def builders(task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str) -> dict[str, Callable[[], Side]]:
+def builders(
+    task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str, transport: str
+) -> dict[str, Callable[[], Side]]:
     """How to make each side, by its name."""
     return {
-        "ours": lambda: Ours(task, groups["ours"], dispatch),
+        "ours": lambda: Ours(task, groups["ours"], dispatch, transport),
         "torch": lambda: Torch(task, groups["torch"]),
         "alone": lambda: Alone(task),
     }

@@ -62,6 +62,9 @@ def runtime(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps a block.")] = None,
     blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the alternation.")] = 12,
     dispatch: Annotated[str, typer.Option("--dispatch", help="frozen, hinted or dynamic.")] = "frozen",
+    transport: Annotated[
+        list[str] | None, typer.Option("--transport", help="Of ours: host, gloo; repeatable.")
+    ] = None,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in own launches.")] = True,
     out: Raw = None,
     json: Json = False,
@@ -70,10 +73,15 @@ def runtime(
     from penstock.bench import runtime as measured
 
     sizes, schedules = size or list(measured.SIZES), schedule or list(measured.SCHEDULES)
-    for name, chosen, known in (("--size", sizes, measured.SIZES), ("--schedule", schedules, measured.SCHEDULES)):
+    transports = transport or list(measured.TRANSPORTS)
+    for name, chosen, known in (
+        ("--size", sizes, measured.SIZES),
+        ("--schedule", schedules, measured.SCHEDULES),
+        ("--transport", transports, measured.TRANSPORTS),
+    ):
         if wrong := [value for value in chosen if value not in known]:
             raise Misuse(f"{name} {wrong[0]}: choose among {', '.join(known)}")
-    result = measured.run(sizes, schedules, steps, blocks, dispatch, memory=memory)
+    result = measured.run(sizes, schedules, steps, blocks, dispatch, transports, memory)
     _give(context, result, measured.table(result["rows"]), out, json)
 
 
