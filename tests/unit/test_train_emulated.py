@@ -198,7 +198,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "stretch": ("--stretch 0", ["stretch is 0", "above 0"]),
     "cap": ("--message-cap lots", ["message_cap 'lots'", "8GiB"]),
     "steps": ("--steps 0", ["steps is 0", "at least 1"]),
-    "transport": ("--transport smoke", ["no transport 'smoke'", "host, direct or delegate"]),
+    "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct or delegate"]),
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
     "link depth of another transport": ("--link-depth 3", ["link_depth 3 is for --transport direct"]),
     "delegates of none": ("--delegates 3", ["delegates 3", "--transport delegate"]),

@@ -233,7 +233,7 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
     return SolverAnswer(_order_found(problem, made, solver), bound)
 
 
-class _Model(NamedTuple):
+class _OrderModel(NamedTuple):
     """CP-SAT's model: the start of each queue's ops, and how long each of them takes, in steps of the clock."""
 
     model: Any
@@ -241,7 +241,7 @@ class _Model(NamedTuple):
     duration: list[int]
 
 
-def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _Model | None:
+def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _OrderModel | None:
     """The model of all schedules that end by the clock's last step; None where there are none."""
     from ortools.sat.python import cp_model
 
@@ -277,7 +277,7 @@ def _modelled(problem: Problem, clock: _Clock, span: Span | None) -> _Model | No
         _memory(model, problem, r, starts, duration, clock)
     if span is not None and not span.fixed:
         _first_starts(model, problem, span, starts, duration, clock)
-    return _Model(model, starts, duration)
+    return _OrderModel(model, starts, duration)
 
 
 def _solver(seed: int, num_workers: int) -> Any:
@@ -296,7 +296,7 @@ def _solver(seed: int, num_workers: int) -> Any:
     return solver
 
 
-def _order_found(problem: Problem, made: _Model, solver: Any) -> Array | None:
+def _order_found(problem: Problem, made: _OrderModel, solver: Any) -> Array | None:
     row = _row_of(problem, [[solver.value(begin) for begin in mine] for mine in made.starts])
     runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
     return row if runs else None

@@ -84,7 +84,7 @@ class MemoryAddress(NamedTuple):
     nonce: int
 
 
-class RankMemory:
+class PeerMemory:
     """One rank's memory, as its own process or another one maps it."""
 
     def __init__(self, descriptor: int, span: int) -> None:
@@ -109,12 +109,12 @@ class RankMemory:
             self.map.close()
 
 
-class Slot:
+class MemorySlot:
     """A piece of this rank's memory, used for one message after another."""
 
     __slots__ = ("capacity", "header", "offset", "packet", "spec", "step")
 
-    def __init__(self, memory: RankMemory, offset: int, capacity: int) -> None:
+    def __init__(self, memory: PeerMemory, offset: int, capacity: int) -> None:
         self.offset, self.capacity = offset, capacity
         self.header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
         self.spec: WireSpec | None = None
@@ -144,12 +144,12 @@ class OutChannel:
     __slots__ = ("known", "slots", "under_way")
 
     def __init__(self) -> None:
-        self.under_way: deque[Slot] = deque()
+        self.under_way: deque[MemorySlot] = deque()
         self.known: dict[str, KnownSpec] = {}
-        self.slots: dict[int, deque[Slot]] = {}
+        self.slots: dict[int, deque[MemorySlot]] = {}
 
 
-class Sender:
+class PeerRing:
     """The way to one rank: its ring, what found no room there yet, and how it is woken."""
 
     __slots__ = ("asleep", "ring", "specs", "unsent", "wake")
@@ -166,7 +166,7 @@ class Sender:
             os.write(self.wake, b"\0")
 
 
-class Receiver:
+class IncomingRing:
     """What comes from one rank.
 
     Attributes:
@@ -176,7 +176,7 @@ class Receiver:
 
     __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "pidfd", "ring", "specs")
 
-    def __init__(self, peer: int, memory: RankMemory, ring: memoryview, pidfd: int) -> None:
+    def __init__(self, peer: int, memory: PeerMemory, ring: memoryview, pidfd: int) -> None:
         self.peer, self.memory, self.ring, self.pidfd = peer, memory, ring, pidfd
         self.due: dict[int, Edge] = {}
         self.early: list[int] = []
@@ -207,11 +207,11 @@ class SharedMemoryTransport:
         self._signatures: Sequence[str] = ()
         self._routes: dict[tuple[Edge, int], tuple[OutChannel, int]] = {}
         self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
-        self._owing: list[Receiver] = []
+        self._senders: dict[int, PeerRing] = {}
+        self._receivers: dict[int, IncomingRing] = {}
+        self._owing: list[IncomingRing] = []
         self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[int, dict[int, Edge]]]] = {}
-        self._ready: dict[Edge, tuple[Receiver, Packet, memoryview]] = {}
+        self._ready: dict[Edge, tuple[IncomingRing, Packet, memoryview]] = {}
         self._arrived: list[Edge] = []
         self._window: Mapping[int, int] = {}
         self._full: OutChannel | None = None
@@ -231,7 +231,7 @@ class SharedMemoryTransport:
         descriptors = f"/proc/{address.pid}/fd/"
         memory_fd = os.open(f"{descriptors}{address.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = RankMemory(memory_fd, address.span)
+            memory = PeerMemory(memory_fd, address.span)
         finally:
             os.close(memory_fd)
         if memory.words[_NONCE] != address.nonce:
@@ -240,8 +240,8 @@ class SharedMemoryTransport:
         self._opened.append(wake)
         pidfd = os.pidfd_open(address.pid)
         self._opened.append(pidfd)
-        self._senders[peer] = Sender(self._own.memory.ring(peer), memory.words[_ASLEEP : _ASLEEP + 1], wake)
-        self._receivers[peer] = Receiver(peer, memory, memory.ring(self.rank), pidfd)
+        self._senders[peer] = PeerRing(self._own.memory.ring(peer), memory.words[_ASLEEP : _ASLEEP + 1], wake)
+        self._receivers[peer] = IncomingRing(peer, memory, memory.ring(self.rank), pidfd)
 
     # Steps.
 
@@ -291,7 +291,7 @@ class SharedMemoryTransport:
                 if capacity >= TRIMMED:
                     self._trim(slots)
 
-    def _trim(self, slots: deque[Slot]) -> None:
+    def _trim(self, slots: deque[MemorySlot]) -> None:
         """Gives back the pages of slots that the last two steps did not use."""
         for slot in slots:
             if slot.step and slot.step < self._step - 1 and not slot.header[_FULL]:
@@ -374,7 +374,7 @@ class SharedMemoryTransport:
         self._senders[target].ring[_WANTED] = 1
         return False
 
-    def _put(self, sender: Sender, offset: int) -> bool:
+    def _put(self, sender: PeerRing, offset: int) -> bool:
         """Tells a rank of a message, and wakes it where it sleeps; False where its ring has no room."""
         ring = sender.ring
         written = ring[_WRITTEN]
@@ -413,7 +413,7 @@ class SharedMemoryTransport:
         numbers[spec] = len(numbers)
         return KnownSpec(spec, numbers[spec], spec.to_json().encode())
 
-    def _slot(self, channel: OutChannel, spec: WireSpec, capacity: int) -> Slot:
+    def _slot(self, channel: OutChannel, spec: WireSpec, capacity: int) -> MemorySlot:
         """A free slot, laid out for a spec."""
         slots = channel.slots.get(capacity)
         if slots is None:
@@ -426,7 +426,7 @@ class SharedMemoryTransport:
                     f"the messages of rank {self.rank} that were not taken fill {self._own.span} bytes of shared "
                     "memory; use transport='gloo'"
                 )
-            slot = Slot(self._own.memory, self._next, capacity)
+            slot = MemorySlot(self._own.memory, self._next, capacity)
             self._next += capacity
         slots.append(slot)
         if slot.spec is not spec:
@@ -457,7 +457,7 @@ class SharedMemoryTransport:
             self._arrived = []
         return arrived
 
-    def _came(self, receiver: Receiver, offset: int) -> None:
+    def _came(self, receiver: IncomingRing, offset: int) -> None:
         """Takes note of a message."""
         number, packet, header = receiver.packets.get(offset) or self._laid_out(receiver, offset)
         if header[_SPEC] != number:
@@ -474,7 +474,7 @@ class SharedMemoryTransport:
         self._log.add(TransferRecord(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[_THERE]))
         self._arrived.append(edge)
 
-    def _laid_out(self, receiver: Receiver, offset: int) -> tuple[int, Packet, memoryview]:
+    def _laid_out(self, receiver: IncomingRing, offset: int) -> tuple[int, Packet, memoryview]:
         memory = receiver.memory
         header = memory.words[offset // _WORD : (offset + ALIGN) // _WORD]
         number = header[_SPEC]
@@ -578,7 +578,7 @@ class OwnMemory:
         self._descriptors = [os.memfd_create("penstock-shared")]
         try:
             os.ftruncate(self._descriptors[0], self.span)
-            self.memory = RankMemory(self._descriptors[0], self.span)
+            self.memory = PeerMemory(self._descriptors[0], self.span)
             self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         except BaseException:
             os.close(self._descriptors[0])
