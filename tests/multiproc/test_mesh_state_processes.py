@@ -145,7 +145,7 @@ def test_what_a_mesh_cannot_run_is_told() -> None:
         "a dimension 'rows'; the names are pp, dp and tp",
         "2 dimensions, named nothing",
         "no sharding 'zero3'; choose none, zero1 or fsdp",
-        "after each of which all replicas would have to gather what it stepped",
+        "after each, all replicas would have to gather what it stepped",
         "the schedule is for 4 ranks and the process group has 2",
         "steering plans for one pipeline",
         "rank 1 was given another sharding than rank 0",

@@ -81,7 +81,7 @@ def refusals(rank: int) -> dict[str, list[str]]:
     for given in tie_runs.GIVEN:
         source, tied = tie_runs.as_given(tie_runs.tied_model(4), given)
         made = tie_runs.refused(source, ps.build("xpipe", 4, 16, window=4), tied=tied)
-        said[f"ties and predictions, {given}"] = made, "rule 'xpipe' predicts on stage 2 what"
+        said[f"ties and predictions, {given}"] = made, "a tied parameter that another stage owns"
     sparse = tie_runs.sparse_model(4)
     said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "the pipelines of amdp send one another"
     tied_sparse = tie_runs.refused(tie_runs.sparse_model(4, tied=True), ps.build("1f1b", 4, 4))

@@ -101,8 +101,8 @@ def test_what_is_done_to_a_tied_parameter_between_steps_reaches_all_its_stages()
 def test_a_prediction_of_what_another_stage_owns_is_refused() -> None:
     schedule = ps.build("xpipe", 4, 16, window=4)
     said = tie_runs.refused(tie_runs.tied_model(4), schedule)
-    assert "are one parameter, and rule 'xpipe' predicts on stage 2 what" in said
-    assert "stage 0 alone has" in said
+    assert "xpipe (rule 'xpipe'): weights that a rule predicts and a tied parameter that another stage owns" in said
+    assert "0.0.weight, 2.0.weight, 3.0.weight of stages 0, 2, 3" in said
 
 
 @pytest.mark.parametrize(("name", "then"), [("amdp", "amdp"), ("pipedream-2bw", "pipedream-2bw"), ("amdp", "1f1b")])

@@ -99,7 +99,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding": ("--schedule amdp --sharding maybe", ["no sharding 'maybe'", "none, copies, zero1 or fsdp"]),
     "adapting what is asynchronous": ("--schedule amdp --adapt --dp 2", ["leave out --adapt", "--dp 2"]),
     "asynchronous and dynamic": ("--schedule amdp --dispatch dynamic", ["frozen", "leave out --dispatch"]),
-    "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain' predicts on stage", "--no-tied"]),
+    "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain'", "another stage owns", "--no-tied"]),
     "no microbatch for each": ("--schedule amdp --batch 3", ["batch of 3", "4 microbatches"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),
     "no folder": ("--resume nowhere", ["nowhere is no run"]),

@@ -1,26 +1,225 @@
 """What does not go with what: schedules and options that are refused before anything starts, each with its reason.
 
-schedule --require_runnable--> stages, ties --require_tied_updates, require_dense--> a pipeline
+schedule --require_runnable--> options --require_compatible--> stages --ties: again; require_dense--> a pipeline
    |
    +--steered--> what may change of it while it runs
+
+`REFUSALS` is the whole table of features that exclude one another. docs/compatibility.md is written from it:
+
+    python -m penstock.runtime.compatibility > docs/compatibility.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
+from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
 from penstock.runtime.parameters.tied import Tie
 from penstock.runtime.parameters.versions import rule_of
 from penstock.runtime.stage.branches import is_plain, require_matching
 from penstock.schedule import Schedule, ScheduleError, check
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What of a pipeline's features may exclude another.
+
+    Attributes:
+        num_replicas, num_shards: of the mesh (dp, tp). sharding: see `ParallelOptions`.
+        dispatch: how ranks pick ops. transport: by its name. device: kind of device that stages lie on.
+        adapts: whether links are measured and anything is changed. is_late: whether links are made late.
+        one_process: whether all ranks of a pipeline are in this process.
+        tied: by name the stages that share a parameter, ascending.
+    """
+
+    schedule: Schedule
+    num_replicas: int = 1
+    num_shards: int = 1
+    sharding: str = "copies"
+    dispatch: str = "frozen"
+    transport: str = "host"
+    device: str = "cpu"
+    adapts: bool = False
+    is_late: bool = False
+    one_process: bool = False
+    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def has_updates(self) -> bool:
+        return self.schedule.updates is not None
+
+    def most_predicted(self, stage: int) -> int:
+        """The most updates that an op of a stage predicts."""
+        updates = self.schedule.updates
+        return 0 if updates is None else rule_of(updates.rule).most_steps(self.schedule, stage)
+
+    @property
+    def predicts(self) -> bool:
+        return any(self.most_predicted(stage) for stage in range(self.schedule.num_stages))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two features that exclude one another.
+
+    Attributes:
+        one, other: the features. why: what stands in the way. instead: what to do.
+        holds: whether a combination has both.
+    """
+
+    one: str
+    other: str
+    why: str
+    instead: str
+    holds: Callable[[Combination], bool]
+
+
+UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule predicts"
+REFUSALS = (
+    Refusal(
+        UPDATES,
+        "tensor-parallel shards (tp)",
+        "updates keep versions of whole parameters, and each shard has parts of them",
+        "leave tp out, or use a schedule without updates as ops",
+        lambda c: c.has_updates and c.num_shards > 1,
+    ),
+    Refusal(
+        UPDATES,
+        'sharding="fsdp" over replicas',
+        "after each, all replicas would have to gather what it stepped, as the next op reads it",
+        'use sharding="zero1", which shares out the optimizer\'s state alone',
+        lambda c: c.has_updates and c.num_replicas > 1 and c.sharding == "fsdp",
+    ),
+    Refusal(
+        UPDATES,
+        "dispatch other than frozen",
+        "the order says which weights each op meets",
+        "run it frozen",
+        lambda c: c.has_updates and c.dispatch != "frozen",
+    ),
+    Refusal(
+        UPDATES,
+        "links made late, with replicas whose ranks share a process",
+        "late links change when these ranks take turns, and so in which order updates come, which all replicas have "
+        "to make alike",
+        "leave the links out, or give each rank a process",
+        lambda c: c.has_updates and c.num_replicas > 1 and c.is_late and c.one_process,
+    ),
+    Refusal(
+        UPDATES,
+        "tied parameters on stages that branch, or that ranks share",
+        "new values of a tied parameter travel with the forwards of a chain of stages, each on one rank",
+        "untie them, or use a schedule without updates as ops",
+        lambda c: c.has_updates and bool(c.tied) and (bool(c.schedule.placement.shared) or not is_plain(c.schedule)),
+    ),
+    Refusal(
+        PREDICTIONS,
+        "a tied parameter that another stage owns",
+        "the prediction is made from the optimizer's state, which the lowest of its stages alone has",
+        "untie them, or use rule 'none' or 'pipedream', which predict nothing",
+        lambda c: any(c.most_predicted(stage) for stages in c.tied.values() for stage in stages[1:]),
+    ),
+    Refusal(
+        PREDICTIONS,
+        'sharding="zero1" over replicas',
+        "they are made from the optimizer's state, of which each replica has a part",
+        "use sharding=\"copies\", or rule 'none' or 'pipedream', which predict nothing",
+        lambda c: c.predicts and c.num_replicas > 1 and c.sharding == "zero1",
+    ),
+    Refusal(
+        PREDICTIONS,
+        "several pipelines of which one has the optimizer's state",
+        "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
+        "give sharding=\"none\" (--sharding none), or use rule 'none'",
+        lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
+    ),
+    Refusal(
+        "adapt",
+        "replicas or shards (dp, tp)",
+        "steering plans for one pipeline, and the mesh has more, or parts of one",
+        "leave adapt out; over a mesh `penstock train --adapt` moves nodes",
+        lambda c: c.adapts and c.num_replicas * c.num_shards > 1,
+    ),
+    Refusal(
+        "transport 'nccl'",
+        "dispatch other than frozen",
+        "it can't tell which message has come",
+        "run it frozen, or use transport 'host'",
+        lambda c: c.transport == "nccl" and c.dispatch != "frozen",
+    ),
+    Refusal(
+        "transport 'nccl'",
+        "asynchronous ops",
+        "their end must wake a rank that waits for messages, and NCCL's are waited for on the GPU",
+        "use 'host', 'gloo', 'direct' or 'delegate'",
+        lambda c: c.transport == "nccl" and bool(c.schedule.asynchronous),
+    ),
+)
+"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one."""
+
+OF_SCHEDULES = (
+    ("a rank that hosts a stage in two pipelines", "copies are there so that other ranks run them"),
+    ("stages that feed one another and work on numbers of microbatches that do not match", "samples would not match"),
+    ("updates as ops beside REDUCE ops", "each update sums over the replicas itself"),
+    ("a parameter of a shared stage and of one on other ranks", "the ranks of the former have a part of it each"),
+    ("sparse gradients that replicas, clipping or processes of a tie add up", "what these add up is dense"),
+    ("transport 'direct' with a depth that the order outgrows", "every rank would wait to send"),
+)
+"""What is refused of single schedules and models, and why."""
+
+
+def refusal_of(combination: Combination) -> Refusal | None:
+    """The first row of the table that refuses it; None where it runs."""
+    return next((row for row in REFUSALS if row.holds(combination)), None)
+
+
+def require_compatible(combination: Combination) -> None:
+    """Raises RuntimeFailure, the same on every rank, with the reason of the first row that refuses a combination."""
+    if (row := refusal_of(combination)) is None:
+        return
+    schedule = combination.schedule
+    subject = schedule.name
+    if row.one == PREDICTIONS and schedule.updates is not None:
+        subject = f"{subject} (rule {schedule.updates.rule!r})"
+    shared = ""
+    if "tied" in row.other:
+        shared = "; ".join(f"{names} of stages {_listed(stages)}" for names, stages in combination.tied.items())
+        shared = f" ({shared})"
+    raise RuntimeFailure(
+        f"{subject}: {row.one} and {row.other}{shared} exclude one another: {row.why}; {row.instead}"
+    )
+
+
+def page() -> str:
+    """The table as a page of the docs."""
+    rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
+    schedules = [f"| {what} | {why} |" for what, why in OF_SCHEDULES]
+    return "\n".join([*_HEAD, *rows, *_BETWEEN, *schedules, ""])
+
+
+_HEAD = (
+    "# What excludes what",
+    "",
+    "A pipeline that has both features of a row is refused where it is made, before anything is built, with the",
+    "reason given here. The page is written from the table in `runtime/compatibility.py`.",
+    "",
+    "| feature | other feature | why | instead |",
+    "|---|---|---|---|",
+)
+_BETWEEN = (
+    "",
+    "Single schedules and models are refused by name, too:",
+    "",
+    "| what | why |",
+    "|---|---|",
+)
 
 
 def check_once(schedule: Schedule, peers: Peers) -> None:
@@ -41,32 +240,6 @@ def require_runnable(schedule: Schedule) -> None:
 
 def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
-
-
-def require_tied_updates(schedule: Schedule, tied: Mapping[str, Sequence[int]]) -> None:
-    """Raises RuntimeFailure where updates are ops and a stage can't have what it reads of a parameter that another
-    one owns.
-
-    Args:
-        tied: the stages that share each tied parameter, ascending, by its names.
-    """
-    if schedule.updates is None:
-        return
-    rule = rule_of(schedule.updates.rule)
-    for names, (owner, *others) in tied.items():
-        if schedule.placement.shared or not is_plain(schedule):
-            raise RuntimeFailure(
-                f"{names} are one parameter of stages {_listed([owner, *others])}, and new values of it travel with "
-                f"the forwards of a chain of stages, each on one rank, which {schedule.name} has not; untie them, "
-                "or use a schedule without updates as ops"
-            )
-        for stage in others:
-            if steps := rule.most_steps(schedule, stage):
-                raise RuntimeFailure(
-                    f"{names} are one parameter, and rule {rule.name!r} predicts on stage {stage} what {steps} more "
-                    f"updates make of it, from the optimizer's state, which stage {owner} alone has; untie them, or "
-                    "use rule 'none' or 'pipedream', which predict nothing"
-                )
 
 
 def require_dense(
@@ -101,38 +274,6 @@ def require_dense(
     raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
 
 
-def require_meshable(mesh: ProcessMesh, schedule: Schedule, steered: bool, has_conditions: bool) -> None:
-    """Raises RuntimeFailure for what does not run with replicas or shards, with the reason."""
-    if mesh.is_flat:
-        return
-    what = f"a mesh of {mesh.num_replicas} replicas and {mesh.num_shards} shards"
-    if schedule.updates is not None and mesh.num_shards > 1:
-        raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, which keep versions of whole parameters, and {what} has "
-            "parts of them; leave tp out, or use a schedule without updates as ops"
-        )
-    if schedule.updates is not None and mesh.sharding == "fsdp":
-        raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, after each of which all replicas would have to gather "
-            'what it stepped, for the next op reads it; sharding="zero1" shares out the optimizer\'s state alone'
-        )
-    if schedule.updates is not None and mesh.sharding == "zero1":
-        rule = rule_of(schedule.updates.rule)
-        if any(rule.most_steps(schedule, stage) for stage in range(schedule.num_stages)):
-            raise RuntimeFailure(
-                f"rule {rule.name!r} predicts weights from the optimizer's state, of which each replica has a part; "
-                "use sharding=\"none\", or rule 'none' or 'pipedream', which predict nothing"
-            )
-    if schedule.updates is not None and has_conditions and isinstance(mesh.pipeline, LocalPeers):
-        raise RuntimeFailure(
-            "links that are made late change when the ranks of this process take turns, and so in which order the "
-            f"updates of {schedule.name} come, which all {mesh.num_replicas} replicas have to make alike; leave the "
-            "links out, or give each rank a process"
-        )
-    if steered:
-        raise RuntimeFailure(f"steering plans for one pipeline, and {what} has more; leave adapt out")
-
-
 def steered(schedule: Schedule, steering: AdaptOptions | None) -> AdaptOptions | None:
     """What steering may do to a schedule. Every one is measured, and its links may be delegated. Its order is changed
     where that can be planned, and its dispatch where the order does not say which weights an op meets.
@@ -155,3 +296,7 @@ def why_not_replanned(schedule: Schedule) -> str | None:
     if not is_plain(schedule):
         return "has stages that branch, and orders are planned for a chain of them"
     return None
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -24,11 +24,11 @@ from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import state_of
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.compatibility import (
+    Combination,
     check_once,
+    require_compatible,
     require_dense,
-    require_meshable,
     require_runnable,
-    require_tied_updates,
     steered,
 )
 from penstock.runtime.errors import RuntimeFailure
@@ -179,7 +179,18 @@ class Pipeline:
         check_once(schedule, place.everyone)
         self._costs = known = adapt.costs if adapt is not None else None
         chosen = dispatch_of(dispatch, schedule, known, self._choice)
-        require_meshable(place, schedule, adapt is not None, links is not None)
+        combination = Combination(
+            schedule,
+            place.num_replicas,
+            place.num_shards,
+            parallel.sharding,
+            chosen.value,
+            self._choice.name,
+            adapts=adapt is not None,
+            is_late=links is not None,
+            one_process=not isinstance(self._peers, GroupPeers),
+        )
+        require_compatible(combination)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, adapt)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -198,7 +209,8 @@ class Pipeline:
                 sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
             )
             on_close(self._leave_model)
-            require_tied_updates(schedule, {", ".join(tie.names.values()): tie.stages for tie in held.ties})
+            tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
+            require_compatible(replace(combination, schedule=schedule, tied=tied))
             require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
             self._learner = OptimizerState(
                 held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, timeout

@@ -51,10 +51,12 @@ def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
     """Raises SettingsError for a weight of two stages, one of which could not have what it is to read."""
     if not tied or schedule.num_stages == 1:
         return
-    from penstock.runtime.compatibility import RuntimeFailure, require_tied_updates  # here, for sizes need no torch
+    # Here, for sizes need no torch.
+    from penstock.runtime.compatibility import Combination, RuntimeFailure, require_compatible
 
+    tie = {"embedding and head": [0, schedule.num_stages - 1]}
     try:
-        require_tied_updates(schedule, {"embedding and head": [0, schedule.num_stages - 1]})
+        require_compatible(Combination(schedule, sharding="none", tied=tie))
     except RuntimeFailure as error:
         raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
 

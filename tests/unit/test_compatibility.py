@@ -1,0 +1,106 @@
+"""Which features exclude one another: the table, its page, and pipelines that are refused where they are made."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+import tie_runs
+from packed import packed
+from penstock.runtime import RuntimeFailure
+from penstock.runtime.compatibility import REFUSALS, Combination, page, refusal_of, require_compatible, steered
+
+FAMILIES = {
+    "1f1b": ps.build("1f1b", 4, 8),
+    "zb-v": ps.build("zb-v", 4, 8),
+    "chimera": ps.build("chimera", 4, 8),
+    "mllm": ps.build("mllm", 4, 8),
+    "amdp": ps.build("amdp", 4, 16, window=4),
+    "pipedream-2bw": ps.build("pipedream-2bw", 4, 16, window=4),
+    "xpipe": ps.build("xpipe", 4, 16, window=4),
+    "reduce beside": ps.passes.add_reductions(ps.build("1f1b", 4, 8), asynchronous=True),
+}
+CELLS = [
+    Combination(schedule, dp, tp, sharding, dispatch, transport, adapts=adapts, tied={"a, b": [0, 2]} if tied else {})
+    for schedule, (dp, tp), sharding, dispatch, transport, adapts, tied in product(
+        FAMILIES.values(),
+        [(1, 1), (2, 1), (1, 2)],
+        ["none", "copies", "zero1", "fsdp"],
+        ["frozen", "dynamic"],
+        ["host", "direct", "delegate", "nccl"],
+        [False, True],
+        [False, True],
+    )
+]
+
+
+def test_the_page_is_the_table() -> None:
+    """`python -m penstock.runtime.compatibility > docs/compatibility.md` writes it."""
+    docs = Path(__file__).parents[2] / "docs" / "compatibility.md"
+    assert docs.read_text(encoding="utf-8") == page()
+
+
+def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> None:
+    late = [Combination(FAMILIES["amdp"], 2, is_late=True, one_process=True)]
+    used = {refusal_of(cell) for cell in CELLS + late} - {None}
+    branching = {row for row in REFUSALS if "branch" in row.other or "several pipelines" in row.other}
+    assert used == set(REFUSALS) - branching, "the library has no schedule for the others"
+    for cell in CELLS:
+        plain = cell.schedule.updates is None and not cell.adapts and cell.transport != "nccl"
+        assert not plain or refusal_of(cell) is None
+
+
+def test_a_refusal_names_the_schedule_both_features_the_reason_and_a_way_out() -> None:
+    for cell in CELLS:
+        row = refusal_of(cell)
+        if row is None:
+            require_compatible(cell)
+            continue
+        with pytest.raises(RuntimeFailure) as error:
+            require_compatible(cell)
+        for words in (cell.schedule.name, row.one, row.other, row.why, row.instead):
+            assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("amdp", {"dispatch": "dynamic"}), ("pipedream-2bw", {"dispatch": "hinted"}), ("xpipe", {})],
+)
+def test_what_the_table_refuses_is_refused_where_a_pipeline_is_made(family: str, options: dict[str, Any]) -> None:
+    schedule = FAMILIES[family]
+    assert tie_runs.refused(tie_runs.tied_model(schedule.num_stages), schedule, **options)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v", "chimera", "amdp", "pipedream-2bw"])
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_it_does_not_refuse_gives_what_the_schedule_gives_without_it(family: str, adapts: bool) -> None:
+    """Steering measures, and may switch dispatch; neither changes a bit."""
+    schedule = FAMILIES[family]
+    torch.manual_seed(4)
+    x, y = torch.randn(32, tie_runs.WIDTH), torch.randn(32, tie_runs.WIDTH)
+    found = []
+    for options in ({}, {"steering": ps.AdaptOptions()} if adapts else {"sharding": "zero1"}):
+        pipe = ps.Pipeline(
+            tie_runs.tied_model(schedule.num_stages), schedule, loss_fn=nn.MSELoss(), optimizer=tie_runs.ADAM,
+            **packed(**options),
+        )  # fmt: skip
+        losses = [pipe.step(x, y).loss for _ in range(2)]
+        found.append([*losses, *(p.detach() for _, p in pipe.named_parameters())])
+        pipe.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "planned", "dispatched"),
+    [("1f1b", True, True), ("chimera", False, True), ("mllm", False, True), ("amdp", False, False)],
+)
+def test_what_steering_may_do_to_a_schedule(family: str, planned: bool, dispatched: bool) -> None:
+    options = steered(FAMILIES[family], ps.AdaptOptions())
+    assert options is not None
+    assert (options.may_replan, bool(options.dispatches), options.may_delegate) == (planned, dispatched, True)
