@@ -1,0 +1,109 @@
+"""The gaps that `ps.plan` proves in ten seconds under tight caps, family by family, with and without OR-Tools.
+
+    python benchmarks/gaps/run.py --numbers 0-4                     problems 0 to 4 of every family
+    python benchmarks/gaps/run.py --family V --numbers 0-19         of one family
+    python benchmarks/gaps/run.py --numbers 0-4 --without-ortools   as where the extra `exact` is not installed
+    python benchmarks/gaps/run.py --table                           prints the table of README.md from results.json
+
+Each problem is written to results.json as soon as it is planned, in place of what was there for it, so that a run may be
+cut into slices. What is planned is said in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+from penstock.bench.plan import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
+from penstock.planning import compile_ahead, exact
+
+RESULTS = Path(__file__).parent / "results.json"
+SEED = 12
+TARGETS = {"one-to-one": 0.003, "V": 0.015, "bidirectional": 0.04, "circular": 0.04, "partial freeing": 0.01}
+"""Mean gaps aimed at."""
+
+
+def planned(family: str, number: int) -> dict[str, Any]:
+    costs, links, placement, cap = family_problem(family, number, SEED)
+    num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
+    found = ps.plan(
+        costs, num_ranks, 2 * num_ranks, links, placement=placement, time_limit=FAMILY_SECONDS, seed=number,
+        **cap,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return {
+        "family": family,
+        "number": number,
+        "num_ranks": num_ranks,
+        "ortools": exact.available(),
+        "value": found.value,
+        "bound": found.lower_bound,
+        "gap": found.gap,
+        "seconds": found.seconds,
+        "how": found.how,
+        "load": os.getloadavg()[0],
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        ).stdout.strip(),
+    }  # fmt: skip
+
+
+def key(row: dict[str, Any]) -> tuple[int, bool, int]:
+    return list(PLACEMENTS).index(row["family"]), not row["ortools"], row["number"]
+
+
+def kept(row: dict[str, Any]) -> None:
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = sorted([other for other in rows if key(other) != key(row)] + [row], key=key)
+    RESULTS.write_text(json.dumps({"seed": SEED, "time_limit": FAMILY_SECONDS, "rows": rows}, indent=1) + "\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    ranks = " | ".join(f"{each} ranks" for each in FAMILY_RANKS)
+    lines = [
+        f"| family | OR-Tools | problems | aim | mean gap | worst | {ranks} |",
+        f"|---|---|{'---:|' * (4 + len(FAMILY_RANKS))}",
+    ]
+    for family in PLACEMENTS:
+        for ortools in (True, False):
+            mine = [row for row in rows if row["family"] == family and row["ortools"] == ortools]
+            if not mine:
+                continue
+            gaps = [[row["gap"] for row in mine if row["num_ranks"] == each] for each in FAMILY_RANKS]
+            each = " | ".join(f"{statistics.fmean(found):.2%}" if found else "-" for found in gaps)
+            mean, worst = statistics.fmean(row["gap"] for row in mine), max(row["gap"] for row in mine)
+            lines.append(
+                f"| {family} | {'with' if ortools else 'without'} | {len(mine)} | {TARGETS[family]:.1%} | {mean:.2%} | "
+                f"{worst:.2%} | {each} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=list(PLACEMENTS), action="append")
+    parser.add_argument("--numbers", default="0-19", help="first and last, as in 0-4")
+    parser.add_argument("--without-ortools", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    if given.table:
+        print(table(json.loads(RESULTS.read_text())["rows"]))
+        return
+    if given.without_ortools:
+        exact.available = lambda: False
+    compile_ahead.compile_all()
+    first, last = map(int, given.numbers.split("-"))
+    for family in given.family or PLACEMENTS:
+        for number in range(first, last + 1):
+            row = planned(family, number)
+            kept(row)
+            print(f"{family} {number}: {row['num_ranks']} ranks, gap {row['gap']:.2%}, {row['how']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
