@@ -5,8 +5,8 @@
     python benchmarks/gaps/run.py --numbers 0-4 --without-ortools   as where the extra `exact` is not installed
     python benchmarks/gaps/run.py --table                           prints the table of README.md from results.json
 
-Each problem is written to results.json as soon as it is planned, in place of what was there for it, so that a run may be
-cut into slices. What is planned is said in README.md.
+Each problem is written to results.json as soon as it is planned, in place of what was there for it, so that a run may
+be cut into slices. What is planned is said in README.md.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             each = " | ".join(f"{statistics.fmean(found):.2%}" if found else "-" for found in gaps)
             mean, worst = statistics.fmean(row["gap"] for row in mine), max(row["gap"] for row in mine)
             lines.append(
-                f"| {family} | {'with' if ortools else 'without'} | {len(mine)} | {TARGETS[family]:.1%} | {mean:.2%} | "
-                f"{worst:.2%} | {each} |"
+                f"| {family} | {'with' if ortools else 'without'} | {len(mine)} | {TARGETS[family]:.1%} | "
+                f"{mean:.2%} | {worst:.2%} | {each} |"
             )
     return "\n".join(lines)
 

@@ -75,3 +75,14 @@ def test_analyze(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["ST"]["names"] == {"stage": 3}
     assert results["large"]["ops"] >= 230_000
     assert results["large"]["seconds"] < 20
+
+
+def test_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads((BENCHMARKS / "gaps/results.json").read_text(encoding="utf-8"))["rows"]
+    readme = (BENCHMARKS / "gaps/README.md").read_text(encoding="utf-8")
+    run = script("gaps", monkeypatch)
+    assert run.table(rows) in readme
+    assert len({run.key(row) for row in rows}) == len(rows)
+    for row in rows:
+        assert row["gap"] == pytest.approx(row["value"] / row["bound"] - 1)
+        assert row["value"] >= row["bound"]
