@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_it_is_run_as_a_loop_that_sums_by_pipeline(split: bool, dispatch: str) -
     assert all(torch.equal(got.grad, want) for got, want in zip(pipe.parameters(), wanted, strict=True))
     assert len(called) == len(set(called)) == 2 * p * n
     pipe.close()
+
+
+def test_users_functions_see_the_ops_of_every_pipeline() -> None:
+    """An op of a registered kind was looked for by its number among those of the first pipeline."""
+    seen: list[tuple[int, bool]] = []
+
+    def look(view: ps.program.View, op: ps.Op) -> bool:
+        if op.kind == "F" and op.stage == 0:
+            seen.append((op.microbatch, view.has_run(ps.Op("WEIGHTS", 0, op.microbatch))))
+        return True
+
+    program = replace(weipipe(3, 6), rules=ps.Rules(max_in_flight=3, check=look))
+    ps.check(program.build())
+    assert {m for m, _ in seen} == set(range(6))
+    assert all(has_run for _, has_run in seen)
 
 
 def test_what_cannot_be_said_of_several_pipelines_is_refused() -> None:

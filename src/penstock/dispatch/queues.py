@@ -102,9 +102,9 @@ class QueueGraph:
     def op(self, queue: int, index: int) -> Op:
         """The `index`-th op of a queue."""
         pipeline, kind, stage = self.labels[queue]
-        return Op(kind, stage, self.microbatches[pipeline][index] if self._is_dealt(kind, stage) else index)
+        return Op(kind, stage, self.microbatches[pipeline][index] if self.is_dealt(kind, stage) else index)
 
-    def _is_dealt(self, kind: str, stage: int) -> bool:
+    def is_dealt(self, kind: str, stage: int) -> bool:
         """Whether the ops of a queue are numbered as the microbatches of its pipeline."""
         graph = self.stage_graph
         if graph is None:
@@ -125,7 +125,7 @@ class QueueGraph:
         """
         order: list[tuple[Op, ...]] = []
         graph = self.stage_graph
-        dealt = [self._is_dealt(kind, stage) for _, kind, stage in self.labels]
+        dealt = [self.is_dealt(kind, stage) for _, kind, stage in self.labels]
         for row in rows:
             seen = [0] * self.num_queues
             ops = []

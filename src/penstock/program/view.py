@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from penstock.dispatch.queues import CLASS_OF, QueueGraph
+from penstock.dispatch.queues import QueueGraph
 from penstock.engine.rule_tables import INFINITY, QueueRecord, Tables
 from penstock.schedule import Op
 
@@ -90,7 +90,7 @@ class View:
     def _find(self, op: Op) -> tuple[QueueRecord, int] | None:
         """An op's queue and its number there; None for one that is not there."""
         graph, index, pipeline = self._graph, op.microbatch, 0
-        if op.kind in CLASS_OF and not (graph.stage_graph and graph.stage_graph.num_microbatches):
+        if graph.is_dealt(op.kind, op.stage):
             if not 0 <= index < len(graph.microbatch_pipeline):
                 return None
             pipeline = graph.microbatch_pipeline[index]
