@@ -144,7 +144,7 @@ def test_what_a_mesh_cannot_run_is_told() -> None:
         "parallelize=penstock.models.parallelize",
         "a dimension 'rows'; the names are pp, dp and tp",
         "2 dimensions, named nothing",
-        "no sharding 'zero3'; choose none, zero1 or fsdp",
+        "no sharding 'zero3'; choose none, copies, zero1 or fsdp",
         "after each, all replicas would have to gather what it stepped",
         "the schedule is for 4 ranks and the process group has 2",
         "steering plans for one pipeline",
