@@ -25,12 +25,13 @@ import ortools
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from penstock.bench.machine import machine
-from proof_cases import GRAPHS, Verdict, draw, draw_free, draw_graph, judge, judge_graph
+from proof_cases import GRAPHS, OFFLOADED, Verdict, draw, draw_free, draw_graph, judge, judge_graph
 
 
-def _judged(given: tuple[int, float, float, bool]) -> Verdict:
-    seed, time_limit, seconds, free = given
-    return judge(draw_free(seed) if free else draw(seed), time_limit, seconds)
+def _judged(given: tuple[int, float, float, bool, bool]) -> Verdict:
+    seed, time_limit, seconds, free, offload = given
+    family = OFFLOADED[seed % len(OFFLOADED)] if offload else None
+    return judge(draw_free(seed, family) if free or offload else draw(seed), time_limit, seconds)
 
 
 def _judged_graph(given: tuple[int, float, float]) -> tuple[int, str, bool, list[str]]:
@@ -116,17 +117,20 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--free", action="store_true", help="cases in which more than the order is free")
     parser.add_argument("--graphs", action="store_true", help="cases of stages that branch, and of shared stages")
+    parser.add_argument("--offload", action="store_true", help="cases in which activations may go to host memory")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.graphs:
         return graphs(arguments)
     if arguments.case is not None:
-        verdict = _judged((arguments.case, arguments.time, arguments.solver_seconds, arguments.free))
+        verdict = _judged(
+            (arguments.case, arguments.time, arguments.solver_seconds, arguments.free, arguments.offload)
+        )
         pprint(verdict)
         return 1 if verdict.wrong else 0
     verdicts: list[Verdict] = []
     given = [
-        (seed, arguments.time, arguments.solver_seconds, arguments.free)
+        (seed, arguments.time, arguments.solver_seconds, arguments.free, arguments.offload)
         for seed in range(arguments.first, arguments.first + arguments.cases)
     ]
     with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
