@@ -25,7 +25,7 @@ from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_
 from plain_loop import gradients
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
 # Bounded channels.

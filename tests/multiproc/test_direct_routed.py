@@ -26,7 +26,7 @@ from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
 from processes import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
 class Second(ConditionedTransport):
