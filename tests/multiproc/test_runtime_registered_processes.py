@@ -168,4 +168,7 @@ def test_what_is_told_on_all_ranks() -> None:
 def test_a_deadline_names_the_op_that_was_waited_for(tmp_path: Path) -> None:
     outcomes = run_ranks(NUM_RANKS, takes_too_long, tmp_path, deadline=30)
     assert all(o.code == 1 for o in outcomes), "\n".join(o.text for o in outcomes)
-    assert "for 3 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0" in outcomes[3].last_line
+    assert (
+        "for 3 s: rank 3 waits to run TELL0 of stage 3, which needs ASK0 of stage 0 from rank 0"
+        in outcomes[3].last_line
+    )
