@@ -12,7 +12,6 @@ from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, wi
 
 pytestmark = [
     pytest.mark.multiproc,
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds what is left by /proc"),
     pytest.mark.timeout(300),
 ]

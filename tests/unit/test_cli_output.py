@@ -22,7 +22,7 @@ VERBS = [
     ("check", "1f1b", *COUNTS),
     ("plan", *COUNTS, "--time", "0.05"),
     ("search", *COUNTS),
-    ("tune", "--model", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
+    ("tune", "--preset", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
     ("compare", "1f1b", "--steps", "0", "--costs", "gpt2-14b", *COUNTS, "--batch", "4"),
     ("convert", "given.json", "made.txt"),
 ]
