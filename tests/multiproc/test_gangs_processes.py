@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pickle
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gang_runs as runs
 import penstock as ps
+from penstock.runtime.mesh.groups import groups_of_processes
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -164,3 +167,17 @@ def test_shared_stages_over_meshes() -> None:
             want, told = expected[name]
             assert not runs.differences(want, steps), name
             assert evaluated == pytest.approx(told, rel=1e-5), name
+
+
+def groups_of_some_then_of_all(rank: int) -> int:
+    groups_of_processes({"some": [1, 3]}, 10.0, whole=True)
+    made = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=10), use_local_synchronization=True)
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=made)
+    return int(total)
+
+
+def test_a_group_of_some_ranks_does_not_keep_later_ones_from_meeting() -> None:
+    """Torch names a group that its members make after how many groups they know, which must be alike on all of them."""
+    outcomes = run_ranks(4, groups_of_some_then_of_all, deadline=40)
+    assert [o.value for o in outcomes] == [6] * 4, outcomes[0].text

@@ -39,13 +39,13 @@ def groups_of_processes(
     made: dict[Key, dist.ProcessGroup | None] = {}
     for key, each in sets.items():
         inside = list(each)
-        if whole:
-            group = dist.new_group(inside, timeout=limit)
-        else:
-            # A group that its members alone make is named after them and after how many groups they know: who is not
-            # in it makes one of itself, so that all go on counting alike.
-            mine = inside if dist.get_rank() in inside else [dist.get_rank()]
-            group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+        # A group that its members alone make is named after them and after how many groups they know. So who is not in
+        # one makes one of itself, and all go on counting alike.
+        alone = [dist.get_rank()] if dist.get_rank() not in inside else None
+        group = dist.new_group(inside, timeout=limit) if whole else None
+        if alone or not whole:
+            own = dist.new_group(alone or inside, timeout=limit, use_local_synchronization=True)
+            group = own if group is None else group
         made[key] = group if dist.get_rank() in inside and isinstance(group, dist.ProcessGroup) else None
     return made
 
