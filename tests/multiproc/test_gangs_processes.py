@@ -178,6 +178,6 @@ def groups_of_some_then_of_all(rank: int) -> int:
 
 
 def test_a_group_of_some_ranks_does_not_keep_later_ones_from_meeting() -> None:
-    """Torch names a group that its members make after how many groups they know, which must be alike on all of them."""
+    """Torch names a group that its members make after how many groups they know, which must be alike."""
     outcomes = run_ranks(4, groups_of_some_then_of_all, deadline=40)
     assert [o.value for o in outcomes] == [6] * 4, outcomes[0].text

@@ -39,8 +39,8 @@ def groups_of_processes(
     made: dict[Key, dist.ProcessGroup | None] = {}
     for key, each in sets.items():
         inside = list(each)
-        # A group that its members alone make is named after them and after how many groups they know. So who is not in
-        # one makes one of itself, and all go on counting alike.
+        # A group that its members alone make is named after them and after how many groups they know. So who is not
+        # in one makes one of itself, and all go on counting alike.
         alone = [dist.get_rank()] if dist.get_rank() not in inside else None
         group = dist.new_group(inside, timeout=limit) if whole else None
         if alone or not whole:
