@@ -7,7 +7,6 @@ keeps the cap.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
+from penstock.planning.jackson import preemptive_span
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
 from penstock.schedule import Schedule, ScheduleError
 
@@ -130,26 +130,5 @@ def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
     head = list(Timer(*graph.network(duration)).time(ops).start)
     tail = list(Timer(*graph.turned().network(duration[::-1])).time(ops).start)[::-1]
     first, duration = order.ints["first"].tolist(), duration.tolist()
-    return max((_preemptive(range(first[r], first[r + 1]), head, duration, tail) for r in ranks), default=0.0)
-
-
-def _preemptive(ops: Sequence[int], head: Sequence[float], duration: Sequence[float], tail: Sequence[float]) -> float:
-    """Jackson's preemptive schedule of one rank's ops: whichever is there and has most behind it, cut at will."""
-    waiting = sorted(ops, key=lambda op: head[op], reverse=True)
-    there: list[tuple[float, int, float]] = []
-    now = most = 0.0
-    while waiting or there:
-        if not there:
-            now = max(now, head[waiting[-1]])
-        while waiting and head[waiting[-1]] <= now:
-            op = waiting.pop()
-            heapq.heappush(there, (-tail[op], op, duration[op]))
-        behind, op, left = heapq.heappop(there)
-        until = head[waiting[-1]] if waiting else float("inf")
-        if now + left > until:
-            heapq.heappush(there, (behind, op, left - (until - now)))
-            now = until
-        else:
-            now += left
-            most = max(most, now - behind)
-    return most
+    rows = [slice(first[r], first[r + 1]) for r in ranks]
+    return max((preemptive_span(head[row], duration[row], tail[row]) for row in rows), default=0.0)

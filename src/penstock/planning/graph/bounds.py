@@ -12,7 +12,6 @@ microbatches, what stages on the same row hold from which a path leads to it.
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.graph.problem import GraphProblem
+from penstock.planning.jackson import preemptive_span
 from penstock.planning.periodic.bound import flow_bound
 
 _MOST_BLOCKS = 250
@@ -49,7 +49,7 @@ def jackson_bound(problem: GraphProblem, sequence: Array) -> float:
             on_row[r] += range(int(problem.network.op_first[q]), int(problem.network.op_first[q + 1]))
     bound = float((heads + duration + tails).max())
     for ops in on_row:
-        bound = max(bound, _jackson(heads[ops].tolist(), duration[ops].tolist(), tails[ops].tolist()))
+        bound = max(bound, preemptive_span(heads[ops].tolist(), duration[ops].tolist(), tails[ops].tolist()))
     return bound
 
 
@@ -136,26 +136,3 @@ def _ancestors(problem: GraphProblem) -> list[set[int]]:
                 above[stage] |= more
                 changed = True
     return above
-
-
-def _jackson(heads: list[float], durations: list[float], tails: list[float]) -> float:
-    """Jackson's preemptive schedule: of the ops there the one with the longest tail, at every moment."""
-    order = sorted(range(len(heads)), key=lambda k: heads[k])
-    waiting: list[list[float]] = []
-    clock, longest, k = 0.0, 0.0, 0
-    while k < len(order) or waiting:
-        if not waiting:
-            clock = max(clock, heads[order[k]])
-        while k < len(order) and heads[order[k]] <= clock:
-            heapq.heappush(waiting, [-tails[order[k]], durations[order[k]]])
-            k += 1
-        tail, left = waiting[0]
-        until = heads[order[k]] if k < len(order) else math.inf
-        if clock + left <= until:
-            clock += left
-            longest = max(longest, clock - tail)
-            heapq.heappop(waiting)
-        else:
-            waiting[0][1] = left - (until - clock)
-            clock = until
-    return longest

@@ -9,6 +9,6 @@
     the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
 
 worker       one rank at work                  async_ops     ops that run beside others
-executors    one process per rank, or all here devices/      what runs an op: torch, registered, updating, null
+executors    one process per rank, or all here handlers/     what runs an op: torch, registered, updating, null
 enable_split which stages defer W, and how much notices      what a person should know of a run, once
 """

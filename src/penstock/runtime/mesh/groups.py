@@ -39,14 +39,17 @@ def groups_of_processes(
     made: dict[Key, dist.ProcessGroup | None] = {}
     for key, each in sets.items():
         inside = list(each)
-        # A group that its members alone make is named after them and after how many groups they know. So who is not
-        # in one makes one of itself, and all go on counting alike.
-        alone = [dist.get_rank()] if dist.get_rank() not in inside else None
-        group = dist.new_group(inside, timeout=limit) if whole else None
-        if alone or not whole:
-            own = dist.new_group(alone or inside, timeout=limit, use_local_synchronization=True)
-            group = own if group is None else group
-        made[key] = group if dist.get_rank() in inside and isinstance(group, dist.ProcessGroup) else None
+        is_member = dist.get_rank() in inside
+        group: object = None
+        if whole:
+            group = dist.new_group(inside, timeout=limit)
+        elif is_member:
+            group = dist.new_group(inside, timeout=limit, use_local_synchronization=True)
+        if not is_member:
+            # A group that its members alone make is named after them and after how many groups they know. So who is
+            # not in this one makes one of itself, and all go on counting alike.
+            dist.new_group([dist.get_rank()], timeout=limit, use_local_synchronization=True)
+        made[key] = group if is_member and isinstance(group, dist.ProcessGroup) else None
     return made
 
 

@@ -17,7 +17,7 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
     Raises:
         RuntimeFailure: one of the two without the other, or of a stage that several ranks share.
     """
-    kinds = {op.kind for row in schedule.order for op in row}
+    kinds = {each.kind for each in schedule.stage_graph.registered} if schedule.stage_graph else set()
     if not {OFFLOAD, RELOAD} <= kinds or {OFFLOAD, RELOAD} & set(given):
         return False
     cells = {

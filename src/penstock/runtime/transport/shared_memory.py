@@ -285,7 +285,7 @@ class SharedMemoryTransport:
             if self._has_unsent:
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"rank {self.rank} waited {self._timeout:g} s to send the last of a step")
-                time.sleep(0.001)
+                time.sleep(0.001)  # a ring is full until its receiver, which wakes nobody for that, reads on
         for channel in self._channels.values():
             for capacity, slots in channel.slots.items():
                 if capacity >= TRIMMED:
