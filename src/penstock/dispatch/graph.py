@@ -232,7 +232,7 @@ def _queues(rank: Array, num_rows: int, priority: Array, stage: Array, own_kind:
     ops = np.argsort(place, kind="stable")
     begins = np.flatnonzero(np.diff(place[ops], prepend=-1))
     queue_of = np.zeros(num_ops, np.int64)
-    queue_of[ops] = np.cumsum(np.isin(np.arange(num_ops), begins, assume_unique=True)) - 1
+    queue_of[ops] = np.repeat(np.arange(len(begins)), np.diff(begins, append=num_ops))
     return {
         "queue_ops": ops,
         "queue_first": np.append(begins, num_ops),

@@ -27,7 +27,6 @@ class Passed:
 def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) -> Passed:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
     num_rows = order.num_rows
-    edges, sources, on = order.crossing
     arrays: dict[str, Array] = {
         "delay": np.zeros(1),
         "busy": np.zeros(1),
@@ -37,7 +36,11 @@ def passed(order: Order, links: Links | Lines, costs: Costs, links_at: float) ->
         "line_free": np.zeros(1),
         "line_last": np.zeros(1),
     }
-    used = np.unique(on).tolist()
+    if links == Links():
+        arrays["delay"] = np.zeros(num_rows**2)
+        return Passed(False, 0.0, None, arrays)
+    edges, sources, on = order.crossing
+    used = np.flatnonzero(np.bincount(on)).tolist()
     if isinstance(links, Links) and links.is_constant:
         arrays["delay"] = np.zeros(num_rows**2)
         for link in used:
@@ -103,7 +106,7 @@ def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
 
 def _arrival(order: Order, costs: Costs, lines: Lines, at: float) -> Callable[[int, float], float]:
     """When the message of an edge, sent at some time, arrives."""
-    sources = np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"])).tolist()
+    sources = order.sources.tolist()
     num_ranks = order.num_ranks
     targets, rank = order.ints["edge_to"].tolist(), order.ints["rank_of"].tolist()
 

@@ -59,9 +59,13 @@ class Order:
         return frozen_peaks(self.graph, self.change)
 
     @cached_property
+    def sources(self) -> Array:
+        """The op that each edge begins at."""
+        return np.repeat(np.arange(self.num_ops), np.diff(self.ints["edge_first"]))
+
+    @cached_property
     def crossing(self) -> tuple[Array, Array, Array]:
         """Edges between ranks, their source ops and their links (see `ends`)."""
-        first, to, rank = self.ints["edge_first"], self.ints["edge_to"], self.ints["rank_of"]
-        source = np.repeat(np.arange(self.num_ops), np.diff(first))
+        to, rank, source = self.ints["edge_to"], self.ints["rank_of"], self.sources
         edges = np.flatnonzero((rank[source] - rank[to]) % self.num_ranks)
         return edges, source[edges], rank[source[edges]] * self.num_rows + rank[to[edges]]

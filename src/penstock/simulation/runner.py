@@ -30,7 +30,7 @@ from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import rows_of, with_launches
-from penstock.schedule.columns import Array, B, W
+from penstock.schedule.columns import Array, B, Columns, W
 from penstock.schedule.updates import OWNER
 from penstock.simulation.link_arrays import depths, passed
 from penstock.simulation.lowered import Order
@@ -228,7 +228,7 @@ class Runner:
         )
         columns = graph.columns
         # Where a stage adds to its gradients by B and by W, edges depend on the order.
-        if columns is not None and not np.intersect1d(*(columns.stage[columns.kind == kind] for kind in (B, W))).size:
+        if columns is not None and not np.logical_and(*(_has_stage(columns, kind) for kind in (B, W))).any():
             self._templates = [made, *self._templates][: self.TEMPLATES]
         return made
 
@@ -255,8 +255,7 @@ class Runner:
             number[base] = np.arange(len(base))
             if len(np.unique(base)) < len(base):
                 continue
-            sources = np.repeat(np.arange(len(base)), np.diff(ints["edge_first"]))
-            from_, to = number[sources], number[ints["edge_to"]]
+            from_, to = number[template.sources], number[ints["edge_to"]]
             # An op's messages leave in the order of those who wait for them, as in `lower`.
             leaving = np.lexsort((to, from_))
             queue_of = ints["queue_of"][base]
@@ -274,26 +273,32 @@ class Runner:
         return None
 
 
+def _has_stage(columns: Columns, kind: int) -> Array:
+    """Whether there are ops of a kind, of each stage."""
+    there = np.zeros(int(columns.stage.max(initial=0)) + 1, bool)
+    there[columns.stage[columns.kind == kind]] = True
+    return there
+
+
 def frozen_timer(order: Order, delay: Array, compile: bool) -> Timer:
     """What times ranks that follow their orders over links that are only late.
 
     Args:
         delay: ms of each link (see `Order.ends`).
     """
-    source, to = _sources(order), order.ints["edge_to"]
-    graph = OpGraph(order.ints["first"], order.ints["rank_of"], source, to, _late(order, delay, source, to))
+    graph = OpGraph(
+        order.ints["first"], order.ints["rank_of"], order.sources, order.ints["edge_to"], _late(order, delay)
+    )
     return Timer(*graph.network(order.duration), compile)
 
 
-def _sources(order: Order) -> Array:
-    """The op that each edge begins at."""
-    return np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"]))
-
-
-def _late(order: Order, delay: Array, before: Array, after: Array) -> Array:
-    """ms until what an op made is there for another."""
+def _late(order: Order, delay: Array) -> Array | None:
+    """Of each edge, ms until what an op made is there for another; None where it is there at once."""
+    if not delay.any():
+        return None
     rank = order.ints["rank_of"]
-    return np.where(rank[before] == rank[after], 0.0, delay[rank[before] * order.num_rows + rank[after]])
+    before, after = rank[order.sources], rank[order.ints["edge_to"]]
+    return np.where(before == after, 0.0, delay[before * order.num_rows + after])
 
 
 def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None:
@@ -303,7 +308,7 @@ def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None
     Args:
         delay: ms of each link (see `Order.ends`).
     """
-    ops, source, to = np.arange(order.num_ops), _sources(order), order.ints["edge_to"]
+    ops = np.arange(order.num_ops)
     timed = frozen_timer(order, delay, compile).time(ops)
     if not timed.complete:
         return None
@@ -311,11 +316,12 @@ def _swept(order: Order, delay: Array, compile: bool) -> dict[str, Array] | None
     end = start + order.duration
     turn = np.empty_like(ops)
     turn[np.argsort(start, kind="stable")] = ops
+    arrival, late = end[order.sources], _late(order, delay)
     return {
         "start_time": start,
         "end_time": end,
         "free_time": end,
-        "arrival_time": end[source] + _late(order, delay, source, to),
+        "arrival_time": arrival if late is None else arrival + late,
         "turn": turn,
         "peak": np.array(order.peaks),
     }

@@ -194,12 +194,11 @@ def timeline_of(
     starts, ends = np.asarray(arrays["start_time"], float), np.asarray(arrays["end_time"], float)
     peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
     rank, to = graph.arrays["rank"] % graph.num_ranks, graph.arrays["edge_to"]
-    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
-    between = np.flatnonzero(rank[source] != rank[to])
+    between = np.flatnonzero(np.repeat(rank, np.diff(graph.arrays["edge_first"])) != rank[to])
     made = Timeline(
         schedule,
         MadeWhenAsked(graph.num_ops, lambda: _ops(graph, arrays)),
-        MadeWhenAsked(len(between), lambda: _messages(graph, arrays, source, between)),
+        MadeWhenAsked(len(between), lambda: _messages(graph, arrays, between)),
         peaks,
         "simulated",
         dispatch,
@@ -219,7 +218,8 @@ def timeline_of(
     return made
 
 
-def _messages(graph: Graph, arrays: dict[str, Any], source: Any, between: Any) -> tuple[Message, ...]:
+def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Message, ...]:
+    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
     ends, arrivals = arrays["end_time"], arrays["arrival_time"]
     ops, to = graph.ops, graph.edge_to
     return tuple(

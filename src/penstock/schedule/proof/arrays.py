@@ -55,24 +55,36 @@ def are_in_local_order(columns: Columns, edges: tuple[Any, Any]) -> bool:
     return not np.any((producer > consumer) & (columns.rank[producer] == columns.rank[consumer]))
 
 
-def are_in_microbatch_order(schedule: Schedule, columns: Columns) -> bool:
+def are_in_microbatch_order(schedule: Schedule, found: Numbered) -> bool:
     """Whether every queue runs its microbatches in the order declared, or ascending."""
-    place = columns.microbatch
+    places = None
     if schedule.microbatch_orders:
-        tables = np.tile(np.arange(schedule.num_microbatches), (2, schedule.num_stages, 1))
-        for (kind, stage, _), places in places_of(schedule.microbatch_orders).items():
-            table = tables[0 if kind == "F" else 1, stage]
-            table[list(places)] = list(places.values())
-        place = tables[np.where(columns.kind == F, 0, 1), columns.stage, columns.microbatch]
-    queue = columns.rank * schedule.num_stages + columns.stage
-    if schedule.placement.num_pipelines > 1:
-        queue = queue * schedule.placement.num_pipelines + np.array(schedule.microbatch_pipeline)[columns.microbatch]
+        places = np.tile(np.arange(schedule.num_microbatches), (2, schedule.num_stages, 1))
+        for (name, stage, _), order in places_of(schedule.microbatch_orders).items():
+            places[0 if name == "F" else 1, stage, list(order)] = list(order.values())
+    pipeline_of = np.array(schedule.microbatch_pipeline)
     for chain in CHAINS:
-        ops = np.flatnonzero(np.isin(columns.kind, chain))
-        ops = ops[np.argsort(queue[ops], kind="stable")]
-        if np.any((queue[ops[1:]] == queue[ops[:-1]]) & (place[ops[1:]] <= place[ops[:-1]])):
-            return False
+        ops = found.op[chain[0]]
+        for kind in chain[1:]:
+            ops = np.where(ops == NOTHING, found.op[kind], ops)
+        for pipeline in range(schedule.placement.num_pipelines):
+            own = np.flatnonzero(pipeline_of == pipeline)
+            queues = ops if len(own) == ops.shape[1] else ops[:, own]
+            if places is not None:
+                place = places[0 if chain == (F,) else 1][:, own]
+                queues = np.take_along_axis(queues, np.argsort(place, axis=1, kind="stable"), axis=1)
+            if not _ascend(queues):
+                return False
     return True
+
+
+def _ascend(queues: Any) -> bool:
+    """Whether the numbers of each row ascend, those that are not there left out."""
+    if np.all(queues[:, 1:] > queues[:, :-1]):  # which NOTHING at a row's beginning does not disturb
+        return True
+    row, column = np.nonzero(queues != NOTHING)
+    there = queues[row, column]
+    return not np.any((row[1:] == row[:-1]) & (there[1:] <= there[:-1]))
 
 
 def run_to_their_ends(columns: Columns, edges: tuple[Any, Any]) -> bool:

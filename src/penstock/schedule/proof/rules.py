@@ -96,7 +96,7 @@ def check(
     edges = None if found is None else edges_of(found, schedule.graph.targets)
     if columns is None or edges is None or not are_in_local_order(columns, edges):
         _check_local_order(schedule)
-    if columns is None or not are_in_microbatch_order(schedule, columns):
+    if found is None or not are_in_microbatch_order(schedule, found):
         check_microbatch_order(schedule)
     if columns is None or edges is None or channel_depth is not None or not run_to_their_ends(columns, edges):
         run = run_untimed(schedule, channel_depth)
