@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.analyze import RunAnalysis, analyze_trace
-from penstock.analyze.what_if import better_cut, deal_evenly
+from penstock.analyze.what_if import better_cut
 from penstock.formats.traces import read_trace
 from trace_samples import B, F, Sample, study_sample
 
@@ -129,12 +129,3 @@ def test_shares_of_the_critical_path_sum_to_the_step(tmp_path: Path) -> None:
 def test_layers_are_moved_to_where_the_longest_stage_is_shortest() -> None:
     assert better_cut(np.array([8.0, 8.0, 8.0, 12.0]), [8, 8, 8, 8]) == [9, 9, 9, 5]
     assert better_cut(np.array([4.0, 4.0]), [4, 4]) == [4, 4]
-
-
-def test_items_are_dealt_out_evenly() -> None:
-    work = np.random.default_rng(3).lognormal(0, 0.6, 32 * 8)
-    groups = deal_evenly(work, 32)
-    assert sorted(item for group in groups for item in group) == list(range(256))
-    assert {len(group) for group in groups} == {8}
-    sums = np.array([work[group].sum() for group in groups])
-    assert sums.max() / sums.mean() < 1.02

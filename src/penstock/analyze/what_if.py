@@ -21,6 +21,7 @@ from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.library import build
 from penstock.planning import order_microbatches
+from penstock.planning.batches import assign_evenly
 from penstock.schedule import Schedule, ScheduleError
 from penstock.simulation import simulate
 
@@ -200,7 +201,7 @@ def _schedules(run: ReplayedRun, fit: FittedPipelines, steps: Sequence[int], bef
 def _dealt(fit: FittedPipelines, step: int) -> list[Costs]:
     """The costs of each replica once microbatches are dealt out by their work, as many to each as before."""
     factors = fit.factors[step]
-    dealt = deal_evenly(factors.ravel(), len(factors))
+    dealt = assign_evenly(factors.ravel(), len(factors))
     found = []
     for replica, chosen in enumerate(dealt):
         by = np.sort(factors.ravel()[chosen])
@@ -208,42 +209,3 @@ def _dealt(fit: FittedPipelines, step: int) -> list[Costs]:
         scale = by / factors[replica]
         found.append(fit.costs(step, replica, scale))
     return found
-
-
-def deal_evenly(work: Array, num_groups: int) -> list[list[int]]:
-    """Groups of equally many items whose sums are as even as swaps make them.
-
-    The longest come first, each to the group with least work that has room.
-    """
-    size = len(work) // num_groups
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    sums = np.zeros(num_groups)
-    for item in np.argsort(-work, kind="stable").tolist():
-        open_ = [g for g in range(num_groups) if len(groups[g]) < size]
-        group = min(open_, key=lambda g: (sums[g], g))
-        groups[group].append(item)
-        sums[group] += work[item]
-    for _ in range(100):
-        if not _swap(work, groups, sums):
-            break
-    return groups
-
-
-def _swap(work: Array, groups: list[list[int]], sums: Array) -> bool:
-    """Swaps two items of the busiest group and one of the least busy; whether that made it less busy."""
-    most = int(np.argmax(sums))
-    for other in np.argsort(sums)[:8].tolist():
-        if other == most:
-            continue
-        gap = sums[most] - sums[other]
-        change = work[groups[most]][:, None] - work[groups[other]][None, :]
-        fine = np.where((change > 0) & (change < gap), np.abs(change - gap / 2), np.inf)
-        if not np.isfinite(fine).any():
-            continue
-        a, b = np.unravel_index(int(np.argmin(fine)), fine.shape)
-        moved = float(change[a, b])
-        groups[most][a], groups[other][b] = groups[other][b], groups[most][a]
-        sums[most] -= moved
-        sums[other] += moved
-        return True
-    return False

@@ -1,5 +1,6 @@
 """Durations, memory and links: assumed, preset or measured."""
 
+from penstock.cost.by_length import CostsByLength, FittedCosts, LengthLine, LengthSample, fit_costs
 from penstock.cost.conditions import LinkCondition
 from penstock.cost.costs import FREED_BY_INPUT, Costs
 from penstock.cost.errors import CostError
@@ -10,6 +11,6 @@ from penstock.cost.ring import Ring
 from penstock.cost.uneven import Uneven
 
 __all__ = [
-    "FREED_BY_INPUT", "CostError", "Costs", "LinkCondition", "Links", "Mesh", "Ring",
-    "Uneven", "costs_preset",
+    "FREED_BY_INPUT", "CostError", "Costs", "CostsByLength", "FittedCosts", "LengthLine", "LengthSample",
+    "LinkCondition", "Links", "Mesh", "Ring", "Uneven", "costs_preset", "fit_costs",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The best schedule: lower bounds, warm-up planning, search, exact solving, tuning."""
 
+from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, plan_batch
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.objective import Expected
 from penstock.planning.planner import Certificate, Plan, plan
@@ -10,20 +11,24 @@ from penstock.planning.synchronous_baselines import Flushed, flushed_schedules
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
 __all__ = [
+    "BatchPlan",
     "Certificate",
     "Expected",
     "Flushed",
     "Found",
     "OrderedMicrobatches",
     "Outcome",
+    "PackingError",
     "Plan",
     "Progress",
     "adapted_warmups",
+    "assign_evenly",
     "flushed_schedules",
     "initial_warmups",
     "needed_slack",
     "order_microbatches",
     "plan",
+    "plan_batch",
     "search_space",
     "slow_link_schedule",
     "tolerance",

@@ -1,0 +1,281 @@
+"""What a microbatch of sequences costs, from their lengths alone: known before it runs.
+
+    ms, or bytes  =  fixed + per_token * sum of l + per_square * sum of l**2          l: the length of each sequence
+
+The part by token is what linear layers take; the part by square is attention, in which a token sees its own sequence
+only. So two microbatches with as many tokens differ where one has longer sequences.
+
+    costs = fit_costs(samples, num_stages=4)          measured ops, each with the lengths of its microbatch
+    costs.of([[512, 300, 40], [1800]])                ps.Costs of two microbatches, to simulate and plan with
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain, combinations
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.cost.costs import Costs
+from penstock.cost.errors import CostError
+from penstock.cost.uneven import Array
+from penstock.schedule.short_repr import short_repr
+
+Lengths = Sequence[int]
+"""Of the sequences of one microbatch, tokens each."""
+
+KINDS = {"F": "f", "I": "i", "W": "w", "B": "b"}
+"""Kinds of op, and the fields with their costs."""
+
+
+@dataclass(frozen=True)
+class LengthLine:
+    """`fixed + per_token * tokens + per_square * squares`, in ms or bytes."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_square: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise CostError(f"{each.name} of a cost by length is {value!r}: give a number of at least 0")
+
+    @property
+    def row(self) -> tuple[float, float, float]:
+        return self.fixed, self.per_token, self.per_square
+
+
+@dataclass(frozen=True)
+class CostsByLength:
+    """Costs of every stage by the lengths of a microbatch's sequences, one entry a stage.
+
+    Attributes:
+        f, i, w: ms of the forward and of the two halves of the backward.
+        b: ms of a whole backward; i + w where not given.
+        activation: bytes, or units, that a forward keeps.
+        message_bytes: that a forward sends on.
+        freed_by_input: as in `Costs`.
+
+    Raises:
+        CostError: rows of different lengths, or none.
+    """
+
+    f: Sequence[LengthLine]
+    i: Sequence[LengthLine]
+    w: Sequence[LengthLine]
+    b: Sequence[LengthLine] = ()
+    activation: Sequence[LengthLine] = ()
+    message_bytes: Sequence[LengthLine] = ()
+    freed_by_input: float = 0.5
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        num = len(self.f)
+        if not num:
+            raise CostError("costs by length need at least one stage")
+        whole = [LengthLine(*np.add(i.row, w.row).tolist()) for i, w in zip(self.i, self.w, strict=False)]
+        given = {"f": self.f, "i": self.i, "w": self.w, "b": tuple(self.b) or tuple(whole)}
+        given["activation"] = tuple(self.activation) or (LengthLine(per_token=1.0),) * num
+        given["message_bytes"] = tuple(self.message_bytes) or (LengthLine(),) * num
+        for name, lines in given.items():
+            if len(lines) != num:
+                raise CostError(f"{name} has {len(lines)} entries, one a stage is needed: {num}")
+            object.__setattr__(self, name, tuple(lines))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.f)
+
+    def of(self, microbatches: Sequence[Lengths]) -> Costs:
+        """The costs of microbatches of these lengths, op by op.
+
+        Raises:
+            CostError: a length that is no whole number above 0.
+        """
+        sums = length_sums(microbatches)
+        rows: dict[str, Any] = {name: self._table(name, sums).tolist() for name in KINDS.values()}
+        rows["activation"] = self._table("activation", sums).tolist()
+        if any(any(line.row) for line in self.message_bytes):
+            rows["message_bytes"] = self._table("message_bytes", sums).tolist()
+        return Costs.by_microbatch(**rows, freed_by_input=self.freed_by_input)
+
+    def work(self, sums: Array) -> Array:
+        """Ms of all ops of each microbatch, on all stages: of `length_sums`, [M, 3], one number each."""
+        total: Array = sums @ np.array([line.row for line in (*self.f, *self.b)]).sum(axis=0)
+        return total
+
+    def _table(self, name: str, sums: Array) -> Array:
+        table: Array = np.array([line.row for line in getattr(self, name)]) @ sums.T  # stages, microbatches
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "costs by length") -> CostsByLength:
+        """Reads `to_json`'s form. Raises CostError that names the field."""
+        if not isinstance(value, Mapping) or value.get("format") != FORMAT or value.get("version") != VERSION:
+            raise CostError(f'{where}: give a JSON object with "format": "{FORMAT}", "version": {VERSION}')
+        given = {name: each for name, each in value.items() if name not in ("format", "version")}
+        if unknown := sorted(set(given) - {each.name for each in fields(cls)}):
+            raise CostError(f"{where}: unknown field {unknown[0]!r}")
+        if missing := [name for name in ("f", "i", "w") if name not in given]:
+            raise CostError(f"{where}: field {missing[0]!r} is missing")
+        share = given.pop("freed_by_input", 0.5)
+        try:
+            rows = {name: tuple(LengthLine(**each) for each in row) for name, row in given.items()}
+        except TypeError as error:
+            raise CostError(f"{where}: a cost is fixed, per_token and per_square of each stage ({error})") from None
+        return cls(**rows, freed_by_input=share)
+
+
+FORMAT, VERSION = "penstock-costs-by-length", 1
+
+
+def length_sums(microbatches: Sequence[Lengths]) -> Array:
+    """Of each microbatch (1, sum of lengths, sum of their squares), [M, 3]. Raises CostError."""
+    found = np.empty((len(microbatches), 3))
+    for m, lengths in enumerate(microbatches):
+        row = np.asarray(lengths, np.float64)
+        if row.ndim != 1 or not np.isfinite(row).all() or (row < 1).any():
+            raise CostError(f"the lengths of microbatch {m} are {lengths!r}: give whole numbers above 0")
+        found[m] = 1.0, row.sum(), row @ row
+    return found
+
+
+class LengthSample(NamedTuple):
+    """An op that was measured: its kind and stage, the lengths of its microbatch, and what it took."""
+
+    kind: str
+    stage: int
+    lengths: Lengths
+    ms: float
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How far a fitted cost is from what it was fitted to, as shares of what was measured.
+
+    Attributes:
+        kind, stage: of the ops. num_samples: of them.
+        median, worst: of the single samples' errors.
+        total: of the sum of all samples.
+    """
+
+    kind: str
+    stage: int
+    num_samples: int
+    median: float
+    worst: float
+    total: float
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Costs by length as they were fitted, and how well they fit."""
+
+    costs: CostsByLength
+    errors: tuple[FitError, ...]
+
+    __repr__ = short_repr
+
+    @property
+    def median_error(self) -> float:
+        """Of the kinds and stages, the median of their median errors."""
+        return median(each.median for each in self.errors)
+
+
+def fit_costs(
+    samples: Iterable[LengthSample],
+    num_stages: int,
+    *,
+    activation: Sequence[LengthLine] = (),
+    message_bytes: Sequence[LengthLine] = (),
+) -> FittedCosts:
+    """Costs by length from ops that were measured, of a few lengths at least.
+
+    The errors' squares are least, each sample's as a share of what it took, and no part is below 0. Of one
+    length alone time is proportional to tokens, as more cannot be known. A stage that ran whole backwards has half of
+    one for I and half for W.
+
+    Args:
+        samples: those of kinds other than F, B, I and W are passed over.
+        activation, message_bytes: as `CostsByLength` takes them.
+
+    Raises:
+        CostError: no sample of some stage's forward or backward, times below 0, or a stage that is not there.
+    """
+    by_op: dict[tuple[str, int], list[LengthSample]] = {}
+    for sample in samples:
+        if sample.kind not in KINDS:
+            continue
+        if not 0 <= sample.stage < num_stages or not 0 <= sample.ms < math.inf:
+            raise CostError(
+                f"a sample of {sample.kind} on stage {sample.stage} takes {sample.ms} ms: give stages from 0 to "
+                f"{num_stages - 1}, and times of at least 0"
+            )
+        by_op.setdefault((sample.kind, sample.stage), []).append(sample)
+    lines: dict[tuple[str, int], LengthLine] = {}
+    errors = []
+    for (kind, stage), own in sorted(by_op.items()):
+        sums, ms = length_sums([each.lengths for each in own]), np.array([each.ms for each in own])
+        lines[kind, stage] = line = _fitted(sums, ms)
+        off = np.abs(sums @ line.row - ms) / np.maximum(ms, _LEAST_MS)
+        total = abs(float((sums @ line.row).sum() / max(ms.sum(), _LEAST_MS)) - 1)
+        errors.append(FitError(kind, stage, len(own), float(np.median(off)), float(off.max()), total))
+    return FittedCosts(_whole(lines, num_stages, activation, message_bytes), tuple(errors))
+
+
+_LEAST_MS = 1e-9
+"""Below this a time is 0."""
+
+
+def _fitted(sums: Array, ms: Array) -> LengthLine:
+    """Least squares with no part below 0: the best over all choices of parts, of which there are seven."""
+    weight = 1 / np.maximum(ms, max(float(ms.max()) * 1e-3, _LEAST_MS))
+    rows, wanted = sums * weight[:, None], ms * weight
+    best: tuple[float, Array] = math.inf, np.zeros(3)
+    for chosen in chain.from_iterable(combinations((1, 2, 0), count) for count in (1, 2, 3)):
+        part = rows[:, chosen]
+        scale = np.linalg.norm(part, axis=0)
+        found, _, rank, _ = np.linalg.lstsq(part / scale, wanted, rcond=1e-9)
+        if rank < len(chosen) or (found < 0).any():
+            continue
+        left = float(np.sum((part / scale @ found - wanted) ** 2))
+        if left < best[0] * (1 - 1e-9):
+            row = np.zeros(3)
+            row[list(chosen)] = found / scale
+            best = left, row
+    return LengthLine(*map(float, best[1]))
+
+
+def _whole(
+    lines: Mapping[tuple[str, int], LengthLine],
+    num_stages: int,
+    activation: Sequence[LengthLine],
+    message_bytes: Sequence[LengthLine],
+) -> CostsByLength:
+    """Raises CostError where a stage's forward or backward was not measured."""
+
+    def half(kind: str, stage: int) -> LengthLine:
+        if (kind, stage) in lines:
+            return lines[kind, stage]
+        whole = lines.get(("B", stage))
+        if whole is None:
+            raise CostError(f"no {kind} and no B of stage {stage} was measured: give a step that has run all stages")
+        return LengthLine(*(each / 2 for each in whole.row))
+
+    stages = range(num_stages)
+    if missing := [stage for stage in stages if ("F", stage) not in lines]:
+        raise CostError(f"no F of stage {missing[0]} was measured: give a step that has run all stages")
+    i, w = ([half(kind, stage) for stage in stages] for kind in "IW")
+    both = [LengthLine(*(a + b for a, b in zip(x.row, y.row, strict=True))) for x, y in zip(i, w, strict=True)]
+    b = [lines.get(("B", stage), both[stage]) for stage in stages]
+    return CostsByLength([lines["F", stage] for stage in stages], i, w, b, activation, message_bytes)

@@ -1,0 +1,250 @@
+"""A step's batch, planned from the lengths of its sequences: which lie in one bin, on which replica, in which order.
+
+Candidates are ways of packing: as the sequences arrive; to even shares of the work; and to shares that are small at
+both ends of the step. Of each the bins are assigned to the replicas so that none is much busier than the others, and
+ordered for the schedule. What is fastest by simulation is taken. Arrival, run frozen, is among the candidates, so
+that by prediction no plan is slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.cost import Costs
+from penstock.cost.by_length import CostsByLength, length_sums
+from penstock.cost.links import Links
+from penstock.dispatch import Dispatch
+from penstock.engine.tolerance import is_within, slack
+from penstock.planning.batches.assignment import assign_evenly
+from penstock.planning.batches.packing import (
+    Bins,
+    PackingError,
+    as_lengths,
+    pack_in_turn,
+    pack_to_shares,
+    tapered_shares,
+)
+from penstock.planning.microbatch_order import DISPATCHES, OrderSearch, order_microbatches
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.columns import Array
+from penstock.schedule.short_repr import short_repr
+from penstock.simulation.memory import given_caps
+
+ARRIVAL, IN_TURN, EVEN = "arrival", "in turn", "even"
+TAPERS = ((0.5, 0.6), (1.0, 0.4), (2.0, 0.25))
+"""Ramps, in bins for each rank of the pipeline, and the share of the first bin: of each a packing is tried."""
+TRIED = 2
+"""Of how many replicas, the busiest, packings are compared."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch as it is to run.
+
+    Attributes:
+        microbatches: of each replica its microbatches in the order in which they run, and of each the numbers of its
+            sequences, ascending.
+        packing: where the bins come from: "arrival" (as it arrived, and run frozen), "in turn", "even", or
+            "tapered ..."; rules: of each replica where the order comes from, as in `OrderedMicrobatches`.
+        dispatches: of each replica, how it is best run.
+        makespan: predicted, of the replica that takes longest (ms); arrival: that of the batch as it arrived, frozen.
+        busiest: the work of the replica that has most, over the mean.
+        peak: the most that any rank holds, as the costs count it; cap: the most that one may.
+        seconds: spent.
+    """
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    packing: str
+    rules: tuple[str, ...]
+    dispatches: tuple[Dispatch, ...]
+    makespan: float
+    arrival: float
+    busiest: float
+    peak: float
+    cap: float
+    seconds: float = field(compare=False)
+
+    __repr__ = short_repr
+
+    @property
+    def gain(self) -> float:
+        """`arrival / makespan - 1`: how much faster it is predicted to be."""
+        return self.arrival / self.makespan - 1 if self.makespan else 0.0
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    schedule: Schedule,
+    costs: CostsByLength,
+    *,
+    num_replicas: int = 1,
+    links: Links | None = None,
+    token_limit: float | None = None,
+    memory_limit: float | None = None,
+    noise: float = 0.0,
+    dispatches: Sequence[Dispatch | str] = DISPATCHES,
+    moves: float = 0.0,
+    seed: int = 0,
+) -> BatchPlan:
+    """The packing, assignment and order of a step's sequences that is predicted to be fastest.
+
+    Where there are as many sequences as microbatches, each is one, and only assignment and order are planned.
+
+    Args:
+        lengths: of the sequences in the order in which they arrive, tokens each.
+        schedule: of one replica; all run the same.
+        token_limit: most tokens of a microbatch. memory_limit: most that any rank may hold, in the units of
+            `costs.activation`; by default the most that one holds where the batch runs as it arrived.
+        noise: the gain that a prediction must exceed, 0.05 for 5%; else the batch stays as it arrived.
+        dispatches: what is tried.
+        moves: seconds for moving microbatches of each replica from where the rules have put them.
+        seed: of the moves.
+
+    Raises:
+        PackingError: fewer sequences than microbatches, lengths below 1, or no packing that keeps the limit.
+        ScheduleError: what `order_microbatches` refuses, or no order tried holds the memory limit.
+        CostError: costs for another number of stages.
+    """
+    began = time.perf_counter()
+    if num_replicas < 1:
+        raise ScheduleError(f"{num_replicas} replicas; give at least 1", rule="options")
+    num = schedule.num_microbatches
+    tokens = as_lengths(lengths, num * num_replicas)
+    work = costs.work(np.stack([np.zeros(len(tokens)), tokens, tokens.astype(np.float64) ** 2], axis=1))
+    problem = _Problem(schedule, costs, links, tokens, num_replicas)
+    in_turn = problem.ready(pack_in_turn(tokens, num * num_replicas), in_turn=True)
+    first = [problem.arrived(bins) for bins in in_turn]
+    arrival = max(each.makespan for each in first)
+    cap = max(each.peak for each in first) if memory_limit is None else float(memory_limit)
+    given_caps(cap, schedule.num_ranks)
+
+    def planned(packed: list[Bins], moves: float = 0.0) -> list[_Ordered]:
+        return [problem.ordered(bins, cap, dispatches, moves, seed) for bins in packed]
+
+    found: list[tuple[float, str, list[Bins]]] = []
+    refused: ScheduleError | None = None
+    for name, bins in _packings(tokens, work, schedule, num_replicas, token_limit):
+        packed = problem.ready(bins)
+        busy = sorted(packed, key=problem.work_of, reverse=True)[:TRIED]
+        try:
+            tried = planned(busy)
+        except ScheduleError as error:
+            refused = refused or error
+            continue
+        found.append((max(each.makespan for each in tried), name, packed))
+    if not found:
+        raise refused or PackingError(
+            f"{len(tokens)} sequences with {tokens.sum()} tokens find no room in {num * num_replicas} microbatches "
+            f"of at most {token_limit:g}; raise the limit, or give more microbatches"
+        )
+    _, name, packed = min(found, key=lambda each: each[0])
+    best = planned(packed, moves=moves)
+    makespan = max(each.makespan for each in best)
+    fits = (token_limit is None or problem.most_tokens(in_turn) <= token_limit) and all(
+        is_within(each.peak, cap) for each in first
+    )
+    if fits and arrival - makespan <= max(noise * makespan, slack(makespan)):
+        name, packed, best, makespan = ARRIVAL, in_turn, first, arrival
+    sums = np.array([problem.work_of(bins) for bins in packed])
+    return BatchPlan(
+        microbatches=tuple(
+            tuple(tuple(bins[m]) for m in each.order) for bins, each in zip(packed, best, strict=True)
+        ),
+        packing=name,
+        rules=tuple(each.rule for each in best),
+        dispatches=tuple(each.dispatch for each in best),
+        makespan=makespan,
+        arrival=arrival,
+        busiest=float(sums.max() / sums.mean()),
+        peak=max(each.peak for each in best),
+        cap=cap,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _packings(
+    tokens: Array, work: Array, schedule: Schedule, num_replicas: int, token_limit: float | None
+) -> Iterator[tuple[str, Bins]]:
+    """Ways of packing that keep the limit. Where each sequence is a microbatch there is one."""
+    num = schedule.num_microbatches
+    in_turn = pack_in_turn(tokens, num * num_replicas)
+    if token_limit is None or max(int(tokens[own].sum()) for own in in_turn) <= token_limit:
+        yield IN_TURN, in_turn
+    if len(tokens) == num * num_replicas:
+        return
+    shares = {EVEN: np.ones(num)}
+    for ramp, ends in TAPERS:
+        shares[f"tapered over {ramp:g} bins a rank from {ends:g}"] = tapered_shares(
+            num, ramp * schedule.num_ranks, ends
+        )
+    for name, each in shares.items():
+        try:
+            yield name, pack_to_shares(tokens, work, np.tile(each, num_replicas), token_limit)
+        except PackingError:
+            continue
+
+
+class _Ordered(NamedTuple):
+    """An order of some bins, and what it is predicted to come to."""
+
+    order: Sequence[int]
+    rule: str
+    dispatch: Dispatch
+    makespan: float
+    peak: float
+
+
+class _Problem:
+    """Bins, assigned and ordered over the costs of their lengths."""
+
+    def __init__(
+        self, schedule: Schedule, costs: CostsByLength, links: Links | None, tokens: Array, num_replicas: int
+    ) -> None:
+        self._schedule, self._costs, self._links = schedule, costs, links
+        self._tokens, self._num_replicas = tokens, num_replicas
+
+    def ready(self, bins: Bins, in_turn: bool = False) -> list[Bins]:
+        """The bins of each replica: in turn, or such that all have as much work."""
+        if in_turn or self._num_replicas == 1:
+            size = len(bins) // self._num_replicas
+            return [bins[k : k + size] for k in range(0, len(bins), size)]
+        groups = assign_evenly(self._costs.work(self._sums(bins)), self._num_replicas)
+        return [[bins[k] for k in group] for group in groups]
+
+    def work_of(self, bins: Bins) -> float:
+        return float(self._costs.work(self._sums(bins)).sum())
+
+    def most_tokens(self, packed: list[Bins]) -> int:
+        return max(int(self._tokens[own].sum()) for bins in packed for own in bins)
+
+    def arrived(self, bins: Bins) -> _Ordered:
+        """The bins as they are, run frozen."""
+        run = OrderSearch(self._schedule, self._costs_of(bins), self._links).arrival
+        return _Ordered(run.order.tolist(), run.rule, run.dispatch, run.makespan, max(run.lowered.peaks))
+
+    def ordered(
+        self, bins: Bins, cap: float, dispatches: Sequence[Dispatch | str], moves: float, seed: int
+    ) -> _Ordered:
+        """The bins in their best order. Raises ScheduleError where none holds the cap."""
+        costs = self._costs_of(bins)
+        found = order_microbatches(
+            self._schedule,
+            costs,
+            links=self._links,
+            memory_limit=cap,
+            dispatches=dispatches,
+            time_limit=moves,
+            seed=seed,
+        )
+        return _Ordered(found.order, found.rule, found.dispatch, found.makespan, max(found.peaks))
+
+    def _costs_of(self, bins: Bins) -> Costs:
+        return self._costs.of([self._tokens[own] for own in bins])
+
+    def _sums(self, bins: Bins) -> Array:
+        return length_sums([self._tokens[own] for own in bins])
