@@ -260,8 +260,8 @@ def run(schedule: ps.Schedule, depth: int | None = None) -> int:
 
 
 def is_valid(schedule: ps.Schedule) -> bool:
-    """Covered, in order, within its own memory limit, and no rank waits for ever."""
-    limit = schedule.memory_limit
+    """Covered, in order, within its own cap, and no rank waits for ever."""
+    limit = schedule.max_in_flight
     within = limit is None or max(in_flight(schedule)) <= limit
     return is_covered(schedule) and in_order(schedule) and within and completes(schedule) and keeps_versions(schedule)
 

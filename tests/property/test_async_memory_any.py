@@ -46,7 +46,7 @@ def test_no_rank_ever_holds_more_than_the_limit(data: st.DataObject) -> None:
     assert from_json(to_json(schedule)) == schedule
     late = costs.with_other({("OFFLOAD", stage): data.draw(lasting(60)) for stage in range(schedule.num_stages)})
     links = data.draw(links_for(schedule))
-    most = schedule.memory_limit
+    most = schedule.max_in_flight
     for dispatch in ("frozen", "hinted", "dynamic", "hinted:0.5"):
         timeline = ps.simulate(schedule, late, links=links, dispatch=dispatch)
         assert timeline.peak_activations == pytest.approx(held_at_most(timeline, costs))

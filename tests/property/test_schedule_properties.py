@@ -50,8 +50,8 @@ def test_library_schedules_are_valid_by_both_accounts(schedule: ps.Schedule) -> 
     ps.check(schedule)
     assert reference.is_valid(schedule)
     assert list(peak_in_flight(schedule)) == reference.in_flight(schedule)
-    if schedule.memory_limit is not None:
-        assert max(peak_in_flight(schedule)) <= schedule.memory_limit
+    if schedule.max_in_flight is not None:
+        assert max(peak_in_flight(schedule)) <= schedule.max_in_flight
 
 
 @QUICK

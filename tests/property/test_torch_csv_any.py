@@ -112,7 +112,7 @@ def simulated(order: dict[int, list[Any]], schedule: ps.Schedule) -> None:
 @given(schedules)
 def test_compute_only_there_and_back(schedule: ps.Schedule) -> None:
     read = declare_shown_order(from_torch_csv(to_torch_csv(schedule), name=schedule.name))
-    assert read == replace(schedule, memory_limit=None)
+    assert read == replace(schedule, max_in_flight=None)
 
 
 @STEPS
@@ -120,7 +120,7 @@ def test_compute_only_there_and_back(schedule: ps.Schedule) -> None:
 def test_compute_comms_there_and_back(schedule: ps.Schedule) -> None:
     placed = add_communication(schedule)
     read = declare_shown_order(from_torch_csv(to_torch_csv(placed, "compute_comms"), name=schedule.name))
-    assert read == replace(placed, memory_limit=None)
+    assert read == replace(placed, max_in_flight=None)
 
 
 @STEPS

@@ -36,7 +36,7 @@ COSTS = replace(ps.Costs.uniform(1, f=10, i=5, w=5), other={"OFFLOAD": 25.0, "RE
 
 
 def test_what_needs_the_room_waits_for_the_end_of_an_offload() -> None:
-    free, capped = one_rank(ROW), one_rank(ROW, ", memory limit 2")
+    free, capped = one_rank(ROW), one_rank(ROW, ", at most 2 in flight")
     for schedule, starts, peak in ((free, (0, 10, 20), 3.0), (capped, (0, 10, 35), 2.0)):
         ps.check(schedule)
         timeline = ps.simulate(schedule, COSTS)
@@ -50,16 +50,20 @@ def test_what_needs_the_room_waits_for_the_end_of_an_offload() -> None:
 
 def test_no_wait_where_the_order_waits_anyway() -> None:
     """B0 needs the reload, which comes after the offload: no edge more than that is needed."""
-    ps.check(schedule := one_rank(ROW, ", memory limit 3"))
+    ps.check(schedule := one_rank(ROW, ", at most 3 in flight"))
     assert ps.simulate(schedule, COSTS).makespan == ps.simulate(one_rank(ROW), COSTS).makespan
 
 
 @pytest.mark.parametrize(
     ("schedule", "rule", "message"),
     [
-        (one_rank(ROW, ", memory limit 0.5"), "memory", "the rank would hold 1 stage activations, the limit is 0.5"),
         (
-            one_rank("F0 F1 OFFLOAD0 OFFLOAD1 RELOAD0 RELOAD1 F2 OFFLOAD2 RELOAD2 B0 B1 B2", ", memory limit 2"),
+            one_rank(ROW, ", at most 0.5 in flight"),
+            "memory",
+            "the rank would hold 1 stage activations, the limit is 0.5",
+        ),
+        (
+            one_rank("F0 F1 OFFLOAD0 OFFLOAD1 RELOAD0 RELOAD1 F2 OFFLOAD2 RELOAD2 B0 B1 B2", ", at most 2 in flight"),
             "memory",
             "the rank would hold 3 stage activations, the limit is 2",
         ),
@@ -73,11 +77,11 @@ def test_the_limit_is_proved(schedule: ps.Schedule, rule: str, message: str) -> 
 
 def test_a_limit_that_is_asked_about_holds_only_where_ops_wait_for_it() -> None:
     with pytest.raises(
-        ps.ScheduleError, match="the limit is 2; give the schedule that memory_limit, so that ops wait"
+        ps.ScheduleError, match="the limit is 2; give the schedule that max_in_flight, so that ops wait"
     ):
-        ps.check(one_rank(ROW), memory_limit=2)
-    ps.check(one_rank(ROW, ", memory limit 2"), memory_limit=2)
-    ps.check(one_rank(ROW), memory_limit=3)
+        ps.check(one_rank(ROW), max_in_flight=2)
+    ps.check(one_rank(ROW, ", at most 2 in flight"), max_in_flight=2)
+    ps.check(one_rank(ROW), max_in_flight=3)
 
 
 def test_nothing_is_given_back_twice() -> None:
@@ -142,9 +146,9 @@ def test_steps_are_those_of_the_build() -> None:
 def test_limits_that_no_schedule_can_say_are_refused() -> None:
     placement = ps.placements.one_to_one(2)
     program = offloading(placement, 4, None, stages=(0,))
-    assert program.build().memory_limit is None
+    assert program.build().max_in_flight is None
     alike = replace(program, rules=ps.Rules(memory_limit=6.0), costs=ps.Costs.uniform(2, activation=2.0))
-    assert alike.build().memory_limit == 3.0
+    assert alike.build().max_in_flight == 3.0
     for rules in (ps.Rules(max_in_flight=[2, 3]), ps.Rules(max_in_flight={0: 2}), {0: ps.Rules(max_in_flight=2)}):
         with pytest.raises(
             ps.ScheduleError, match="which is one number of stage activations: give max_in_flight=num"

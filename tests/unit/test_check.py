@@ -30,7 +30,7 @@ BROKEN: dict[str, str] = {
     "a weight half before its input half": HEAD_2X2 + "rank 0 | F0 F1 W0 I0 B1\nrank 1 | F0 B0 F1 B1",
     "two stages of a rank in the wrong order": HEAD_V + "rank 0 | 0F0 3F0 3B0 0B0\nrank 1 | 2F0 1F0 2B0 1B0",
     "two ranks wait for each other": HEAD_2X2 + "rank 0 | F0 B0 F1 B1\nrank 1 | F0 F1 B0 B1",
-    "more than the memory limit": HEAD_2X2.replace("batches\n", "batches, memory limit 1\n", 1)
+    "more than the memory limit": HEAD_2X2.replace("batches\n", "batches, at most 1 in flight\n", 1)
     + "rank 0 | F0 F1 B0 B1\nrank 1 | F0 B0 F1 B1",
 }
 
@@ -107,10 +107,10 @@ def test_slack_needs_depth() -> None:
     assert refusal(deep, channel_depth=3).rule == "deadlock"
 
 
-def test_memory_limit_of_the_schedule_or_of_the_caller() -> None:
+def test_max_in_flight_of_the_schedule_or_of_the_caller() -> None:
     schedule = ps.build("1f1b", 4, 8)
-    ps.check(schedule, memory_limit=4)
-    error = refusal(schedule, memory_limit=3)
+    ps.check(schedule, max_in_flight=4)
+    error = refusal(schedule, max_in_flight=3)
     assert (error.rule, error.rank, error.op) == ("memory", 0, Op("F", 0, 3))
 
 
@@ -156,3 +156,20 @@ def test_what_is_wrong_as_a_whole(schedule: ps.Schedule, message: str) -> None:
 def test_peak_in_flight_counts_from_f_to_w_or_b() -> None:
     head = "schedule x: 1 rank, 1 stage, 3 microbatches\npipeline 0: stages on ranks 0\n"
     assert peak_in_flight(ps.parse(head + "rank 0 | F0 B0 F1 I1 F2 I2 W1 W2")) == (2,)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ps.check(ps.build("1f1b", 4, 8), memory_limit=3),
+        lambda: ps.build("1f1b", 4, 8, memory_limit=3),
+    ],
+)
+def test_what_was_called_memory_limit_and_counts_activations_is_told_its_name(call: Callable[[], object]) -> None:
+    with pytest.raises(ps.ScheduleError, match=r"memory_limit= is gone since 0\.2; give max_in_flight="):
+        call()
+
+
+def test_a_grid_of_before_is_told_how_its_cap_is_written_now() -> None:
+    with pytest.raises(ps.ScheduleError, match=r"line 1, .*'memory limit 3' is 'at most 3 in flight' since 0\.2"):
+        ps.parse("schedule own: 1 rank, 1 stage, 1 microbatch, memory limit 3\nrank 0 | F0 B0")

@@ -13,7 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.train.command import GROUPS, train
+from penstock.train.command import COMMON, GROUPS, train
 
 pytestmark = pytest.mark.unit
 
@@ -97,10 +97,10 @@ def test_simulate_takes_costs_stage_by_stage_and_from_a_file(penstock: Any, tmp_
 def test_simulate_takes_a_file_and_other_options(penstock: Any, tmp_path: Path) -> None:
     schedule = ps.build("interleaved-1f1b", 2, 4, num_stages=6)
     ps.save(schedule, tmp_path / "s.json")
-    by_file = penstock(f"simulate {tmp_path}/s.json --default-delay 2 --dispatch dynamic --max-held 12 --json")
+    by_file = penstock(f"simulate {tmp_path}/s.json --default-delay 2 --dispatch dynamic --memory-limit 12 --json")
     by_name = penstock(
         "simulate interleaved-1f1b --ranks 2 --microbatches 4 --stages 6 --default-delay 2 --dispatch dynamic "
-        "--max-held 12,12 --json"
+        "--memory-limit 12,12 --json"
     )
     assert by_file.code == 0
     assert by_file.json == by_name.json
@@ -146,8 +146,8 @@ def test_check_tells_the_error_with_its_arrow(penstock: Any, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
     ps.save(ps.build("1f1b", 4, 8), tmp_path / "s.json")
-    assert penstock(f"check {tmp_path}/s.json --memory-limit 4").code == 0
-    assert penstock(f"check {tmp_path}/s.json --memory-limit 3").code == 1
+    assert penstock(f"check {tmp_path}/s.json --max-in-flight 4").code == 0
+    assert penstock(f"check {tmp_path}/s.json --max-in-flight 3").code == 1
     deep = "check zb --ranks 4 --microbatches 12 --warmup 12,8,4,1"
     assert penstock(f"{deep} --channel-depth 4").code == 0
     assert penstock(f"{deep} --channel-depth 3").code == 1
@@ -203,7 +203,7 @@ MISUSE = {
     f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'",
     f"simulate {ZB} --transport slow": "--transport slow: write decoupled, blocking or blocking:DEPTH",
     f"simulate {ZB} --transport blocking:0": "a blocking link of depth 0 can carry nothing",
-    f"simulate {ZB} --max-held 9": "--max-held caps a run that is not frozen",
+    f"simulate {ZB} --memory-limit 9": "--memory-limit caps a run that is not frozen",
     f"simulate {ZB} --costs c.json": "--costs c.json and --f both give costs; use one of them",
     f"simulate {ZB} --out x.bmp": "x.bmp: pictures are written as",
     f"simulate {ZB} --out no/such/x.svg": "no/such/x.svg: No such file or directory",
@@ -254,7 +254,7 @@ def test_a_file_that_holds_no_schedule_is_invalid(penstock: Any, tmp_path: Path,
 
 
 def test_a_memory_limit_that_is_not_met_is_invalid_not_misuse(penstock: Any) -> None:
-    assert penstock("simulate 1f1b --ranks 4 --microbatches 8 --memory-limit 3 --json").code == 1
+    assert penstock("simulate 1f1b --ranks 4 --microbatches 8 --max-in-flight 3 --json").code == 1
 
 
 def test_a_bug_is_one_message_and_no_trace(penstock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_the_terminal_may_lack_letters() -> None:
 
 
 def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any) -> None:
-    said = penstock("train --help").out
+    said = penstock("train --help-all").out
     titles = [
         line.rstrip(":") for line in said.splitlines() if line.endswith(":") and not line.startswith((" ", "-"))
     ]
@@ -326,6 +326,11 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
     assert set(names) == {"help", *inspect.signature(train).parameters}
     for name in names:
         assert f"--{'json' if name == 'as_json' else name.replace('_', '-')}" in said
+    short = penstock("train --help").out
+    assert set(names) > COMMON
+    assert all(f"--{'json' if name == 'as_json' else name.replace('_', '-')} " in short for name in COMMON)
+    assert "--link-depth" not in short
+    assert f"{len(names) - len(COMMON)} more options, with --help-all" in short
 
 
 @pytest.mark.parametrize(
@@ -335,6 +340,8 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
         ("profile --model tiny", "--model of penstock profile is --preset since 0.2"),
         ("train --zero off", "--zero of penstock train is --sharding (copies for on, none for off) since 0.2"),
         ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
+        ("check 1f1b --memory-limit 3", "--memory-limit of penstock check is --max-in-flight since 0.2"),
+        ("simulate 1f1b --max-held 3", "--max-held of penstock simulate is --memory-limit since 0.2"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape"),
     ],
 )

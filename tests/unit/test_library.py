@@ -73,7 +73,7 @@ def test_zb_h2(p: int, n: int) -> None:
     assert timeline.span == 3 * n
     assert timeline.makespan == 3 * n + p - 1
     assert max(peak_in_flight(schedule)) == 2 * p - 1
-    assert schedule.memory_limit == 2 * p - 1
+    assert schedule.max_in_flight == 2 * p - 1
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -97,12 +97,12 @@ def test_zb_runs_its_warmup_first(p: int, n: int) -> None:
         assert first_backward >= min(2 * (p - rank) - 1, n)
 
 
-def test_zb_keeps_a_memory_limit() -> None:
+def test_zb_keeps_what_may_be_in_flight() -> None:
     free = ps.build("zb", 4, 12, warmup=[4, 3, 2, 1])
-    tight = ps.build("zb", 4, 12, warmup=[4, 3, 2, 1], memory_limit=4)
+    tight = ps.build("zb", 4, 12, warmup=[4, 3, 2, 1], max_in_flight=4)
     assert max(peak_in_flight(free)) > 4
     assert max(peak_in_flight(tight)) == 4
-    assert tight.memory_limit == 4
+    assert tight.max_in_flight == 4
 
 
 @pytest.mark.parametrize("warmup", [[12, 8, 4, 1], [12, 1, 1, 1], [8, 4, 2, 1], [40, 20, 10, 5]])
@@ -118,7 +118,7 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
         ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
         ("qqq", {}, f"no schedule named 'qqq'; there are {', '.join(ps.library.SCHEDULES)}"),
         ("1f1b", {"warmup": [1]}, "1f1b has no option 'warmup'; it takes no options"),
-        ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, memory_limit"),
+        ("zb", {"num_stages": 8}, "zb has no option 'num_stages'; it takes warmup, max_in_flight"),
         (
             "interleaved-1f1b",
             {"num_stages": 6},
@@ -133,8 +133,8 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
         ),
         (
             "zb",
-            {"memory_limit": 3},
-            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations of memory limit, got 3",
+            {"max_in_flight": 3},
+            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations in flight \\(max_in_flight\\), got 3",
         ),
     ],
 )
@@ -161,5 +161,5 @@ def test_microbatches_must_divide_for_interleaved() -> None:
 
 def test_a_limit_that_a_fixed_schedule_does_not_meet() -> None:
     with pytest.raises(ps.ScheduleError, match="the rank would hold 4 stage activations, the limit is 3") as caught:
-        ps.build("1f1b", 4, 12, memory_limit=3)
+        ps.build("1f1b", 4, 12, max_in_flight=3)
     assert caught.value.rule == "memory"

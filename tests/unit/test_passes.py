@@ -105,7 +105,7 @@ def test_weight_gradients_make_room_for_forwards() -> None:
 
 
 def test_the_schedules_own_limit_holds_too() -> None:
-    schedule = replace(ps.build("1f1b", 4, 8), memory_limit=4)
+    schedule = replace(ps.build("1f1b", 4, 8), max_in_flight=4)
     separated = separate_gradients(schedule)
     ps.check(separated)
     assert makespan(separated) < makespan(schedule)

@@ -50,7 +50,7 @@ def test_a_tight_cap_is_kept_and_the_simulation_agrees(seed: int) -> None:
     costs, links = family(5, seed)
     plan = ps.plan(costs, 5, 12, links, max_in_flight=5, time_limit=0.3, seed=seed)
     assert max(peaks(plan.schedule)) <= 5
-    assert plan.schedule.memory_limit == 5
+    assert plan.schedule.max_in_flight == 5
     assert ps.simulate(plan.schedule, costs, links=links).makespan == pytest.approx(plan.makespan)
     assert plan.makespan >= plan.lower_bound * (1 - 1e-12)
     assert plan.gap < 0.08

@@ -152,8 +152,8 @@ def test_caps_are_kept(limit: int, split: bool) -> None:
     plan = plan_graph(costs, 3, 8, placement=placement, split=split, memory_limit=3 * limit, time_limit=1)
     assert max(ps.simulate(plan.schedule, costs).peak_activations) <= 3 * limit
     counted = plan_graph(costs, 3, 8, placement=placement, split=split, max_in_flight=3 * limit, time_limit=1)
-    ps.check(counted.schedule, memory_limit=3 * limit)
-    assert counted.schedule.memory_limit == 3 * limit
+    ps.check(counted.schedule, max_in_flight=3 * limit)
+    assert counted.schedule.max_in_flight == 3 * limit
     assert counted.schedule.splits_backward() is split
 
 

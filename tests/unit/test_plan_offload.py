@@ -147,14 +147,14 @@ rank 0 | F0 F1 OFFLOAD1 F2 B0 RELOAD1 B1 B2
 
 def test_ops_of_some_microbatches_bind_these_alone_and_a_pair_makes_one_op_wait() -> None:
     schedule = ps.parse(HALF)
-    ps.check(schedule, memory_limit=2)
+    ps.check(schedule, max_in_flight=2)
     costs = replace(ps.Costs.uniform(1, f=10, i=5, w=5), other={"OFFLOAD": 25.0, "RELOAD": 5.0})
     timeline = ps.simulate(schedule, costs)
     start = {timed.op: timed.start for timed in timeline.ops}
     assert (start[Op("F", 0, 2)], start[Op("B", 0, 0)], start[Op("B", 0, 1)]) == (45, 55, 70)
     assert timeline.peak_activations == (2,)
     with pytest.raises(ps.ScheduleError, match="would hold 3 stage activations"):
-        ps.check(ps.parse(HALF.replace("needs OFFLOAD of stage 0 before F of stage 0: 1>2\n", "")), memory_limit=2)
+        ps.check(ps.parse(HALF.replace("needs OFFLOAD of stage 0 before F of stage 0: 1>2\n", "")), max_in_flight=2)
     again = ps.passes.repeat_windows(schedule, 2)
     assert again.graph.registered_of["OFFLOAD", 0].microbatches == (1, 4)
     assert ps.simulate(again, costs).peak_activations == (2,)

@@ -167,7 +167,7 @@ def test_a_plan_declares_the_order_it_was_made_for(dispatch: str, limit: dict) -
     if "memory_limit" in limit:
         assert max(p.timeline.peak_activations) <= 6.0 * (1 + 1e-9)
     if "max_in_flight" in limit:
-        ps.check(p.schedule, memory_limit=3)
+        ps.check(p.schedule, max_in_flight=3)
 
 
 def test_a_memory_limit_counts_the_heaviest_microbatch() -> None:

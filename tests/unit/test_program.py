@@ -282,7 +282,7 @@ def test_a_function_of_the_stage_splits_only_some_backwards() -> None:
 def test_rules_by_rank_hold_for_that_rank_alone() -> None:
     by_rank = ps.Program(ONE(2), 4, {0: ps.Rules(max_in_flight=2), 1: ps.Rules("forward-first")}).build()
     assert peak_in_flight(by_rank) == (2, 2)
-    assert by_rank.memory_limit is None
+    assert by_rank.max_in_flight is None
 
 
 def test_a_cap_by_stage_holds_in_each_pipeline_under_the_rules_of_its_own_rank() -> None:

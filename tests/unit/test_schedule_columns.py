@@ -54,7 +54,7 @@ def test_library_orders_are_what_they_were_op_by_op(name: str, num_ranks: int, n
 def test_check_lower_and_simulate_make_no_op() -> None:
     s = ps.build("zb-h1", 4, 9)
     ps.check(s)
-    ps.check(s, memory_limit=6)
+    ps.check(s, max_in_flight=6)
     lower(s)
     timeline = ps.simulate(s, ps.Costs.uniform(4), links=ps.Links({(0, 1): 2.0}))
     assert timeline.makespan > 0

@@ -41,7 +41,7 @@ def test_memory_limits_survive_to_the_last_digit(limit: float) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf")])
 def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
-    with pytest.raises(ps.ScheduleError, match="the memory limit is"):
+    with pytest.raises(ps.ScheduleError, match="max_in_flight is"):
         ps.Schedule("x", ps.Placement(((0,),)), ((),), (0,), limit)
 
 
@@ -64,7 +64,7 @@ def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
         ("2 ranks,", "3 ranks,", "line 1, column 1: the header says 3 ranks, the rows are for ranks [0, 1]"),
         ("2 ranks,", "two ranks,", "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches'"),
         ("3 microbatches", "99999999999 microbatches", "line 1, column 1: expected 'schedule NAME:"),
-        ("3 microbatches", "3 microbatches, memory limit 1.2.3", "line 1, column 1: expected 'schedule NAME:"),
+        ("3 microbatches", "3 microbatches, at most 1.2.3 in flight", "line 1, column 1: expected 'schedule NAME:"),
         ("2 stages,", "3 stages,", "line 1, column 1: the header says 3 stages, pipeline 0 places 2"),
         ("ranks 0 1", "ranks 0 2", "line 1, column 1: pipeline 0 names rank 2, but there are 2 ranks"),
         ("ranks 0 1", "ranks 0 1, microbatches 0 1", "line 1, column 1: each of the 3 microbatches must be in one"),

@@ -259,15 +259,15 @@ def test_the_files_name_comes_first_and_the_spot_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    schedule = ps.build("zb", 2, 4, memory_limit=4)
+    schedule = ps.build("zb", 2, 4, max_in_flight=4)
     native, csv, back = (str(tmp_path / name) for name in ("zb.json", "zb.csv", "back.json"))
     ps.save(schedule, native)
     assert main(["convert", native, csv]) == 0
     assert capsys.readouterr().out == (
-        f"wrote {csv}\nleft out: the memory limit of 4 activations, which has no place in torch's CSV\n"
+        f"wrote {csv}\nleft out: at most 4 activations in flight, which has no place in torch's CSV\n"
     )
     assert main(["convert", csv, back]) == 0
-    assert ps.load(back) == replace(schedule, memory_limit=None)
+    assert ps.load(back) == replace(schedule, max_in_flight=None)
     assert main(["convert", native, csv, "--dialect", "torch:compute_comms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["memory_limit"]
     assert "0SEND_F0" in Path(csv).read_text()

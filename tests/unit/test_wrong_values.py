@@ -86,7 +86,7 @@ def test_paths_that_nothing_can_be_written_to(
         (lambda: ps.load(SCHEDULE), "a file is named by text or a Path, got Schedule"),
         (lambda: ps.save(SCHEDULE, "made.csv", dialect=["torch"]), "no dialect ['torch']"),
         (lambda: ps.Costs.uniform("four"), "costs need at least one stage, a whole number, got 'four'"),
-        (lambda: ps.Links([(0, 1)]), "delays are list: give them by link"),
+        (lambda: ps.Links([(0, 1)]), "links are list: give them by link"),
         (lambda: ps.Links.of({}), "links are dict: give ps.Links"),
         (lambda: save_picture(None, "made.svg"), "a schedule or a timeline can be drawn, or a list of them"),
         (lambda: save_picture(COSTS, "made.svg"), "a schedule or a timeline can be drawn, or a list of them"),

@@ -16,8 +16,8 @@ from penstock.cli.app import app
 from penstock.cli.failure import MISUSE, Failure, failure_of
 from penstock.cli.options import (
     Json,
+    MaxInFlight,
     MaxMismatch,
-    MemoryLimit,
     Microbatches,
     Ranks,
     ScheduleOption,
@@ -39,7 +39,7 @@ def check(
     microbatches: Microbatches = None,
     stages: Stages = None,
     warmup: Warmup = None,
-    memory_limit: MemoryLimit = None,
+    max_in_flight: MaxInFlight = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
     option: ScheduleOption = None,
@@ -52,7 +52,7 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
-    wanted = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
+    wanted = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
     proved: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for name in schedules:
@@ -60,7 +60,9 @@ def check(
             several_files = source.is_file(name) and len(schedules) > 1
             found = _proved(
                 name,
-                source.GivenCounts(memory_limit=memory_limit, max_mismatch=max_mismatch) if several_files else wanted,
+                source.GivenCounts(max_in_flight=max_in_flight, max_mismatch=max_mismatch)
+                if several_files
+                else wanted,
                 channel_depth,
             )
         except Exception as error:
@@ -85,8 +87,8 @@ def check(
 
 def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None) -> dict[str, Any]:
     plan = source.read_or_build(name, wanted)
-    ps.check(plan, channel_depth=channel_depth, memory_limit=wanted.memory_limit)
-    limit = plan.memory_limit if wanted.memory_limit is None else wanted.memory_limit
+    ps.check(plan, channel_depth=channel_depth, max_in_flight=wanted.max_in_flight)
+    limit = plan.max_in_flight if wanted.max_in_flight is None else wanted.max_in_flight
     needed = needed_channel_depth(plan) if plan.num_ops <= COUNT_DEPTH_BELOW else None
     return {
         "schedule": name,
@@ -97,7 +99,7 @@ def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None) ->
         "num_microbatches": plan.num_microbatches,
         "num_ops": plan.num_ops,
         "peak_in_flight": peak_in_flight(plan),
-        "memory_limit": limit,
+        "max_in_flight": limit,
         "channel_depth": channel_depth,
         "needed_channel_depth": needed,
         "updates": _updates_of(plan),
@@ -139,7 +141,7 @@ def _sentence(found: dict[str, Any]) -> str:
         "each once, in place, after what it needs.",
         f"  No deadlock{_channels(found)}.",
         f"  Peak in flight {max(peaks)} stage activations ({_shortened(peaks)} by rank)"
-        + (f", limit {found['memory_limit']:g}." if found["memory_limit"] is not None else ", no limit."),
+        + (f", limit {found['max_in_flight']:g}." if found["max_in_flight"] is not None else ", no limit."),
     ]
     if declared := found["declared_orders"]:
         lines.append(f"  Microbatches run in ascending order but in {plural(declared, 'queue')}, as declared.")

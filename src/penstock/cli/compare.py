@@ -173,8 +173,8 @@ def _show(found: Comparison, files: dict[str, str]) -> None:
         print(line)
     for notice in found.notices:
         print(f"note  {notice}")
-    for name, path in files.items():
-        print(f"{name}  {path}")
+    for path in files.values():
+        print(f"wrote {path}")
 
 
 def _say(line: str) -> None:

@@ -51,16 +51,16 @@ def convert(
         raise Misuse(f"--dialect {dialect} is for .csv files; neither {source} nor {target} is one, so leave it out")
     plan = load(source, dialect if Path(source).suffix == ".csv" else None, declare_order)
     save(plan, target, dialect if written else None)
-    limit = plan.memory_limit if written else None
+    limit = plan.max_in_flight if written else None
     orders = written and bool(plan.microbatch_orders)
     if json:
-        left_out = ["memory_limit"] * (limit is not None) + ["microbatch_orders"] * orders
+        left_out = ["max_in_flight"] * (limit is not None) + ["microbatch_orders"] * orders
         print_json(
             {"source": source, "target": target, "name": plan.name, "num_ops": plan.num_ops, "left_out": left_out}
         )
     else:
         print(f"wrote {target}")
         if limit is not None:
-            print(f"left out: the memory limit of {limit:g} activations, which has no place in torch's CSV")
+            print(f"left out: at most {limit:g} activations in flight, which has no place in torch's CSV")
         if orders:
             print("left out: that microbatches run in the order of the rows; read the CSV with --declare-order")

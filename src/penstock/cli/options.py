@@ -21,9 +21,9 @@ Stages = Annotated[
     int | None, typer.Option("--stages", help="Number of stages over the whole model (interleaved-1f1b).")
 ]
 Warmup = Annotated[str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one a rank (zb).")]
-MemoryLimit = Annotated[
+MaxInFlight = Annotated[
     float | None,
-    typer.Option("--memory-limit", help="Most stage activations a rank may hold, freed at B or W."),
+    typer.Option("--max-in-flight", help="Most stage activations a rank may hold, freed at B or W."),
 ]
 ScheduleOption = Annotated[
     list[str] | None,

@@ -26,7 +26,8 @@ RENAMED = {
     ("profile", "--model"): "--preset",
     ("train", "--zero"): "--sharding (copies for on, none for off)",
     ("compare", "--zero"): "--sharding (copies for on, none for off)",
-}
+    ("simulate", "--max-held"): "--memory-limit",
+} | {(verb, "--memory-limit"): "--max-in-flight" for verb in ("check", "show")}
 """By verb and option, the names that options have now."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"

@@ -13,8 +13,8 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.options import (
     Json,
+    MaxInFlight,
     MaxMismatch,
-    MemoryLimit,
     Microbatches,
     Out,
     Ranks,
@@ -33,7 +33,7 @@ def show(
     microbatches: Microbatches = None,
     stages: Stages = None,
     warmup: Warmup = None,
-    memory_limit: MemoryLimit = None,
+    max_in_flight: MaxInFlight = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
     option: ScheduleOption = None,
@@ -41,7 +41,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch."""
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
     plan = source.read_or_build(schedule, given_counts)
     if out is not None:
         from penstock.draw import save

@@ -17,8 +17,8 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import (
     Json,
+    MaxInFlight,
     MaxMismatch,
-    MemoryLimit,
     Microbatches,
     Out,
     Ranks,
@@ -43,7 +43,7 @@ def simulate(
     microbatches: Microbatches = None,
     stages: Stages = None,
     warmup: Warmup = None,
-    memory_limit: MemoryLimit = None,
+    max_in_flight: MaxInFlight = None,
     window: Window = None,
     max_mismatch: MaxMismatch = None,
     option: ScheduleOption = None,
@@ -64,10 +64,12 @@ def simulate(
     transport: Annotated[
         str, typer.Option("--transport", help="decoupled, blocking or blocking:DEPTH.")
     ] = "decoupled",
-    max_held: Annotated[
+    memory_limit: Annotated[
         str | None,
         typer.Option(
-            "--max-held", metavar="UNITS", help="Not where frozen: most activations held, or one a rank: 7,5."
+            "--memory-limit",
+            metavar="UNITS",
+            help="Not where frozen: most a rank may hold, in the unit of --activation, or one per rank: 7,5.",
         ),
     ] = None,
     emulate: Annotated[
@@ -82,16 +84,16 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, memory_limit, window, max_mismatch, option)
+    given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
     plan = source.read_or_build(schedule, given_counts)
-    ps.check(plan, memory_limit=memory_limit)
+    ps.check(plan, max_in_flight=max_in_flight)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
     chosen = given.read(plan.num_ranks, plan.placement)
     assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(transport)
     timeline = ps.simulate(
-        plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=_max_held(max_held, dispatch)
+        plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=_cap(memory_limit, dispatch)
     )
     emulation = None
     if emulate is not None:
@@ -102,7 +104,7 @@ def simulate(
             chosen,
             links=links,
             dispatch=dispatch,
-            memory_limit=_max_held(max_held, dispatch),
+            memory_limit=_cap(memory_limit, dispatch),
             num_steps=3 if steps is None else steps,
             stretch=1.0 if stretch is None else stretch,
         )
@@ -134,14 +136,14 @@ def _emulate(ranks: str) -> Callable[..., Emulation]:
     raise Misuse(f"--emulate {ranks}: write threads or processes")
 
 
-def _max_held(text: str | None, dispatch: str) -> float | list[float] | None:
+def _cap(text: str | None, dispatch: str) -> float | list[float] | None:
     if text is None:
         return None
     if dispatch == "frozen":
         raise Misuse(
-            "--max-held caps a run that is not frozen; add --dispatch hinted, dynamic or auto, or leave it out"
+            "--memory-limit caps a run that is not frozen; add --dispatch hinted, dynamic or auto, or leave it out"
         )
-    caps = numbers("--max-held", text)
+    caps = numbers("--memory-limit", text)
     return caps[0] if len(caps) == 1 else caps
 
 

@@ -25,7 +25,7 @@ class GivenCounts:
     microbatches: int | None = None
     stages: int | None = None
     warmup: Sequence[int] | None = None
-    memory_limit: float | None = None
+    max_in_flight: float | None = None
     window: int | None = None
     max_mismatch: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ def counts_of(
     microbatches: int | None,
     stages: int | None,
     warmup: str | None,
-    memory_limit: float | None,
+    max_in_flight: float | None,
     window: int | None,
     max_mismatch: int | None,
     option: list[str] | None = None,
@@ -44,7 +44,7 @@ def counts_of(
     """The counts as options give them. Raises Misuse for a warm-up that is no list of whole numbers."""
     warmups = None if warmup is None else counts("--warmup", warmup)
     return GivenCounts(
-        ranks, microbatches, stages, warmups, memory_limit, window, max_mismatch, schedule_options(option)
+        ranks, microbatches, stages, warmups, max_in_flight, window, max_mismatch, schedule_options(option)
     )
 
 
@@ -88,13 +88,13 @@ def read_or_build(source: str, counts: GivenCounts) -> Schedule:
         "max_mismatch": counts.max_mismatch if shapes_itself else None,
         **counts.options,
     }
-    if clash := {"num_ranks", "num_microbatches", "memory_limit", "name"} & options.keys():
+    if clash := {"num_ranks", "num_microbatches", "max_in_flight", "name"} & options.keys():
         raise Misuse(f"--option {min(clash)}: give --{min(clash).removeprefix('num_').replace('_', '-')}")
     found = build(
         source,
         counts.ranks if counts.ranks is not None else 1,
         counts.microbatches if counts.microbatches is not None else 1,
-        counts.memory_limit,
+        counts.max_in_flight,
         **options,
     )
     return _bounded(source, found, counts.max_mismatch)

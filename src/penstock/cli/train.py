@@ -1,4 +1,7 @@
-"""`penstock train`: its options live with the training loop, which torchrun starts without this command line."""
+"""`penstock train`: its options live with the training loop, which torchrun starts without this command line.
+
+`--help` shows those that most runs need, `--help-all` every one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from penstock.cli.app import app
-from penstock.train.command import GROUPS, train
+from penstock.train.command import ALL, COMMON, GROUPS, train
 
 
 class _Grouped(TyperCommand):
@@ -16,11 +19,13 @@ class _Grouped(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         left = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
         for title, names in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([left.pop(name) for name in names if name in left])
-        if left:
-            with formatter.section("Other options"):
-                formatter.write_dl(list(left.values()))
+            records = [left.pop(name) for name in names if name in left and (ALL in ctx.meta or name in COMMON)]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if ALL not in ctx.meta:
+            formatter.write_paragraph()
+            formatter.write_text(f"{len(left)} more options, with --help-all")
 
 
 app.command(cls=_Grouped, short_help="Train a GPT, BERT, CLIP or Hugging Face decoder.")(train)

@@ -21,6 +21,7 @@ from numbers import Integral, Real
 from penstock.cost.conditions import LinkCondition, Passage, Queue
 from penstock.cost.errors import CostError
 from penstock.cost.over_time import Constant
+from penstock.renamed import refuse_old
 
 _LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)
 Given = float | str | LinkCondition
@@ -60,6 +61,7 @@ class Links:
     default: LinkCondition | None = None
     base: float = 0.0
 
+    @refuse_old({"delays": "them first, by link: ps.Links({(0, 1): 20.0})"}, CostError)
     def __init__(
         self,
         conditions: Mapping[tuple[int, int], Given] | None = None,
@@ -68,7 +70,7 @@ class Links:
     ) -> None:
         given = {} if conditions is None else conditions
         if not isinstance(given, Mapping):
-            raise CostError(f"delays are {type(given).__name__}: give them by link, like {{(0, 1): 20.0}}")
+            raise CostError(f"links are {type(given).__name__}: give them by link, like {{(0, 1): 20.0}}")
         found: dict[tuple[int, int], LinkCondition] = {}
         for link, value in given.items():
             if not (isinstance(link, tuple) and len(link) == 2 and all(isinstance(rank, Integral) for rank in link)):

@@ -159,7 +159,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     _check_closed(number, edges)
     between: Iterator[tuple[int, int]]
     pairs = [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]
-    pairs += [] if schedule.memory_limit is None else memory_edges(schedule, schedule.memory_limit)
+    pairs += [] if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
     if numbers or schedule.asynchronous:
         between = _between_gangs(schedule, pairs, number, numbers, rank)
     else:

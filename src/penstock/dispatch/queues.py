@@ -115,7 +115,7 @@ class QueueGraph:
         self,
         name: str,
         rows: Sequence[Sequence[int]],
-        memory_limit: float | None = None,
+        max_in_flight: float | None = None,
         start_time: Sequence[float] | None = None,
     ) -> Schedule:
         """The schedule whose ranks, and streams, run the rows of queue numbers.
@@ -139,7 +139,7 @@ class QueueGraph:
         if graph is not None and len(order) > self.num_ranks:
             after = {} if start_time is None else self._taken_after(rows, order, start_time)
             made = joined(graph, order[: self.num_ranks], order[self.num_ranks :], after)
-        return Schedule(name, self.placement, made, self.microbatch_pipeline, memory_limit, graph)
+        return Schedule(name, self.placement, made, self.microbatch_pipeline, max_in_flight, graph)
 
     def _taken_after(
         self, rows: Sequence[Sequence[int]], order: Sequence[Sequence[Op]], start_time: Sequence[float]

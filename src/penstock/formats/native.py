@@ -4,6 +4,8 @@
  "placement": [[0, 1]], "microbatch_pipeline": [0, 0], "memory_limit": null,
  "order": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 
+What it calls `memory_limit` is the schedule's `max_in_flight`.
+
 Version 2 adds, only where a schedule has them, stages that ranks share and a graph of stages:
 
  "shared": [[0, [0, 1]]],
@@ -78,7 +80,7 @@ def to_json(schedule: Schedule) -> str:
         "name": schedule.name,
         "placement": schedule.placement.pipelines,
         "microbatch_pipeline": schedule.microbatch_pipeline,
-        "memory_limit": schedule.memory_limit,
+        "memory_limit": schedule.max_in_flight,
         "order": [[str(op) for op in row] for row in schedule.order],
     }
     if schedule.placement.shared:

@@ -27,7 +27,7 @@ Form = Literal["compute_only", "compute_comms"]
 
 
 def to_torch_csv(schedule: Schedule, form: Form | None = None) -> str:
-    """The schedule as torch's CSV. Its name and memory limit have no place there.
+    """The schedule as torch's CSV. Its name and `max_in_flight` have no place there.
 
     Args:
         form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none; by

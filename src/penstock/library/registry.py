@@ -23,6 +23,7 @@ from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag
 from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
+from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError, check
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -56,19 +57,20 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amd
 """Orders over a whole run, which no flush ends: they take a `window`, and have their updates as ops with it."""
 
 
+@refuse_old({"memory_limit": "max_in_flight=..., as ps.plan takes"}, ScheduleError)
 def build(
-    name: str, num_ranks: int, num_microbatches: int, memory_limit: float | None = None, **options: Any
+    name: str, num_ranks: int, num_microbatches: int, max_in_flight: float | None = None, **options: Any
 ) -> Schedule:
     """Builds the library schedule `name` and checks it.
 
     Args:
-        memory_limit: most stage activations a rank may hold (freed at B or W). Schedules that can shape
+        max_in_flight: most stage activations a rank may hold (freed at B or W). Schedules that can shape
             themselves to it do; for the others it is a condition.
         options: what the schedule takes besides, like `num_stages` (interleaved-1f1b) or `warmup` (zb).
 
     Raises:
         ScheduleError: unknown name (the nearest are offered) or option, counts that the schedule cannot
-            use, or a memory limit that it does not meet.
+            use, or a cap that it does not meet.
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is named by text, got {type(name).__name__}", rule="name")
@@ -83,11 +85,11 @@ def build(
     function = SCHEDULES[name]
     known = [p for p in inspect.signature(function).parameters if p not in ("num_ranks", "num_microbatches")]
     options = {key: value for key, value in options.items() if value is not None}
-    if memory_limit is not None and "memory_limit" in known:
-        options["memory_limit"] = memory_limit
+    if max_in_flight is not None and "max_in_flight" in known:
+        options["max_in_flight"] = max_in_flight
     if unknown := [key for key in options if key not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise ScheduleError(f"{name} has no option {unknown[0]!r}; it {takes}", rule="options")
     schedule = function(num_ranks, num_microbatches, **options)
-    check(schedule, memory_limit=memory_limit)
+    check(schedule, max_in_flight=max_in_flight)
     return schedule

@@ -50,7 +50,7 @@ def zb(
     num_ranks: int,
     num_microbatches: int,
     warmup: Sequence[int] | None = None,
-    memory_limit: float | None = None,
+    max_in_flight: float | None = None,
 ) -> Schedule:
     """PipeMorph's schedule (section 4.3): warm-up counts x_i, then any ready op, I before F before W.
 
@@ -64,21 +64,26 @@ def zb(
 
     Corrections to the paper's Algorithms 3 and 4: time advances from event to event instead of by steps,
     an op is ready when its producer has ended (not when it started), counts above N are clipped to N (the
-    printed form deadlocks), and with `memory_limit` forwards also respect a cap.
+    printed form deadlocks), and with `max_in_flight` forwards also respect a cap.
 
     Args:
         warmup: x_i, one a rank, never rising; by default 2(p - i) - 1.
-        memory_limit: most stage activations a rank may hold, freed at W; None for no limit, as in the paper.
+        max_in_flight: most stage activations a rank may hold, freed at W; None for no limit, as in the paper.
     """
     default = [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
     counts = warmup_counts("zb", default if warmup is None else warmup, num_ranks, num_microbatches)
-    if memory_limit is not None and memory_limit < max(counts):
-        at_least(f"zb with warm-up counts {counts}", "activations of memory limit", int(memory_limit), max(counts))
-    return greedy("zb", num_ranks, num_microbatches, counts, memory_limit)
+    if max_in_flight is not None and max_in_flight < max(counts):
+        at_least(
+            f"zb with warm-up counts {counts}",
+            "activations in flight (max_in_flight)",
+            int(max_in_flight),
+            max(counts),
+        )
+    return greedy("zb", num_ranks, num_microbatches, counts, max_in_flight)
 
 
 def greedy(
-    name: str, num_ranks: int, num_microbatches: int, warmup: Sequence[int], memory_limit: float | None
+    name: str, num_ranks: int, num_microbatches: int, warmup: Sequence[int], max_in_flight: float | None
 ) -> Schedule:
     """Runs the decision core over unit costs from an order that holds just `warmup` activations a rank, and
     keeps the order in which the ops ran."""
@@ -91,7 +96,7 @@ def greedy(
             if counts[rank] + m < num_microbatches:
                 row.append(Op("F", rank, counts[rank] + m))
         rows.append(row)
-    seed = Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches, memory_limit)
-    cap = float(2 * num_microbatches) if memory_limit is None else memory_limit
+    seed = Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches, max_in_flight)
+    cap = float(2 * num_microbatches) if max_in_flight is None else max_in_flight
     costs = Costs.uniform(num_ranks, freed_by_input=0.0)
     return simulate(seed, costs, dispatch="dynamic", memory_limit=cap, warmup=counts).executed()

@@ -49,7 +49,7 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
     Raises:
         ScheduleError: limits of the wrong number, or below 0.
     """
-    most = math.inf if schedule.memory_limit is None else schedule.memory_limit
+    most = math.inf if schedule.max_in_flight is None else schedule.max_in_flight
     again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
     count = [activations_added(op, again, graph.holds) for op in graph.ops]
     return Memory(memory_changes(graph, costs), count, _caps(schedule, memory_limit), most)

@@ -67,7 +67,7 @@ class Problem:
             f"caps {queues.cap.tolist()}, tails {queues.tail.tolist()}"
         )
 
-    def schedule(self, row: Array, name: str, memory_limit: float | None = None) -> Schedule:
+    def schedule(self, row: Array, name: str, max_in_flight: float | None = None) -> Schedule:
         """The schedule whose orders are `row` (queue ids, rank after rank)."""
         queues = self.queues
         by_queue = np.argsort(row, kind="stable")
@@ -83,7 +83,7 @@ class Problem:
             np.repeat(np.arange(queues.num_ranks), np.diff(queues.row_first)),
             queues.row_first,
         )
-        return Schedule.of_columns(name, self.placement, columns, self.microbatch_pipeline, memory_limit)
+        return Schedule.of_columns(name, self.placement, columns, self.microbatch_pipeline, max_in_flight)
 
     def row(self, schedule: Schedule) -> Array:
         """The other way: a schedule of this placement as queue ids."""

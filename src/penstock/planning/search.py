@@ -54,9 +54,9 @@ class Search(Incumbent[Problem]):
         """The problem whose makespan no order's value is below."""
         return self.problem if self.span is None else self.span.bounded
 
-    def schedule(self, name: str, memory_limit: float | None) -> Schedule:
+    def schedule(self, name: str, max_in_flight: float | None) -> Schedule:
         """The best so far."""
-        return self.problem.schedule(self.row, name, memory_limit)
+        return self.problem.schedule(self.row, name, max_in_flight)
 
     def take(self, value: float, row: Array, how: str) -> None:
         """Keeps an order if it is the best so far; `value` is its makespan.

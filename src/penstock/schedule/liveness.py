@@ -51,8 +51,8 @@ def _run_unbounded(schedule: Schedule) -> UntimedRun:
     reached: dict[Op, list[Op]] = {}
     for before, op, _ in launches(schedule):
         reached.setdefault(op, []).append(before)
-    if schedule.memory_limit is not None:
-        for before, op in memory_edges(schedule, schedule.memory_limit):
+    if schedule.max_in_flight is not None:
+        for before, op in memory_edges(schedule, schedule.max_in_flight):
             reached.setdefault(op, []).append(before)
     graph = schedule.graph
     steps = [0] * len(rows)

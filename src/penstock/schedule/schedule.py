@@ -34,7 +34,7 @@ class Schedule:
         placement: which rank hosts which stage.
         order: `order[rank]` is that rank's ops, first to last.
         microbatch_pipeline: the pipeline of each microbatch; its length is the number of microbatches.
-        memory_limit: most stage activations a rank may hold (freed at B or W), or None for no limit.
+        max_in_flight: most stage activations a rank may hold (freed at B or W), or None for no limit.
         stage_graph: how the stages depend on one another and which ops are registered; None for a chain.
         updates: the window of the optimizer's updates, whose ops (U) are then in the order; None for none there.
         microbatch_orders: the order in which queues of ops run their microbatches, for those that do not run them in
@@ -47,7 +47,7 @@ class Schedule:
     placement: Placement
     order: tuple[tuple[Op, ...], ...]
     microbatch_pipeline: tuple[int, ...]
-    memory_limit: float | None = None
+    max_in_flight: float | None = None
     stage_graph: StageGraph | None = None
     updates: Updates | None = None
     microbatch_orders: tuple[MicrobatchOrder, ...] = ()
@@ -55,9 +55,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ScheduleError(f"schedule name {self.name!r}: use letters, digits and ._+- only", rule="name")
-        if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
+        if self.max_in_flight is not None and not 0 < self.max_in_flight < math.inf:
             raise ScheduleError(
-                f"the memory limit is {self.memory_limit}: give a number of activations above 0, or None",
+                f"max_in_flight is {self.max_in_flight}: give a number of activations above 0, or None",
                 rule="memory",
             )
         if self.stage_graph is not None and self.stage_graph.num_stages != self.num_stages:
@@ -106,11 +106,11 @@ class Schedule:
         placement: Placement,
         order: Iterable[Iterable[Op]],
         num_microbatches: int,
-        memory_limit: float | None = None,
+        max_in_flight: float | None = None,
     ) -> Schedule:
         """A schedule with one pipeline."""
         rows = tuple(tuple(row) for row in order)
-        return cls(name, placement, rows, (0,) * num_microbatches, memory_limit)
+        return cls(name, placement, rows, (0,) * num_microbatches, max_in_flight)
 
     @classmethod
     def of_columns(
@@ -119,11 +119,11 @@ class Schedule:
         placement: Placement,
         columns: Columns,
         microbatch_pipeline: tuple[int, ...],
-        memory_limit: float | None = None,
+        max_in_flight: float | None = None,
     ) -> Schedule:
         """A schedule of plain ops that are given as columns. `check`, `lower` and `simulate` go through these, and no
         op is made before somebody asks for one."""
-        made = cls(name, placement, (), microbatch_pipeline, memory_limit)
+        made = cls(name, placement, (), microbatch_pipeline, max_in_flight)
         del vars(made)["order"]
         vars(made)["columns"] = columns
         return made

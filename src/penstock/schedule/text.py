@@ -36,7 +36,7 @@ UNNAMED = "grid"
 _HEAD = re.compile(
     r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
     r"(?P<mbs>[0-9]{1,7}) microbatch(?:es)?"
-    r"(?:, memory limit (?P<limit>[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))?"
+    r"(?:, at most (?P<limit>[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) in flight)?"
 )
 _PIPELINE = re.compile(
     r"pipeline (?P<index>[0-9]{1,7}): stages on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)"
@@ -156,8 +156,8 @@ def to_text(schedule: Schedule) -> str:
         f"{_plural(schedule.num_stages, 'stage')}, "
         f"{_plural(schedule.num_microbatches, 'microbatch', 'microbatches')}"
     )
-    if schedule.memory_limit is not None:
-        head += f", memory limit {_short(schedule.memory_limit)}"
+    if schedule.max_in_flight is not None:
+        head += f", at most {_short(schedule.max_in_flight)} in flight"
     lines = [head]
     for k, ranks in enumerate(schedule.placement.pipelines):
         line = f"pipeline {k}: stages on ranks {' '.join(map(str, ranks))}"
@@ -238,6 +238,8 @@ def parse(text: str) -> Schedule:
             is_first, head = False, _HEAD.fullmatch(line)
             if head is not None:
                 continue
+            if old := re.search(r"memory limit (\S+)", line):
+                _fail(number, 1, f"{old[0]!r} is 'at most {old[1]} in flight' since 0.2")
             if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW)):
                 _fail(
                     number,

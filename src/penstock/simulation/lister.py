@@ -52,9 +52,9 @@ class Listed:
         begins = self.row_first[:-1]
         return [[int(q) for q in self.rows[a : a + done]] for a, done in zip(begins, self.reached, strict=True)]
 
-    def schedule(self, name: str, memory_limit: float | None = None) -> Schedule:
+    def schedule(self, name: str, max_in_flight: float | None = None) -> Schedule:
         """The schedule that was made."""
-        return self.graph.schedule(name, self.copy_rows(), memory_limit, self.start_time)
+        return self.graph.schedule(name, self.copy_rows(), max_in_flight, self.start_time)
 
 
 class Lister:

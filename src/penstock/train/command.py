@@ -34,9 +34,28 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Adapting": ("adapt", "store", "host_memory"),
     "Machine": ("device", "threads", "timeout", "port"),
     "Emulated devices": ("costs", "stretch", "message_cap"),
-    "The run": ("out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json", "help"),
+    "The run": (
+        "out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json", "help_all", "help",
+    ),
 }  # fmt: skip
 """The options of training as the help groups them, by the names of parameters."""
+
+COMMON = {
+    "schedule", "ranks", "microbatches", "dispatch", "dp", "tp", "sharding", "model", "preset", "data", "tokenizer",
+    "batch", "steps", "lr", "precision", "recompute", "seed", "link", "adapt", "device", "out", "resume", "export",
+    "as_json", "help_all", "help",
+}  # fmt: skip
+"""The options that most runs need, which `--help` shows; `--help-all` shows the others too."""
+
+ALL = "penstock.train.help_all"
+"""In the meta of a context: that its help is to show all options."""
+
+
+def _print_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[ALL] = True
+        print(context.get_help())
+        raise typer.Exit
 
 
 def _help(text: str, field: str | None = None) -> str:
@@ -140,10 +159,13 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object and nothing else.")
     ] = False,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")
+    ] = False,
 ) -> None:
     """Train a GPT, BERT, CLIP or Hugging Face decoder over a mesh of processes; or run a plan on emulated devices."""
     given = {name: value for name, value in locals().items() if value is not None}
-    for name in ("out", "resume", "fallback", "export", "port", "as_json"):
+    for name in ("out", "resume", "fallback", "export", "port", "as_json", "help_all"):
         given.pop(name, None)
     given = read_given(given)
     if given.get("device") == "emulated":

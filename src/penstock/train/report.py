@@ -117,7 +117,7 @@ class Report:
         ]
         for notice in self.notices:
             rows += [("note" if i == 0 else "", line) for i, line in enumerate(textwrap.wrap(notice, WIDTH))]
-        rows += self.files.items()
+        rows += [("wrote", path) for path in self.files.values()]
         if self.interrupted:
             rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
         width = max(len(name) for name, _ in rows)

@@ -130,13 +130,13 @@ class GraphProblem:
             flow.queue[b] for turn in range(max(flow.counts)) for b, count in enumerate(flow.counts) if turn < count
         ]
 
-    def schedule(self, sequence: Array, name: str, memory_limit: float | None) -> Schedule:
+    def schedule(self, sequence: Array, name: str, max_in_flight: float | None) -> Schedule:
         """The schedule in which each rank runs its ops in the order of a sequence."""
         rows: list[list[int]] = [[] for _ in range(self.graph.num_rows)]
         for q in np.asarray(sequence).tolist():
             for row in self.graph.hosts(q):
                 rows[row].append(q)
-        return self.graph.schedule(name, rows, memory_limit, self.placed(sequence)[1].tolist())
+        return self.graph.schedule(name, rows, max_in_flight, self.placed(sequence)[1].tolist())
 
     @cached_property
     def flow(self) -> TurnFlow:

@@ -61,10 +61,10 @@ class JointSearch(Incumbent[JointProblem]):
             self.orders = Orders(*(array.copy() for array in orders))
             self.value, self.how = value, how
 
-    def schedule(self, name: str, memory_limit: float | None) -> Schedule:
+    def schedule(self, name: str, max_in_flight: float | None) -> Schedule:
         """The best so far."""
         assert self.orders is not None
-        return replace(self.problem.schedule(self.orders, name), memory_limit=memory_limit)
+        return replace(self.problem.schedule(self.orders, name), max_in_flight=max_in_flight)
 
     def take_schedule(self, schedule: Schedule, how: str) -> None:
         """The same for a schedule of this placement."""
@@ -261,7 +261,7 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
     if problem.forms.again and not (timed and search.left <= 0):
         # The pass counts what is held itself: not the limit a schedule was built for.
         with suppress(ScheduleError):  # it holds too much even then
-            again = recompute(replace(made, memory_limit=None), problem.costs, list(problem.limits.cap))
+            again = recompute(replace(made, max_in_flight=None), problem.costs, list(problem.limits.cap))
             search.take_schedule(again, f"{name}, recomputed")
 
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.engine.tolerance import is_within, slack
+from penstock.renamed import refuse_old
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
@@ -68,11 +69,12 @@ from penstock.schedule.stage_graph import Needs
 __all__ = ["check", "peak_in_flight", "run_untimed"]
 
 
+@refuse_old({"memory_limit": "max_in_flight=..., as ps.plan takes"}, ScheduleError)
 def check(
     schedule: Schedule,
     *,
     channel_depth: int | None = None,
-    memory_limit: float | None = None,
+    max_in_flight: float | None = None,
     max_mismatch: int | None = None,
 ) -> None:
     """Proves that `schedule` can run, or raises ScheduleError that shows why not.
@@ -81,7 +83,7 @@ def check(
         channel_depth: messages a channel (one directed pair of ranks and one kind, activations or
             gradients) holds before its sender must wait; a message leaves when its receiver uses it. By
             default a channel holds all that is in flight over it, never more than its ranks' `peak_in_flight`.
-        memory_limit: most stage activations a rank may hold, counted from F to B or W; by default the
+        max_in_flight: most stage activations a rank may hold, counted from F to B or W; by default the
             schedule's own limit.
         max_mismatch: most updates of a copy of a stage between a microbatch's forward and its backward there; by
             default the schedule's own bound, `updates.max_mismatch`.
@@ -106,7 +108,7 @@ def check(
     if most is not None:
         check_mismatch(schedule, most)
     check_two_buffers(schedule)
-    limit = schedule.memory_limit if memory_limit is None else memory_limit
+    limit = schedule.max_in_flight if max_in_flight is None else max_in_flight
     if schedule.graph.holds:
         _check_given_back(schedule)
     if limit is not None and (columns is None or not are_within(columns, limit)):
@@ -390,12 +392,12 @@ def _step_of(row: Sequence[Op], op: Op) -> int | str:
 def _check_memory(schedule: Schedule, limit: float) -> None:
     """No rank holds more than the limit in its order, in which ops wait for room under the schedule's own limit."""
     for rank, row in enumerate(schedule.order):
-        levels, _ = walk_memory(schedule, row, schedule.memory_limit)
+        levels, _ = walk_memory(schedule, row, schedule.max_in_flight)
         for step, (op, held) in enumerate(zip(row, levels, strict=True)):
             if not is_within(held, limit):
                 message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}"
-                if schedule.asynchronous and schedule.memory_limit is None and not _is_over(schedule, row, limit):
-                    message += "; give the schedule that memory_limit, so that ops wait for what is given back"
+                if schedule.asynchronous and schedule.max_in_flight is None and not _is_over(schedule, row, limit):
+                    message += "; give the schedule that max_in_flight, so that ops wait for what is given back"
                 raise error_at(schedule, "memory", rank, step, op, message)
 
 
