@@ -47,7 +47,7 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
         options["warmup"] = sorted(counts, reverse=True)
         room = draw(st.none() | st.integers(0, 3))
         if room is not None:
-            options["memory_limit"] = min(max(counts), n) + room
+            options["max_in_flight"] = min(max(counts), n) + room
     return ps.build(name, p, n, **options)
 
 

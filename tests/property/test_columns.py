@@ -83,7 +83,7 @@ def edited(draw: st.DrawFn) -> Schedule:
 
 @given(edited(), st.sampled_from([None, 1, 2, 3, 6]))
 def test_a_schedule_is_proved_and_refused_alike(schedule: Schedule, limit: float | None) -> None:
-    assert said(schedule, memory_limit=limit) == said(op_by_op(schedule), memory_limit=limit)
+    assert said(schedule, max_in_flight=limit) == said(op_by_op(schedule), max_in_flight=limit)
 
 
 def lowered(schedule: Schedule) -> Any:

@@ -134,7 +134,7 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
         (
             "zb",
             {"max_in_flight": 3},
-            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations in flight \\(max_in_flight\\), got 3",
+            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations in flight (max_in_flight), got 3",
         ),
     ],
 )

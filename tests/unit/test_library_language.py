@@ -87,7 +87,7 @@ def test_zb_h2(p: int, n: int) -> None:
 def test_zb(warmup: list[int], n: int, room: int | None) -> None:
     limit = None if room is None else max(warmup) + room
     rules = ps.Rules("backward-first", warmup=warmup, max_in_flight=limit)
-    same(ps.Program(ps.placements.one_to_one(4), n, rules, split=True), "zb", warmup=warmup, memory_limit=limit)
+    same(ps.Program(ps.placements.one_to_one(4), n, rules, split=True), "zb", warmup=warmup, max_in_flight=limit)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

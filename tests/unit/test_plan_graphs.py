@@ -74,7 +74,7 @@ def test_no_worse_than_distmm_in_its_memory(overlap: bool, num_ranks: int, num: 
     timed = ps.simulate(library, costs)
     planned = ps.plan(
         costs, num_ranks, num, placement=library.placement, stages=library.stage_graph,
-        max_in_flight=timed.peak_activations, time_limit=0.05,
+        max_in_flight=timed.peak_activations, time_limit=0.01,
     )  # fmt: skip
     assert planned.lower_bound <= planned.makespan <= timed.makespan
     assert all(
@@ -92,7 +92,7 @@ def test_no_worse_than_mllm_in_its_memory(num_ranks: int, split: bool | None) ->
     timed = ps.simulate(library, costs)
     planned = ps.plan(
         costs, num_ranks, 7, placement=library.placement, max_in_flight=timed.peak_activations, split=split,
-        time_limit=0.05,
+        time_limit=0.01,
     )  # fmt: skip
     assert planned.lower_bound <= planned.makespan <= timed.makespan
 

@@ -269,7 +269,7 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["convert", csv, back]) == 0
     assert ps.load(back) == replace(schedule, max_in_flight=None)
     assert main(["convert", native, csv, "--dialect", "torch:compute_comms", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["memory_limit"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["max_in_flight"]
     assert "0SEND_F0" in Path(csv).read_text()
 
 

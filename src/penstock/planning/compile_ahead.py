@@ -198,7 +198,7 @@ def _walk_sequence(problem: Problem) -> None:
     """Shared stages and stages that branch."""
     limits = Limits((4.0, 4.0), ((1.0, 0.5),) * 2)
     posed = pose_graph(Costs.uniform(2), one_to_one(2), 2, 3, Links({(0, 1): 0.5}), limits, True)
-    search = begin_graph(posed, [(posed.serial(), "serial")], 0.0, 0, 0.0, None, 0.0)
+    search = begin_graph(posed, [(posed.serial(), "serial")], [], 0.0, 0, 0.0, None, 0.0)
     walk = SequenceWalk(posed, 0)
     walk.begin(search, 0.0)
     walk.go(1e-3, 0.0, 1.0, 0.0, np.zeros(1, np.int64))

@@ -79,13 +79,10 @@ def plan_graph(
     def begin(where: Placement, form: bool) -> searches.GraphSearch:
         limits = limits_of(costs, None, num_ranks, max_in_flight, memory_limit, form)
         posed = pose_graph(costs, where, num_ranks, num_microbatches, links, limits, form, stages, counted)
-        starts = chain(
-            [(posed.serial(), "serial")],
-            searches.library_starts(posed, form),
-            searches.rule_starts(posed, costs, links, limits, form, counted),
-        )
+        starts = chain([(posed.serial(), "serial")], searches.library_starts(posed, form))
+        by_rules = searches.rule_starts(posed, costs, links, limits, form, counted)
         until = time.perf_counter() - began + _STARTS_SHARE * time_limit
-        return searches.begin(posed, starts, until, seed, stop_at_gap, progress, began)
+        return searches.begin(posed, starts, by_rules, until, seed, stop_at_gap, progress, began)
 
     if placement is None:
         assert stages is not None

@@ -76,6 +76,7 @@ class GraphSearch(Incumbent[GraphProblem]):
 def begin(
     problem: GraphProblem,
     starts: Iterable[tuple[Any, str]],
+    more_starts: Iterable[tuple[Any, str]],
     until: float,
     seed: int,
     stop_at_gap: float,
@@ -86,7 +87,8 @@ def begin(
 
     Args:
         starts: sequences of queue ids, and the names of what made them; those above the caps are left out.
-        until: seconds, since it began, from which no further ones are made.
+        more_starts: the same, which are made only as long as there is time.
+        until: seconds, since it began, from which none of these is made any more.
 
     Raises:
         ScheduleError: none of them is within the caps.
@@ -94,8 +96,10 @@ def begin(
     search = GraphSearch(problem, 0.0, seed, stop_at_gap, None, began)
     for sequence, how in starts:
         search.take(sequence, how)
+    for sequence, how in more_starts:
         if search.sequence is not None and search.seconds > until:
             break
+        search.take(sequence, how)
     if search.sequence is None:
         held = _peaks(problem, problem.serial())
         r = int(np.argmax(held - problem.cap))
