@@ -132,7 +132,7 @@ def _drive(schedule: ps.Schedule, dispatch: Dispatch) -> list[Dispatcher]:
                 continue
             ran = True
             each.finish(op)
-            for successor in each.successors(op):
+            for successor in graph.successors(op):
                 if graph.rank[successor] != rank:
                     deciders[graph.rank[successor]].arrive(successor)
         assert ran, "every rank waits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.dispatch.graph import Graph
 from penstock.dispatch.policy import Dispatch
@@ -23,7 +24,6 @@ class Dispatcher:
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> None:
         self.graph, self.rank, self.dispatch = graph, rank, dispatch
-        self._policy = dispatch.code
         self.log: list[tuple[str, int]] = []
         self._missing = list(graph.num_needed)
         self._done = [0] * graph.num_ops
@@ -34,6 +34,18 @@ class Dispatcher:
         self._beside = graph.beside
         self._cap = [cap] * graph.num_rows
         self._warmup_left = [0] * graph.num_rows
+        # What does not change from decision to decision is bound once.
+        self._decide = partial(decider.decide, dispatch.code)
+        self._what = (
+            graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head, graph.priority,
+            self._missing, self._done, self._next_frozen, memory_change, self._held, self._cap, self._warmup_left,
+            graph.gang, self._beside,
+        )  # fmt: skip
+        self._begun = (
+            self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority, memory_change,
+            self._held, self._warmup_left,
+        )  # fmt: skip
+        self._freed = graph.own_successors(rank)
         self._left = graph.first[rank + 1] - graph.first[rank]
         self._rows: tuple[int, ...] = (rank,)
         if graph.has_streams:
@@ -61,21 +73,12 @@ class Dispatcher:
         return self._next(self._rows[1]) if len(self._rows) > 1 else None
 
     def _next(self, rank: int) -> int | None:
-        graph = self.graph
-        op = decider.decide(
-            self._policy, rank, graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head,
-            graph.priority, self._missing, self._done, self._next_frozen, self._memory_change, self._held, self._cap,
-            self._warmup_left, graph.gang, self._beside,
-        )  # fmt: skip
+        op = self._decide(rank, *self._what)
         return None if op == decider.NOTHING else self._take(rank, op)
 
     def _take(self, rank: int, op: int) -> int:
         """Counts an op as started."""
-        graph = self.graph
-        decider.start(
-            rank, op, self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority,
-            self._memory_change, self._held, self._warmup_left,
-        )  # fmt: skip
+        decider.start(rank, op, *self._begun)
         if self._beside:
             self._note(op, 1)
         self._left -= 1
@@ -91,22 +94,17 @@ class Dispatcher:
 
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        rank, rows, missing = self.graph.rank, self._rows, self._missing
-        decider.finish(rank[op], op, self._memory_change, self._held)
+        decider.finish(self.graph.rank[op], op, self._memory_change, self._held)
         if self._beside:
             self._note(op, -1)
         self.log.append(("finish", op))
-        for successor in self.successors(op):
-            if rank[successor] in rows:
-                missing[successor] -= 1
+        for successor in self._freed[op]:
+            self._missing[successor] -= 1
 
     def arrive(self, op: int) -> None:
         """A message that `op` needs has arrived from another rank."""
         self._missing[op] -= 1
         self.log.append(("arrive", op))
-
-    def successors(self, op: int) -> list[int]:
-        return self.graph.edge_to[self.graph.edge_first[op] : self.graph.edge_first[op + 1]]
 
     def first_awaited(self) -> int | None:
         """The first op in frozen order that is not started: what a frozen rank waits for."""

@@ -91,6 +91,7 @@ class Graph:
         self.holds, self.some = holds or {}, some
         if number is not None:
             self.__dict__["number"] = number
+        self._own: dict[int, list[tuple[int, ...]]] = {}
 
     @cached_property
     def ops(self) -> list[Op]:
@@ -117,6 +118,17 @@ class Graph:
     def beside(self) -> list[float] | None:
         """What `decider.decide` knows of streams, before a run; None where there are none."""
         return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else None
+
+    def successors(self, op: int) -> list[int]:
+        """The ops that need an op."""
+        return self.edge_to[self.edge_first[op] : self.edge_first[op + 1]]
+
+    def own_successors(self, rank: int) -> list[tuple[int, ...]]:
+        """Of each op those of its successors that a rank runs, or its stream; worked out once."""
+        if rank not in self._own:
+            rows, row = (rank, self.num_ranks + rank), self.rank
+            self._own[rank] = [tuple(o for o in self.successors(op) if row[o] in rows) for op in range(self.num_ops)]
+        return self._own[rank]
 
     def host(self, op: int) -> int:
         """The rank of an op, be it on its stream."""

@@ -59,7 +59,7 @@ from penstock.runtime.parameters.optimizer_state import GivenOptimizer, Optimize
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating, stages_of
 from penstock.runtime.stage.host_memory import SavedTensors
-from penstock.runtime.stage.microbatches import Microbatches, counts_of, cut_for, num_entries
+from penstock.runtime.stage.microbatches import Microbatches, cut_for, num_entries
 from penstock.runtime.stage.offload import functions_for, offloads
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import OpFunction, calls_of, functions_of
@@ -371,10 +371,9 @@ class Pipeline:
                     self._transport.crossings()  # those of an evaluation
                 seed, now = mix(self._seed, self._num_steps), self._running
                 begin = perf_counter_ns()
-                counts = counts_of(self.schedule)
                 away = now.away if self._offloads else frozenset()
                 settings = StepSettings(
-                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, counts, now.shuffled, away
+                    batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.shuffled, away
                 )
                 with self._sharing(f"step {self._num_steps}"):
                     workers = self._run(settings, now.plan)

@@ -150,7 +150,7 @@ class Schedule:
             return self.order[rank][step]
         return op_of(vars(self)["columns"], rank, step)
 
-    @property
+    @cached_property
     def graph(self) -> StageGraph:
         """How the stages depend on one another, and what updates wait for."""
         if self.updates is not None:

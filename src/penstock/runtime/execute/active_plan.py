@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from penstock.control import Configuration
 from penstock.cost import Costs, Links
@@ -44,6 +45,12 @@ class ActivePlan:
     @property
     def dispatch(self) -> Dispatch:
         return self.configuration.dispatch
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The number of microbatches of each stage."""
+        schedule = self.schedule
+        return [schedule.graph.microbatches_of(s, schedule.num_microbatches) for s in range(schedule.num_stages)]
 
     def splits(self, stage: int) -> bool:
         """Whether any backward of the stage is split."""

@@ -84,6 +84,10 @@ class StepExecutor:
         # Of a shared stage one rank's alone: all of them have the same losses.
         self._outputs = Outputs(self.runners, end if by_ops else None)
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
+        self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
+        """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
+        self._told: tuple[tuple[Any, ...], list[str], int] = (), [], 0
+        """For what purpose and shapes of microbatches the signatures are, and their digest."""
 
     def run(
         self, settings: StepSettings, running: ActivePlan, plan: StepPlan, transport: Transport | None
@@ -118,9 +122,8 @@ class StepExecutor:
                     worker.run_apart(None)
                 run_local(workers, pause)
             else:
-                signatures = self._signatures(settings)
+                signatures, digest = self._signatures(settings)
                 threaded = dispatch.is_dynamic or graph.has_streams
-                digest = zlib.crc32(" ".join(signatures).encode())
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
                 stream = workers[0].run_apart(transport.wake)
@@ -143,7 +146,16 @@ class StepExecutor:
         return {first + m: on_host(value) for runner in self.ends for m, value in runner.results.items()}
 
     def _table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
-        """The handlers of a rank in a step."""
+        """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""
+        known, table = self._tables.get(training, (None, None))
+        if known is plan and table is not None:
+            return table
+        table = self._made_table(rank, plan, training, meeting)
+        if len(self._ranks) == 1 and self._updating is None and not plan.wiring.schedule.graph.registered:
+            self._tables[training] = plan, table
+        return table
+
+    def _made_table(self, rank: int, plan: StepPlan, training: bool, meeting: Gang | None) -> OpTable:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
         inside = model.inside if training and model.is_shared else None
@@ -157,8 +169,14 @@ class StepExecutor:
         registered = RegisteredOps(rank, self._calls, self._outputs, model.device, meeting, select)
         return OpTable({**handlers, **registered.handlers}, registered.start)
 
-    def _signatures(self, settings: StepSettings) -> list[str]:
-        shapes = settings.microbatches.signatures
-        texts = {shape: f"{settings.purpose.value} {shape}" for shape in set(shapes)}
-        signatures = [texts[shape] for shape in shapes]
-        return signatures + signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
+    def _signatures(self, settings: StepSettings) -> tuple[list[str], int]:
+        """What messages of each microbatch look like, in words, and a number for all of it."""
+        shapes, purpose = settings.microbatches.signatures, settings.purpose
+        known, signatures, digest = self._told
+        if known != (purpose, shapes):
+            texts = {shape: f"{purpose.value} {shape}" for shape in set(shapes)}
+            signatures = [texts[shape] for shape in shapes]
+            signatures += signatures[-1:] * (self._num_indices - len(signatures))  # tokens may have higher indices
+            digest = zlib.crc32(" ".join(signatures).encode())
+            self._told = (purpose, shapes), signatures, digest
+        return signatures, digest

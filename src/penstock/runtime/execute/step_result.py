@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,8 +98,8 @@ class StepEnd:
         losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(row[num_microbatches])])
         replicas = self._replicas.num_ranks
         sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
-        windows = torch.stack(sums)
-        total = windows[0].clone() if len(windows) == 1 else windows.mean()
+        windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
+        total = windows.mean() if len(sums) > 1 else sums[0].clone()
         return StepResult(total, losses, window_losses=windows), None if following is None else following.made
 
     def _of_all(self, losses: Tensor, batch: Microbatches) -> Tensor:
@@ -118,6 +119,8 @@ class StepEnd:
 
 def _sum(losses: Tensor) -> Tensor:
     """Their sum, in the order in which a plain loop adds them."""
+    if losses.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.add.accumulate(losses.numpy())[-1:])[0]  # one after the other, in their type
     first, *others = losses.unbind()
     total = first.clone()
     for loss in others:

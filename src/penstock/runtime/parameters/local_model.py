@@ -193,7 +193,8 @@ class LocalModel:
                 )
 
     def zero_grad(self) -> None:
-        self.copies.drop_gradients()
+        # Where replicas keep parts, a step has other parameters in the modules than there are between steps.
+        self.copies.drop_gradients(self.parameters if self.sharded is None else self.copies.parameters())
 
     def every_stage(self) -> list[nn.Module]:
         """All stages here, whichever pipelines run them."""

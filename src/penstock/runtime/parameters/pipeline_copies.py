@@ -11,7 +11,7 @@ the order of the pipelines, and every copy gets the sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -170,11 +170,11 @@ class Copies:
                 for parameter in self._counted(index):
                     parameter.grad = None
 
-    def drop_gradients(self) -> None:
-        """Leaves no gradient in any copy."""
+    def drop_gradients(self, parameters: Iterable[Parameter]) -> None:
+        """Leaves no gradient in any copy, nor in these parameters of the modules that they are."""
         for state in self._states.values():
             state.drop_gradients()
-        for parameter in self.parameters():
+        for parameter in parameters:
             parameter.grad = None
 
     def _counted(self, index: int) -> list[Parameter]:

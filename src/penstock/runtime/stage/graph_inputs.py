@@ -26,6 +26,8 @@ class GraphInputs:
             a plain loop would then take the gradient of what it is a view of.
     """
 
+    __slots__ = ("_given", "_passed", "_places", "_versions", "changed", "grads", "tensors")
+
     def __init__(self, given: list[Tensor]) -> None:
         self._given = given
         self._places: Sequence[int] = range(len(given))
@@ -89,6 +91,8 @@ class GraphInputs:
 
     def settle(self) -> None:
         """Before the backward: whoever shares memory that later stages changed in place must know as well."""
+        if not self._passed:
+            return
         for own, given, version, place in self._passed:
             if own._version != version:
                 torch.autograd.graph.increment_version(given)

@@ -193,11 +193,6 @@ def cut_for(
     return whole.of_replica(replica, num_replicas)
 
 
-def counts_of(schedule: Schedule) -> list[int]:
-    """The number of microbatches of each stage."""
-    return [schedule.graph.microbatches_of(s, schedule.num_microbatches) for s in range(schedule.num_stages)]
-
-
 def cut_batch(
     inputs: Any,
     targets: Any,

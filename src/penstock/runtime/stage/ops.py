@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.graph_inputs import GraphInputs, exits
 from penstock.runtime.stage.host_memory import HostMemory, Moved, SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, Signature
@@ -238,8 +239,9 @@ class StageRunner:
 
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
         value, entry, kept = self._input(m, received)
-        tape = self._tape(m)
-        saved = SavedTensors(self._host, self.moved) if (self.index, m) in self.settings.away else None
+        tape = None if self._split is None else self._tape(self._split, m)
+        away = self.settings.away
+        saved = SavedTensors(self._host, self.moved) if away and (self.index, m) in away else None
         if self._autocast is None and tape is None and saved is None:
             output = self._call(value, m)
             if self._is_last:
@@ -255,29 +257,31 @@ class StageRunner:
         if tape is not None and not self._defers:
             self._defers = tape.deferring
             self._plain.add(self.settings.microbatches.signature(m))
-        kept.require_same(self.index)
+        if kept is not _NOTHING_KEPT:
+            kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
-        entry.close(outputs)
+        if entry is not _NO_ENTRY:
+            entry.close(outputs)
         if saved is not None:
             gave = [leaf for leaf in payload.leaves if leaf is not None]
             saved.close(self._own_memory(), [*flatten(value)[0], *gave, *outputs])
             self._saved[m] = saved
-        self._held[m] = HeldMicrobatch(entry, outputs, tape, shares=has_views(payload.skeleton))
+        self._held[m] = HeldMicrobatch(entry, outputs, tape, False, has_views(payload.skeleton))
         return payload
 
-    def _tape(self, m: int) -> Tape | None:
+    def _tape(self, split: SplitStage, m: int) -> Tape | None:
         """A tape where the backward is split and something may wait for W.
 
         Once anything waits, every microbatch is taped: one that did not wait would add its weight gradients
         before those of earlier ones that do. Microbatches are taped in the order of their forwards; where their
         backwards come in another order, all of them wait with all that can.
         """
-        if self._split is None or (self.index, m) not in self.settings.split:
+        if (self.index, m) not in self.settings.split:
             return None
         if self.index in self.settings.shuffled:
-            return Tape(self._split, defer_small=True)
+            return Tape(split, defer_small=True)
         known_plain = not self._defers and self.settings.microbatches.signature(m) in self._plain
-        return None if known_plain else Tape(self._split)
+        return None if known_plain else Tape(split)
 
     def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs, Kept]:
         """What the stage is called with, where those of it that want a gradient enter, and what must not change."""
@@ -285,15 +289,18 @@ class StageRunner:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
                 copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), GraphInputs([]), _NOTHING_KEPT
+                return unflatten(copies, skeleton), _NO_ENTRY, _NOTHING_KEPT
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
-            return unflatten(given, skeleton), GraphInputs([]), _NOTHING_KEPT
+            return unflatten(given, skeleton), _NO_ENTRY, _NOTHING_KEPT
         leaves = [self._moved(leaf) for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
+        elif received.skeleton == 0 and received.needs_grad == _WANTED and self.settings.training:  # most stages
+            entry = GraphInputs(leaves)
+            return entry.tensors[0], entry, _NOTHING_KEPT
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
-        entry = GraphInputs([leaves[place] for place in wanted])
+        entry = GraphInputs([leaves[place] for place in wanted]) if wanted else _NO_ENTRY
         for place, tensor in zip(wanted, entry.tensors, strict=True):
             leaves[place] = tensor
         if not is_shared(received.skeleton):
@@ -342,6 +349,9 @@ class StageRunner:
             self.results[m] = output
 
     def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
+        is_one = type(output) is Tensor and output.requires_grad and self._num_targets <= 1
+        if is_one and not (output.is_leaf or output._is_view()):  # most stages
+            return Payload([output.detach()], 0, _WANTED), [output]
         leaves, skeleton = flatten(output)
         outputs = [leaf for leaf in leaves if leaf.requires_grad]
         if self._num_targets:
@@ -400,7 +410,8 @@ class StageRunner:
             also: tensors of the graph, and gradients that they have from elsewhere.
         """
         held = self._held[m]
-        self._saved.pop(m, None)
+        if self._saved:
+            self._saved.pop(m, None)
         held.entry.settle()
         if received is None and not self._is_last:
             if m not in self._starts:
@@ -409,31 +420,35 @@ class StageRunner:
                     "that comes before its backward must call add_loss"
                 )
             received = Payload.gradients(self._starts.pop(m))
-        self._leaves.pop(m, None)
-        pairs: list[tuple[Tensor, Tensor | None]]
+        if self._leaves:
+            self._leaves.pop(m, None)
+        outputs: list[Tensor] = held.outputs
+        gradients: list[Tensor | None]
         if received is None:
-            pairs = [(output, None) for output in held.outputs]
+            gradients = [None] * len(outputs)
         else:
-            if len(received.leaves) != len(held.outputs):
+            if len(received.leaves) != len(outputs):
                 raise RuntimeFailure(
-                    f"stage {self.index} got {len(received.leaves)} gradients for {len(held.outputs)} outputs of "
+                    f"stage {self.index} got {len(received.leaves)} gradients for {len(outputs)} outputs of "
                     f"microbatch {m}"
                 )
-            arrived = zip(held.outputs, received.leaves, strict=True)
-            pairs = [(output, self._moved(g)) for output, g in arrived if g is not None]
             if any(received.needs_grad):
-                for output, changed in zip(held.outputs, received.needs_grad, strict=True):
+                for output, changed in zip(outputs, received.needs_grad, strict=True):
                     if changed and output._is_view():
                         torch.autograd.graph.increment_version(output)
+            outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
+            gradients = [self._moved(g) for g in received.leaves if g is not None]
+        if also:
+            outputs = [*outputs, *(tensor for tensor, _ in also)]
+            gradients += [gradient for _, gradient in also]
         if self._split is not None:
             self._split.turn_to(self)
-        if pairs or also:
-            outputs, gradients = [p[0] for p in (*pairs, *also)], [p[1] for p in (*pairs, *also)]
+        if outputs:
             if held.tape is not None:
                 held.tape.backward_input(outputs, gradients)
                 held.deferred = True
             else:
-                torch.autograd.backward(outputs, gradients)
+                run_backward(outputs, gradients)
         payload = Payload.gradients(held.entry.grads, held.entry.changed)
         if kind == "B":
             del self._held[m]
@@ -449,4 +464,6 @@ class StageRunner:
 
 
 _NO_ENTRY = GraphInputs([])
+_WANTED = [True]
+"""`needs_grad` of one tensor that wants its gradient; nobody changes it."""
 _NOTHING_KEPT = Kept([], 0)

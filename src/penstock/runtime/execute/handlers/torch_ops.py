@@ -61,6 +61,17 @@ class TorchOps:
 
     def _handler(self, work: Callable[[StageRunner, Op, Sequence[Payload]], Payload | None]) -> Handler:
         runners, pipelines, inside, gpu = self._runners, self._pipelines, self._inside, self._gpu
+        passes_on = self._tied is None and self._junctions is None  # what comes of an op as it is
+        is_bare = inside is None and gpu is None
+
+        def handle_alone(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
+            op = station.op
+            outcome = work(runners[pipelines[op.microbatch], op.stage], op, inputs)
+            if not station.given:
+                return ()
+            if passes_on and outcome is not None and len(station.given) == 1 and not station.given[0].slot:
+                return (outcome,)
+            return self._outputs(station, outcome)
 
         def run(op: Op, inputs: Sequence[Payload]) -> Payload | None:
             key = pipelines[op.microbatch], op.stage
@@ -80,7 +91,9 @@ class TorchOps:
         def handle_together(station: Station, inputs: Sequence[Payload]) -> Sequence[Payload]:
             return self._outputs(station, self._together(run, station.op, inputs))
 
-        return handle_together if self._shared else handle
+        if self._shared:
+            return handle_together
+        return handle_alone if is_bare else handle
 
     def _together(
         self, run: Callable[[Op, Sequence[Payload]], Payload | None], op: Op, inputs: Sequence[Payload]

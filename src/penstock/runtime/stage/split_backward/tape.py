@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.split_backward.accumulate import Accumulator
 from penstock.runtime.stage.split_backward.slot import Slot, recording
 from penstock.runtime.stage.split_backward.stage import SplitStage
@@ -138,7 +139,7 @@ class Tape:
                 stage.wait(self)
         try:
             if roots:
-                torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
+                run_backward([y for y, _ in roots], [g for _, g in roots])
         finally:
             for stage in self._stages:
                 stage.recomputing = None
