@@ -1,13 +1,14 @@
-"""Random runs between processes: many in one start, each over groups of its own, so that one that breaks ends alone.
+"""Runs between processes: many in one start, each over groups of its own, so that one that breaks ends alone.
 
-outcomes = between_processes(4, cases)
+outcomes = between_processes(4, cases)                     of tests/fuzz_cases.py
+outcomes = between_processes(4, cells, run_cell)           of another kind: what runs one in each process
 """
 
 from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,42 @@ SECONDS = 60.0
 """That a case may take, before its processes are ended."""
 
 
-def between_processes(num_processes: int, cases: Sequence[Case]) -> list[Outcome]:
-    """What became of each case; processes are started anew after one that took them down."""
+def run_case(case: Case) -> Outcome:
+    """A random run, over groups of its own; once more in float64 where rounding may be what differs."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert case.shape is not None
+    pp, dp, tp = case.shape
+    if dp * tp == 1:
+        place: Any = dist.new_group(list(range(pp)))
+    else:
+        place = init_device_mesh("cpu", case.shape, mesh_dim_names=("pp", "dp", "tp"))
+    outcome = run(case, place)
+    if not case.exact and not case.autocast:
+        kinds: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(kinds, outcome.kind)
+        if "different" in kinds and set(kinds) <= {"same", "different"}:
+            again = run_in_double(case, place)
+            outcome = Outcome(again.kind, f"in float64: {again.detail}; in float32: {outcome.detail}")
+    return outcome
+
+
+def between_processes(
+    num_processes: int, cases: Sequence[Any], run_one: Callable[[Any], Outcome] = run_case
+) -> list[Outcome]:
+    """What became of each case; processes are started anew after one that took them down.
+
+    Args:
+        run_one: runs a case in each of the processes; a function of a module.
+    """
     done: list[Outcome] = []
     while len(done) < len(cases):
         left = cases[len(done) :]
         with tempfile.TemporaryDirectory() as folder:
-            ended = run_ranks(num_processes, run_each, folder, pickle.dumps(left), deadline=30 + SECONDS * len(left))
+            ended = run_ranks(
+                num_processes, run_each, folder, pickle.dumps((run_one, left)), deadline=30 + SECONDS * len(left)
+            )
             told = [_read(Path(folder) / f"{rank}.outcomes") for rank in range(num_processes)]
         complete = min(map(len, told))
         done += [_together([each[k] for each in told]) for k in range(complete)]
@@ -45,23 +75,10 @@ def run_each(rank: int, folder: str, given: bytes) -> None:
     """Each case in turn; every outcome is written down at once."""
     import faulthandler
 
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    for case in pickle.loads(given):
-        pp, dp, tp = case.shape
+    run_one, cases = pickle.loads(given)
+    for case in cases:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        if dp * tp == 1:
-            place: Any = dist.new_group(list(range(pp)))
-        else:
-            place = init_device_mesh("cpu", case.shape, mesh_dim_names=("pp", "dp", "tp"))
-        outcome = run(case, place)
-        if not case.exact and not case.autocast:
-            kinds: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(kinds, outcome.kind)
-            if "different" in kinds and set(kinds) <= {"same", "different"}:
-                again = run_in_double(case, place)
-                outcome = Outcome(again.kind, f"in float64: {again.detail}; in float32: {outcome.detail}")
+        outcome = run_one(case)
         faulthandler.cancel_dump_traceback_later()
         with open(f"{folder}/{rank}.outcomes", "ab") as file:
             pickle.dump(outcome, file)

@@ -29,15 +29,18 @@ def offloading(
 
 
 def offloaded(schedule: ps.Schedule, every: int = 1) -> ps.Schedule:
-    """Every so many microbatches go away after each forward and come back right before the backward."""
+    """Every so many microbatches go away after each forward and come back right before the backward, but for those of
+    stages that ranks share."""
+    shared = {stage for stage, _ in schedule.placement.shared}
     rows = []
     for row in schedule.order:
         made: list[Op] = []
         for op in row:
-            if op.kind in "BI" and op.microbatch % every == 0:
+            away = op.microbatch % every == 0 and op.stage not in shared
+            if op.kind in "BI" and away:
                 made.append(Op("RELOAD", op.stage, op.microbatch))
             made.append(op)
-            if op.kind == "F" and op.microbatch % every == 0:
+            if op.kind == "F" and away:
                 made.append(Op("OFFLOAD", op.stage, op.microbatch))
         rows.append(tuple(made))
     return with_offload(replace(schedule, order=tuple(rows)))

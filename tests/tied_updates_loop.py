@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ MSE = nn.MSELoss()
 class VersionsLoop:
     """Args:
     model: a stage a layer, some of which share parameters. clip_norm: of the gradient of a stage.
-    num_replicas: of the pipelines, to which each window is dealt.
+    num_replicas: of the pipelines, to which each window is dealt. autocast: of forwards and the loss.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class VersionsLoop:
         optimizer: Callable[..., Any],
         clip_norm: float | None,
         num_replicas: int = 1,
+        autocast: torch.dtype | None = None,
     ) -> None:
         assert schedule.updates is not None
-        self.schedule, self.clip_norm = schedule, clip_norm
+        self.schedule, self.clip_norm, self.autocast = schedule, clip_norm, autocast
         self.rule, self.window = schedule.updates.rule, schedule.updates.window
         self.num_pipelines = schedule.placement.num_pipelines
         first: dict[int, str] = {}
@@ -89,7 +91,7 @@ class VersionsLoop:
                     for r, places in enumerate(dealt):
                         self.copies, self.held, self.gradients = self.replicas[r], held[r], gradients[r]
                         self.inputs, self.targets = ([part[m] for m in places] for part in (inputs, targets))
-                        if op.kind != "U" or not r:
+                        if op.kind in "FBIRWU" and (op.kind != "U" or not r):
                             getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
                     done.add(op)
             assert len(done) > before
@@ -103,7 +105,7 @@ class VersionsLoop:
             return s == 0 or Op("F", s - 1, m) in done
         if kind in "BI":
             return s == len(self.copies[0]) - 1 or bool({Op("B", s + 1, m), Op("I", s + 1, m)} & done)
-        if kind == "W":
+        if kind not in "FBIU":
             return True
         windows = self.schedule.windows
         assert windows is not None
@@ -136,20 +138,35 @@ class VersionsLoop:
         versions = {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
         self.held["versions", s, m] = versions
         self.put(k, s, versions)
-        x = self.inputs[m] if s == 0 else self.held["y", s - 1, m].detach().requires_grad_()
-        y = self.copies[k][s](x)
-        if s == len(self.copies[0]) - 1:
+        x = self.inputs[m] if s == 0 else self.held["sent", s - 1, m].detach().requires_grad_()
+        y = self.called(k, s, m, x)
+        self.held["x", s, m], self.held["y", s, m], self.held["sent", s, m] = x, y, y.detach()
+
+    def called(self, k: int, s: int, m: int, x: Tensor) -> Tensor:
+        """What the stage makes of a microbatch; the last one its part of the loss."""
+        with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
+            y: Tensor = self.copies[k][s](x)
+            if s < len(self.copies[0]) - 1:
+                return y
             windows = self.schedule.windows
             assert windows is not None
-            y = MSE(y, self.targets[m]) / (len(windows.microbatches(m // self.window)) * len(self.replicas))
-        self.held["y", s, m], self.held["x", s, m] = y, x
+            return MSE(y, self.targets[m]) / (len(windows.microbatches(m // self.window)) * len(self.replicas))
+
+    def R(self, op: Op, k: int) -> None:
+        """The forward again, with the weights of the backward that follows."""
+        _, s, m = op
+        self.put(k, s, self.read_by_backward(s, k, m))
+        self.held["y", s, m] = self.called(k, s, m, self.held["x", s, m])
+
+    def read_by_backward(self, s: int, k: int, m: int) -> dict[str, int]:
+        if self.rule != "none":
+            found: dict[str, int] = self.held["versions", s, m]
+            return found
+        return {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
 
     def B(self, op: Op, k: int) -> None:
         _, s, m = op
-        versions = self.held["versions", s, m]
-        if self.rule == "none":
-            versions = {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
-        self.put(k, s, versions)
+        self.put(k, s, self.read_by_backward(s, k, m))
         module, x = self.copies[k][s], self.held["x", s, m]
         module.zero_grad()
         torch.autograd.backward(self.held["y", s, m], self.held.get(("g", s + 1, m)))
@@ -158,7 +175,10 @@ class VersionsLoop:
             gradient = module.get_parameter(name).grad
             assert gradient is not None
             if (came := self.held.pop(("sum", owned, m), None)) is not None:
-                gradient = came + gradient
+                # Of what autocast makes of a parameter once, the uses are added up in its type.
+                gradient = (
+                    came + gradient if self.autocast is None else (came.bfloat16() + gradient.bfloat16()).float()
+                )
             if whole != owned:
                 self.held["sum", owned, m] = gradient
                 continue

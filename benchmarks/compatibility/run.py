@@ -1,0 +1,235 @@
+"""Pairs of the runtime's features, and triples with sharding, adapt or asynchronous ops: each trained, or refused.
+
+    python benchmarks/compatibility/run.py --draw                            cells.json, from its seed alone
+    python benchmarks/compatibility/run.py --out benchmarks/compatibility/results.json
+    python benchmarks/compatibility/run.py --cell 17                         one cell, in words
+
+Exits with 1 where a cell is neither what the plain loop gives nor refused, where it is made, by the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import penstock
+from compatibility_cells import FEATURES, Cell, run_cell
+from fuzz_cases import Outcome
+from fuzz_runs import between_processes
+from penstock.bench.machine import machine
+from penstock.runtime.compatibility import refusal_of
+
+HERE = Path(__file__).parent
+CELLS = HERE / "cells.json"
+SEED = 13
+IN_TRIPLES = ("sharding", "adapt", "asynchronous")
+"""Of every triple with one of these all values are covered; of the others every pair."""
+TRIES = 8
+"""Rows made for each that is kept."""
+BATCH = 40
+"""Cells in one start of the processes."""
+
+Tuple = tuple[tuple[int, int], ...]
+"""(feature, value) by their numbers, ascending."""
+
+
+# The covering array.
+
+
+def tuples() -> list[Tuple]:
+    """All pairs, and the triples that the array covers."""
+    names = list(FEATURES)
+    found: list[Tuple] = []
+    for size in (2, 3):
+        for chosen in combinations(range(len(names)), size):
+            if size == 2 or any(names[place] in IN_TRIPLES for place in chosen):
+                sizes = [range(len(FEATURES[names[place]])) for place in chosen]
+                found += [tuple(zip(chosen, values, strict=True)) for values in product(*sizes)]
+    return found
+
+
+def draw(seed: int) -> list[Cell]:
+    """Rows that cover all tuples: each by one that the table does not refuse, where there is such a one.
+
+    A row begins with a tuple that is not covered yet; the other features follow in a random order, each with the
+    value that covers most, the drawn one among equals. Of several such rows the best is kept.
+    """
+    rng = random.Random(seed)
+    sizes = [len(values) for values in FEATURES.values()]
+    refused: dict[tuple[int, ...], bool] = {}
+
+    def is_refused(row: Sequence[int]) -> bool:
+        key = tuple(row)
+        if key not in refused:
+            refused[key] = cell_of(key).refusal is not None
+        return refused[key]
+
+    def completed(start: Tuple, left: set[Tuple]) -> list[int]:
+        row = dict(start)
+        for place in rng.sample(range(len(sizes)), len(sizes)):
+            if place in row:
+                continue
+            values = rng.sample(range(sizes[place]), sizes[place])
+            row[place] = max(values, key=lambda value: _new(row, place, value, left))
+        return [row[place] for place in range(len(sizes))]
+
+    free, rows = set(tuples()), []
+    only_refused: set[Tuple] = set()
+    while free:
+        start = rng.choice(sorted(free))
+        made = [completed(start, free) for _ in range(TRIES)]
+        runs = [row for row in made if not is_refused(row)] or [
+            row for row in (_random(start, sizes, rng) for _ in range(400)) if not is_refused(row)
+        ][:1]
+        if not runs:  # every row with it is refused
+            free.discard(start)
+            only_refused.add(start)
+            continue
+        best = max(runs, key=lambda row: len(_covered(row, free)))
+        free -= _covered(best, free)
+        rows.append(best)
+    while only_refused:
+        start = rng.choice(sorted(only_refused))
+        made = [completed(start, only_refused) for _ in range(TRIES)]
+        best = max(made, key=lambda row: len(_covered(row, only_refused)))
+        only_refused -= _covered(best, only_refused)
+        rows.append(best)
+    return [cell_of(row) for row in rows]
+
+
+def cell_of(row: Sequence[int]) -> Cell:
+    return Cell(**{name: values[place] for (name, values), place in zip(FEATURES.items(), row, strict=True)})
+
+
+def _new(row: dict[int, int], place: int, value: int, left: set[Tuple]) -> int:
+    """How many tuples a value adds to those that a part of a row covers."""
+    others = sorted(row.items())
+    one = (place, value)
+    pairs = sum(tuple(sorted((one, other))) in left for other in others)
+    return pairs + sum(tuple(sorted((one, *two))) in left for two in combinations(others, 2))
+
+
+def _covered(row: Sequence[int], left: set[Tuple]) -> set[Tuple]:
+    items = list(enumerate(row))
+    return {each for size in (2, 3) for each in combinations(items, size) if each in left}
+
+
+def _random(start: Tuple, sizes: Sequence[int], rng: random.Random) -> list[int]:
+    fixed = dict(start)
+    return [fixed.get(place, rng.randrange(size)) for place, size in enumerate(sizes)]
+
+
+def missing(cells: Sequence[Cell]) -> list[Tuple]:
+    """The tuples that no cell covers."""
+    left = set(tuples())
+    for cell in cells:
+        left -= _covered([values.index(getattr(cell, name)) for name, values in FEATURES.items()], left)
+    return sorted(left)
+
+
+def read() -> list[Cell]:
+    return [Cell(**each) for each in json.loads(CELLS.read_text())["cells"]]
+
+
+# Running.
+
+
+def run_all(cells: Sequence[Cell]) -> list[Outcome]:
+    """What became of each, those of one size in few starts of the processes."""
+    found: dict[int, Outcome] = {}
+    for num in sorted({cell.num_processes for cell in cells}):
+        mine = [number for number, cell in enumerate(cells) if cell.num_processes == num]
+        begin = time.monotonic()
+        for first in range(0, len(mine), BATCH):
+            part = mine[first : first + BATCH]
+            if num == 1:
+                ended = [run_cell(cells[number]) for number in part]
+            else:
+                ended = between_processes(num, [cells[number] for number in part], run_cell)
+            for number, outcome in zip(part, ended, strict=True):
+                found[number] = outcome
+                if outcome.kind not in ("same", "refused"):
+                    print(f"cell {number}, {cells[number]}\n    {outcome.kind}: {outcome.detail[:600]}", flush=True)
+        print(f"{num} processes: {len(mine)} cells in {time.monotonic() - begin:.0f} s", flush=True)
+    return [found[number] for number in range(len(cells))]
+
+
+def report(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    kinds = Counter(o.kind for o in outcomes)
+    trained = [(cell, o) for cell, o in zip(cells, outcomes, strict=True) if o.kind == "same"]
+    return {
+        **_about(),
+        "cells": len(cells),
+        "trained": len(trained),
+        "bitwise": sum(o.detail == "bitwise" for _, o in trained),
+        "bitwise by promise": sum(cell.exact for cell, _ in trained),
+        "refused": kinds["refused"],
+        "reasons": dict(Counter(o.detail for o in outcomes if o.kind == "refused").most_common()),
+        "wrong": [
+            {"cell": number, **asdict(cells[number]), **vars(o)}
+            for number, o in enumerate(outcomes)
+            if o.kind not in ("same", "refused")
+        ],
+        "outcomes": [o.detail if o.kind == "same" else o.kind for o in outcomes],
+    }
+
+
+def _about() -> dict[str, Any]:
+    folder = Path(penstock.__file__).parent
+    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    return {"command": " ".join(["python", *sys.argv]), "commit": commit.strip(), "machine": machine()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="write cells.json")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--cell", type=int, nargs="+", help="these alone")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if given.draw:
+        cells = draw(given.seed)
+        rows = ",\n".join("  " + json.dumps(asdict(cell)) for cell in cells)
+        CELLS.write_text(f'{{"seed": {given.seed}, "cells": [\n{rows}\n]}}\n')
+        refused = sum(refusal_of(cell.combination) is not None for cell in cells)
+        print(f"wrote {CELLS}: {len(cells)} cells, {refused} that the table refuses, {len(missing(cells))} missing")
+        return
+    cells = read()
+    if given.cell is not None:
+        chosen = [cells[number] for number in given.cell]
+        for cell, outcome in zip(chosen, run_all(chosen), strict=True):
+            print(f"{cell}\n    {outcome.kind}: {outcome.detail}")
+        return
+    begin = time.monotonic()
+    outcomes = run_all(cells)
+    result = report(cells, outcomes) | {"seconds": round(time.monotonic() - begin)}
+    print(
+        ", ".join(f"{result[k]} {k}" for k in ("cells", "trained", "bitwise", "refused")),
+        len(result["wrong"]),
+        "wrong",
+    )
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {given.out}")
+    sys.exit(bool(result["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
