@@ -6,9 +6,12 @@ outcomes = between_processes(4, cells, run_cell)           of another kind: what
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ SHAPES: dict[int, tuple[Shape, ...]] = {
 
 SECONDS = 60.0
 """That a case may take, before its processes are ended."""
+BROKEN = ("raw", "late")
+"""How a case ends after which processes are started anew."""
 
 
 def run_case(case: Case) -> Outcome:
@@ -65,29 +70,44 @@ def between_processes(
             told = [_read(Path(folder) / f"{rank}.outcomes") for rank in range(num_processes)]
         complete = min(map(len, told))
         done += [_together([each[k] for each in told]) for k in range(complete)]
-        if complete < len(left):
+        if complete < len(left) and not (complete and done[-1].kind in BROKEN):
             words = "; ".join(f"rank {o.rank} ended with {o.code}: {o.last_line}" for o in ended)
             done.append(Outcome("raw", f"the processes did not go on: {words}"))
     return done
 
 
 def run_each(rank: int, folder: str, given: bytes) -> None:
-    """Each case in turn; every outcome is written down at once."""
+    """Each case in turn; every outcome is written down at once. After one that went wrong nothing more is run here:
+    what it left of the groups of all processes is of no more use.
+    """
     import faulthandler
 
+    import torch.distributed as dist
+
     run_one, cases = pickle.loads(given)
-    for case in cases:
+    for number, case in enumerate(cases, start=1):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         outcome = run_one(case)
-        faulthandler.cancel_dump_traceback_later()
         with open(f"{folder}/{rank}.outcomes", "ab") as file:
             pickle.dump(outcome, file)
+        if any(kind in BROKEN for kind in _kinds(folder, dist.get_world_size(), number)):
+            os._exit(0)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _kinds(folder: str, num_processes: int, number: int) -> list[str]:
+    """How that case ended in each process, once it has in all."""
+    while True:
+        told = [_read(Path(folder) / f"{rank}.outcomes") for rank in range(num_processes)]
+        if min(map(len, told)) >= number:
+            return [each[number - 1].kind for each in told]
+        time.sleep(0.002)
 
 
 def _read(path: Path) -> list[Outcome]:
     found: list[Outcome] = []
     if path.exists():
-        with path.open("rb") as file:
+        with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # one that is being written
             while file.peek(1):
                 found.append(pickle.load(file))
     return found

@@ -1,0 +1,52 @@
+"""Cells of the covering array between processes; benchmarks/compatibility runs all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+import compatibility_cells as cells
+import penstock as ps
+from compatibility_cells import Cell, run_cell
+from fuzz_runs import between_processes
+
+pytestmark = pytest.mark.multiproc
+
+MENDED = {
+    "a follower waits for a decision where asynchronous ops alone are left": Cell(
+        "chimera", mesh="pp 2 tp 2", dispatch="dynamic", asynchronous="note"
+    ),
+}
+"""By the mistake, cells that went wrong."""
+
+
+def _ended(chosen: dict[str, Cell]) -> dict[str, str]:
+    """What went wrong."""
+    found: dict[str, str] = {}
+    for num in sorted({cell.num_processes for cell in chosen.values()}):
+        mine = {name: cell for name, cell in chosen.items() if cell.num_processes == num}
+        outcomes = between_processes(num, list(mine.values()), run_cell)
+        found |= {f"{n}: {c}": o.detail for (n, c), o in zip(mine.items(), outcomes, strict=True) if o.kind != "same"}
+    return found
+
+
+@pytest.mark.xfail(strict=True, reason="decisions of shards with asynchronous ops")
+def test_mistakes_that_were_there_once() -> None:
+    assert not _ended(MENDED)
+
+
+@dataclass(frozen=True)
+class Gated(Cell):
+    """An asynchronous op of the first rank comes between a forward and a backward of the other."""
+
+    @property
+    def schedule(self) -> ps.Schedule:
+        gate = ps.NewOp("NOTE", 0, after={("F", 1): 1}, before={("B", 1): 1}, asynchronous=True)
+        return ps.Program(ps.placements.one_to_one(2), cells.NUM, ps.Rules("backward-first"), ops=[gate]).build()
+
+
+@pytest.mark.xfail(strict=True, reason="decisions of shards with asynchronous ops")
+def test_a_shard_that_waits_for_a_decision_starts_asynchronous_ops_meanwhile() -> None:
+    """What the first shard decides may wait for what the other shards of another rank wait for here."""
+    assert not _ended({"gated": Gated(mesh="pp 2 tp 2", dispatch="dynamic", asynchronous="note")})
