@@ -31,7 +31,6 @@ def _ended(chosen: dict[str, Cell]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="decisions of shards with asynchronous ops")
 def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)
 
@@ -46,7 +45,6 @@ class Gated(Cell):
         return ps.Program(ps.placements.one_to_one(2), cells.NUM, ps.Rules("backward-first"), ops=[gate]).build()
 
 
-@pytest.mark.xfail(strict=True, reason="decisions of shards with asynchronous ops")
 def test_a_shard_that_waits_for_a_decision_starts_asynchronous_ops_meanwhile() -> None:
     """What the first shard decides may wait for what the other shards of another rank wait for here."""
     assert not _ended({"gated": Gated(mesh="pp 2 tp 2", dispatch="dynamic", asynchronous="note")})

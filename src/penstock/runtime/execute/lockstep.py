@@ -5,13 +5,17 @@
     shard 1 |    '-> waits for what W3 needs, runs it        whatever has come in there
 
 A decision is the number of an op. Those of a step come in order, so the first op of one never meets another's.
+Asynchronous ops are no matter of decision: each process starts its own as soon as what they need is there, also while
+it has no decision to follow. Decisions then come in by a thread, which wakes the rank.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -37,6 +41,8 @@ class Lockstep:
         self._group, self._timeout = WeakGroup(group), timeout
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._heard: SimpleQueue[int | Exception] | None = None
+        """Decisions that came in and are not taken; None where whoever follows waits for them itself."""
 
     @property
     def is_first(self) -> bool:
@@ -50,8 +56,42 @@ class Lockstep:
         while len(self._sent) > 2 * self._size and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def follow(self) -> int:
-        """What the first one runs next. Raises DeadlineExceeded, PeerLost."""
+    def listen(self, num_ops: int, wake: Callable[[], None]) -> None:
+        """Starts a step of a follower that has asynchronous ops: decisions come in beside it, and none is waited for.
+
+        Args:
+            num_ops: decisions of the step. wake: ends the rank's wait for messages; called in another thread.
+        """
+        heard: SimpleQueue[int | Exception] = SimpleQueue()
+
+        def hear() -> None:
+            try:
+                for _ in range(num_ops):
+                    heard.put(self._receive())
+                    wake()
+            except Exception as error:
+                heard.put(error)
+                wake()
+
+        self._heard = heard
+        threading.Thread(target=hear, name="penstock-decisions", daemon=True).start()
+
+    def follow(self) -> int | None:
+        """What the first one runs next; None where `listen` was called and nothing has come in yet.
+
+        Raises DeadlineExceeded, PeerLost.
+        """
+        if self._heard is None:
+            return self._receive()
+        try:
+            found = self._heard.get_nowait()
+        except Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _receive(self) -> int:
         decision = torch.zeros(1, dtype=torch.int64)
         self._wait(self._group().recv([decision], 0, _TAG), 0, "its next decision")
         return int(decision)
@@ -60,6 +100,7 @@ class Lockstep:
         """Ends a step: all decisions have been taken."""
         while self._sent:
             self._wait(self._sent.popleft()[0], None, "decisions to be taken")
+        self._heard = None
 
     def dispatcher(
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
@@ -100,11 +141,24 @@ class Leading(Dispatcher):
 class Following(Leading):
     """Runs what the first one decided, once all that it needs is here."""
 
-    _due: int | None = None
+    def __init__(
+        self,
+        shards: Lockstep,
+        graph: Graph,
+        rank: int,
+        dispatch: Dispatch,
+        memory_change: Sequence[float],
+        cap: float,
+    ) -> None:
+        super().__init__(shards, graph, rank, dispatch, memory_change, cap)
+        self._due: int | None = None
+        self._undecided = graph.first[rank + 1] - graph.first[rank]
+        """Ops of the rank, asynchronous ones left out, of which no decision is known."""
 
     def next(self) -> int | None:
-        if self._due is None and not self.finished:
+        if self._due is None and self._undecided:
             self._due = self._shards.follow()
+            self._undecided -= self._due is not None
         if self._due is None or self._missing[self._due]:
             return None
         op, self._due = self._due, None

@@ -127,6 +127,9 @@ class StepExecutor:
                 self._choice.route(transport, running.configuration.delegated)
                 transport.begin(plan.expected, signatures, digest, threaded, plan.window)
                 stream = workers[0].run_apart(transport.wake)
+                if stream is not None and together is not None and not together.is_first:
+                    rank = self._ranks[0]
+                    together.listen(graph.first[rank + 1] - graph.first[rank], transport.wake)
                 try:
                     run_rank(workers[0], transport)
                 finally:
