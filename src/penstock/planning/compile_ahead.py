@@ -1,6 +1,7 @@
 """The planner's machine code: there before it is needed, and waited for by nobody whose time is limited.
 
-    python -m penstock.planning.compile_ahead          compiles all of it, once per machine; `make install` does
+    python -m penstock.planning.compile_ahead               compiles all of it, once per machine; `make install` does
+    python -m penstock.planning.compile_ahead --in-order    in one process, what a plan needs first first
 
 Where that has not been done the first plan starts this command as a process of its own, searches with the same
 functions as they stand, and uses the machine code from the moment it is there. The process ends by itself, and all
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +56,8 @@ from penstock.simulation.transport import Decoupled
 _LOOK = 0.02
 """Seconds between looks for machine code that another process makes."""
 
+IN_ORDER = "--in-order"
+
 _children: list[subprocess.Popen[bytes]] = []
 """The process that compiles, where this one started it."""
 
@@ -67,6 +72,23 @@ def compile_all() -> None:
     _compile(missing())
 
 
+def compile_all_at_once() -> None:
+    """The same, with a process for each core."""
+    steps = list(STEPS)
+    left = [steps.index(module) for module in missing()]
+    left.sort(key=lambda step: -len(_source(steps[step])))  # the longest first
+    with ProcessPoolExecutor(max(1, min(os.cpu_count() or 1, len(left))), get_context("spawn")) as pool:
+        list(pool.map(_compile_step, left))
+
+
+def _source(module: ModuleType) -> bytes:
+    return Path(str(module.__file__)).read_bytes()
+
+
+def _compile_step(step: int) -> None:
+    _compile([list(STEPS)[step]])
+
+
 def begin() -> None:
     """Sees to it that machine code is made, by another process and without waiting for it.
 
@@ -79,7 +101,7 @@ def begin() -> None:
     try:
         _children.append(
             subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, IN_ORDER],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -222,5 +244,5 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
 
 if __name__ == "__main__":
     began = time.perf_counter()
-    compile_all()
+    compile_all() if IN_ORDER in sys.argv[1:] else compile_all_at_once()
     print(f"compiled in {time.perf_counter() - began:.1f} s")
