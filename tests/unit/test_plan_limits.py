@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -227,7 +228,9 @@ def test_a_plan_waits_for_no_compiler(
         p = ps.plan(COSTS, 4, 12, ps.Links({(1, 2): 150.0}), max_in_flight=3, objective=objective, time_limit=0.3)
         assert p.lower_bound <= p.value
         ps.check(p.schedule)
-    assert [command[1:] for command in without_machine_code] == [["-m", "penstock.planning.compile_ahead"]]
+    assert [command[1:] for command in without_machine_code] == [
+        ["-m", "penstock.planning.compile_ahead", "--in-order"]
+    ]
 
 
 FIRST_PLAN = """
@@ -363,3 +366,23 @@ def test_the_event_loop_is_compiled_ahead(options: dict[str, bool]) -> None:
     for dispatch, links in (("dynamic", ps.Links()), ("hinted:0.5", ps.Links({(0, 1): "latency:2ms+occupancy:1ms"}))):
         runner.run(order, links, dispatch=dispatch, transport=Decoupled(), caps=order.peaks)
     assert run.signatures == before
+
+
+def test_processes_for_each_core_leave_nothing_to_compile(tmp_path: Path) -> None:
+    """What one process would compile in turn several compile at once, and a second call finds it all done."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PARALLEL]
+    assert subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == "2 0\n"
+
+
+PARALLEL = """
+from penstock.planning import compile_ahead
+
+if __name__ == "__main__":
+    kept = list(compile_ahead.STEPS)[1:3]
+    for module in [module for module in compile_ahead.STEPS if module not in kept]:
+        del compile_ahead.STEPS[module]
+    before = len(compile_ahead.missing())
+    compile_ahead.compile_all_at_once()
+    print(before, len(compile_ahead.missing()))
+"""

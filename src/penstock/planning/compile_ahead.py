@@ -74,19 +74,14 @@ def compile_all() -> None:
 
 def compile_all_at_once() -> None:
     """The same, with a process for each core."""
-    steps = list(STEPS)
-    left = [steps.index(module) for module in missing()]
-    left.sort(key=lambda step: -len(_source(steps[step])))  # the longest first
+    longest_first = sorted(missing(), key=lambda module: -len(Path(str(module.__file__)).read_bytes()))
+    left = [module.__name__ for module in longest_first]
     with ProcessPoolExecutor(max(1, min(os.cpu_count() or 1, len(left))), get_context("spawn")) as pool:
-        list(pool.map(_compile_step, left))
+        list(pool.map(_compile_named, left))
 
 
-def _source(module: ModuleType) -> bytes:
-    return Path(str(module.__file__)).read_bytes()
-
-
-def _compile_step(step: int) -> None:
-    _compile([list(STEPS)[step]])
+def _compile_named(name: str) -> None:
+    _compile([module for module in STEPS if module.__name__ == name])
 
 
 def begin() -> None:
