@@ -11,6 +11,7 @@ from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.paired import PairedSamples, TokenForm, VectorForm
 from penstock.data.preparation import Summary, prepare
+from penstock.data.sequences import PackedRow, Sequences, document_lengths
 from penstock.data.tensors import to_tensors
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -25,11 +26,14 @@ __all__ = [
     "IndexedWriter",
     "MaskedSamples",
     "MaskedText",
+    "PackedRow",
     "PairedSamples",
+    "Sequences",
     "Summary",
     "TokenForm",
     "Tokenizer",
     "VectorForm",
+    "document_lengths",
     "entropies",
     "load_tokenizer",
     "open_corpus",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.data.documents import (
     VALIDATION_ONE_IN,
@@ -38,11 +39,15 @@ SAMPLE = 1 << 16
 class Corpus:
     """Tokens to train on and to validate on.
 
-    `digest` is short and changes with the tokens, so that a checkpoint can tell on what it was trained.
+    `train_starts` and `validation_starts` are where their documents begin, int64; where a document lies on both
+    sides, the rest of it is one for validation. `digest` is short and changes with the tokens, so that a checkpoint
+    can tell on what it was trained.
     """
 
     train: Tokens
     validation: Tokens
+    train_starts: NDArray[np.int64]
+    validation_starts: NDArray[np.int64]
     vocab_size: int
     num_documents: int
     description: str
@@ -68,20 +73,24 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
     num_documents = 0
     for document in open_documents(source):
         side = validation if document.is_validation else train
-        side.append(tokenizer.encode(document.text))
+        tokens = tokenizer.encode(document.text)
         if tokenizer.end_of_document is not None:
-            side.append(np.asarray([tokenizer.end_of_document]))
+            tokens = np.append(tokens, np.asarray([tokenizer.end_of_document]))
+        side.append(tokens)
         num_documents += 1
     dtype = token_dtype(tokenizer.vocab_size)
     if num_documents >= MIN_DOCUMENTS and train and validation:
         rows = _join(train, dtype), _join(validation, dtype)
+        starts = _starts(train), _starts(validation)
     else:
         tokens = _join(train + validation, dtype)
         cut = _cut(tokens.size)
         rows = tokens[:cut], tokens[cut:]
+        starts = _split(_starts(train + validation), cut)
     size = sum(row.size for row in rows)
     return Corpus(
         *rows,
+        *starts,
         vocab_size=tokenizer.vocab_size,
         num_documents=num_documents,
         description=f"{_describe(source)}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
@@ -119,6 +128,7 @@ def _mapped(prefix: Path, tokenizer: Tokenizer) -> Corpus:
     return Corpus(
         train=tokens[:cut],
         validation=tokens[cut:],
+        **dict(zip(("train_starts", "validation_starts"), _split(pair.starts, cut), strict=True)),
         vocab_size=tokenizer.vocab_size,
         num_documents=len(pair),
         description=f"{prefix}.bin: {count} ({pair.dtype.name})",
@@ -129,6 +139,18 @@ def _mapped(prefix: Path, tokenizer: Tokenizer) -> Corpus:
 def _join(rows: list[Tokens], dtype: np.dtype[np.integer]) -> Tokens:
     # The empty row is for the case of no rows at all.
     return np.concatenate([np.zeros(0, dtype), *(row.astype(dtype, copy=False) for row in rows)])
+
+
+def _starts(rows: list[Tokens]) -> NDArray[np.int64]:
+    """Where each document begins, those without tokens left out."""
+    sizes = np.array([row.size for row in rows if row.size], np.int64)
+    return np.cumsum(sizes) - sizes
+
+
+def _split(starts: NDArray[np.int64], cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where documents begin before and after a cut; what lies behind it begins there."""
+    after = starts[starts > cut] - cut
+    return starts[starts < cut], np.concatenate([np.zeros(1, np.int64), after])
 
 
 def _cut(size: int) -> int:

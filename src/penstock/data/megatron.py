@@ -96,6 +96,11 @@ class IndexedTokens(Sequence[Tokens]):
         """The number of documents."""
         return len(self._boundaries) - 1
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The positions in `tokens` of the first tokens of all documents that have any, ascending."""
+        return np.unique(self._starts[self._boundaries[:-1]][np.diff(self._starts[self._boundaries]) > 0])
+
     def start(self, document: int) -> int:
         """The position in `tokens` of a document's first token; of the end, for `document == len(self)`."""
         return int(self._starts[self._boundaries[document]])

@@ -21,7 +21,7 @@ from penstock.models.clip import (
     tower_stage,
 )
 from penstock.models.clip_stages import CLIPStages, clip_program
-from penstock.models.costs import estimate_costs, gpt_costs, measure_costs
+from penstock.models.costs import estimate_costs, gpt_costs, gpt_costs_by_length, measure_costs
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError, parallelize, require_parallel
@@ -50,6 +50,7 @@ __all__ = [
     "clip_program",
     "estimate_costs",
     "gpt_costs",
+    "gpt_costs_by_length",
     "gpt_stage",
     "measure_costs",
     "parallelize",

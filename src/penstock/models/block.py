@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,13 +23,28 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` is True where a token may be seen, bool, and goes with [B, H, T, T]."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        """`mask` is True where a token may be seen, bool, and goes with [B, H, T, T].
+
+        `lengths` are those of sequences that lie in one row [1, T, D], one after the other: none sees another.
+        """
         # Head by head, so that consecutive rows of the weight are whole heads; a shard of it has some of the H.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # B, T, H, 3, D/H
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each B, H, T, D/H
         dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=self.causal)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p=dropout, is_causal=self.causal
+            )
+
+        if lengths is None:
+            y = attend(query, key, value)
+        else:
+            # One at a time they take the sum of their squares; a mask over the row would take the square of the sum.
+            spans = lengths.tolist()
+            rows = zip(query.split(spans, 2), key.split(spans, 2), value.split(spans, 2), strict=True)
+            y = torch.cat([attend(*row) for row in rows], 2)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B, T, D
         return out
 
@@ -59,8 +75,8 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(width, bias)
         self.dropout = dropout_layer(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+    def forward(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, lengths))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.cost import CostsByLength, LengthLine
 from penstock.models.chain import call_layer
 from penstock.models.gpt import GPTConfig
 
-__all__ = ["estimate_costs", "gpt_costs", "measure_costs"]
+__all__ = ["estimate_costs", "gpt_costs", "gpt_costs_by_length", "measure_costs"]
 
 
 def gpt_costs(config: GPTConfig) -> list[float]:
@@ -26,6 +27,33 @@ def gpt_costs(config: GPTConfig) -> list[float]:
     width = config.width
     block = 2 * 12 * width**2 + 2 * config.context * width  # causal: half of the T by T scores, twice
     return [2.0 * width, *[float(block)] * config.depth, 2.0 * width * config.vocab_size]
+
+
+def gpt_costs_by_length(config: GPTConfig, parts: Sequence[Sequence[int]]) -> CostsByLength:
+    """What the stages of a GPT cost by the lengths of sequences, from its sizes alone: ms at 10**9 FLOPs a ms.
+
+    The backward to the inputs takes as many FLOPs as the forward, of attention 2.5 times as many, and that to the
+    weights as many as the linears' forward. A forward keeps 17 times each block's width for every token (Korthikanti
+    et al. 2022, arXiv 2205.05198), and of the logits two numbers for each word; in float32.
+
+    Args:
+        parts: the layers of each stage.
+    """
+    width, vocabulary, last = config.width, config.vocab_size, config.num_layers - 1
+    rows = []
+    for part in parts:
+        blocks = sum(0 < index < last for index in part)
+        head = last in part
+        linear = (blocks * 24 * width**2 + head * 2 * width * vocabulary + (0 in part) * 2 * width) * 1e-9
+        kept = 4.0 * (blocks * 17 * width + head * 2 * vocabulary + (0 in part) * width)
+        rows.append((linear, blocks * 2 * width * 1e-9, kept, 0.0 if head else 4.0 * width))
+    return CostsByLength(
+        f=[LengthLine(0.0, linear, square) for linear, square, _, _ in rows],
+        i=[LengthLine(0.0, linear, 2.5 * square) for linear, square, _, _ in rows],
+        w=[LengthLine(0.0, linear) for linear, _, _, _ in rows],
+        activation=[LengthLine(per_token=kept) for _, _, kept, _ in rows],
+        message_bytes=[LengthLine(per_token=sent) for _, _, _, sent in rows],
+    )
 
 
 def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[float]:

@@ -74,8 +74,16 @@ presets: dict[str, GPTConfig] = {
 """Named sizes; `dataclasses.replace` gives one another vocabulary, depth or context."""
 
 
+Packed = dict[str, Tensor]
+"""Sequences in one row, one after the other: `tokens`[1, T], or `hidden`[1, T, D], and the `lengths` of each."""
+
+
 class Embedding(nn.Module):
-    """Tokens[B, T] to [B, T, D]: the token's row plus the position's."""
+    """Tokens[B, T] to [B, T, D]: the token's row plus the position's.
+
+    Given sequences that lie in one row, positions begin anew with each, and the lengths are passed on for the blocks
+    to keep them apart.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -83,13 +91,28 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = dropout_layer(config.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        num_tokens, context = tokens.shape[-1], self.position.num_embeddings
-        if num_tokens > context:
+    def forward(self, given: Tensor | Packed) -> Tensor | Packed:
+        tokens, lengths = (given, None) if isinstance(given, Tensor) else (given["tokens"], given["lengths"])
+        spans = [tokens.shape[-1]] if lengths is None else lengths.tolist()
+        if lengths is not None and tokens.shape != (1, sum(spans)):
+            raise ValueError(
+                f"sequences of {sum(spans)} tokens in all were given with tokens{list(tokens.shape)}; they lie in "
+                f"one row, [1, {sum(spans)}]"
+            )
+        if (num_tokens := max(spans, default=0)) > (context := self.position.num_embeddings):
             raise ValueError(f"{num_tokens} tokens given to a GPT of context {context}; crop the input")
-        place = torch.arange(num_tokens, device=tokens.device)  # T
+        place = torch.cat([torch.arange(span, device=tokens.device) for span in spans])  # T
         out: Tensor = self.dropout(self.token(tokens) + self.position(place))  # B, T, D
-        return out
+        return out if lengths is None else {"hidden": out, "lengths": lengths}
+
+
+class GPTBlock(TransformerBlock):
+    """A block in which every token sees those before it, and of sequences in one row those of its own."""
+
+    def forward(self, value: Tensor | Packed) -> Tensor | Packed:  # type: ignore[override]
+        if isinstance(value, Tensor):
+            return super().forward(value)
+        return {**value, "hidden": super().forward(value["hidden"], lengths=value["lengths"])}
 
 
 class Head(nn.Module):
@@ -100,7 +123,8 @@ class Head(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, value: Tensor | Packed) -> Tensor:
+        x = value if isinstance(value, Tensor) else value["hidden"]
         out: Tensor = self.output(self.norm(x))
         return out
 
@@ -126,4 +150,4 @@ def _make_layer(config: GPTConfig, index: int) -> nn.Module:
         return Embedding(config)
     if index == config.num_layers - 1:
         return Head(config)
-    return TransformerBlock(config.width, config.num_heads, config.dropout, config.bias)
+    return GPTBlock(config.width, config.num_heads, config.dropout, config.bias)

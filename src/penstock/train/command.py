@@ -24,7 +24,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Schedule": ("schedule", "ranks", "microbatches", "stages", "warmup", "cut", "dispatch", "in_process"),
     "Mesh": ("pp", "dp", "tp", "sharding"),
     "Model": ("model", "preset", "tower", "depth", "width", "heads", "context", "dropout", "tied"),
-    "Data": ("data", "tokenizer", "batch", "sample"),
+    "Data": (
+        "data", "tokenizer", "batch", "packing", "microbatch_tokens", "length_costs", "sample",
+    ),
     "Training": (
         "steps", "lr", "lr_decay", "lr_warmup", "optimizer", "optimizer_options", "clip", "precision", "recompute",
         "seed",
@@ -100,6 +102,23 @@ def train(
     tokenizer: Annotated[str | None, _option("A tokenizers JSON file; else bytes.")] = None,
     steps: Annotated[int | None, _option("Updates.", "steps")] = None,
     batch: Annotated[int | None, _option("Samples a step.", "batch")] = None,
+    packing: Annotated[
+        str | None,
+        _option(
+            "windows of the text; whole documents: arrival, planned, or a run's batches.jsonl.",
+            "packing",
+            metavar="HOW|FILE",
+        ),
+    ] = None,
+    microbatch_tokens: Annotated[int | None, _option("Most tokens of a planned microbatch.")] = None,
+    length_costs: Annotated[
+        str | None,
+        _option(
+            "Plan over costs by the model's sizes, measured in the first steps, or of a file.",
+            "length_costs",
+            metavar="HOW|FILE",
+        ),
+    ] = None,
     lr: Annotated[float | None, _option("Peak learning rate.", "lr")] = None,
     lr_decay: Annotated[str | None, _option("cosine or constant.", "lr_decay")] = None,
     lr_warmup: Annotated[int | None, _option("Steps up to the peak.", "lr_warmup")] = None,

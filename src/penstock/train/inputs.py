@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.train.mesh import mesh_of
 from penstock.train.mesh_sizes import check_ties
+from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.shared_loss import SharedLoss
 from penstock.train.tasks.open import open_task
@@ -54,7 +56,10 @@ def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     _check_rule(settings, schedule, optimizer_class(settings))
     task = open_task(settings, schedule)
     check_ties(schedule, task.tied)
-    return Inputs(settings, schedule, task, task.read(corpus))
+    data = task.read(corpus)
+    if settings.record is not None and data.documents is not None:
+        recorded_batches(Path(settings.record), data.documents, range(settings.steps))
+    return Inputs(settings, schedule, task, data)
 
 
 def _check_transport(settings: Settings, device: torch.device) -> None:

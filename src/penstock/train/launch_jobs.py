@@ -20,6 +20,7 @@ from penstock.train.folder import RunFolder, free_folder
 from penstock.train.job import TrainJob
 from penstock.train.kinds import GPT, check_model, is_path, usual_of
 from penstock.train.mesh_sizes import share_out
+from penstock.train.packing import MEASURED, SIZES, is_record
 from penstock.train.settings import Settings, read_settings
 
 
@@ -108,6 +109,10 @@ def order_of(
     if "model" in given:
         check_model(given["model"], None)
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
+    if is_record(given.get("packing")):
+        paths.append("packing")
+    if given.get("length_costs", SIZES) not in (SIZES, MEASURED):
+        paths.append("length_costs")
     for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])

@@ -23,14 +23,19 @@ from penstock.runtime.checkpoint.saving import export_model
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
+from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline
 from penstock.train.mesh_migration import MeshMigration
 from penstock.train.metrics import Metrics
+from penstock.train.packing import ARRIVAL, MEASURED
+from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
+from penstock.train.planning_process import BatchProblem
 from penstock.train.progress import ProgressView
 from penstock.train.quality import Quality
 from penstock.train.report import Report, TimingReport, timing_report
 from penstock.train.resume_checks import way_back
+from penstock.train.run_settings import RunSettings
 from penstock.train.settings import Settings, num_cores
 from penstock.train.steered import read_steered
 from penstock.train.stop import StopRequest
@@ -79,10 +84,11 @@ class RankRun:
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
+        self.planned = self._planned()
         self.training = Training(
             self.pipe,
             settings.passes,
-            inputs.data.batches,
+            inputs.data.batches if self.planned is None else self.planned,
             settings.learning_rate,
             settings.is_asynchronous,
             settings.dp // settings.replicas_here,
@@ -90,6 +96,22 @@ class RankRun:
         self.stop = StopRequest()
         self.interrupted = False
         self.report: Report | None = None
+
+    def _planned(self) -> PlannedBatches | None:
+        """Batches of whole documents that are planned, or taken again from a record."""
+        settings, documents = self.inputs.settings, self.inputs.data.documents
+        if documents is None or settings.packing == ARRIVAL:
+            return None
+        planner = record = None
+        if self.first:
+            taken = settings.record
+            record = BatchRecord(self.folder.file("batches.jsonl") if taken is None else Path(taken))
+            if taken is None:
+                of_replica = RunSettings.build_schedule(settings)
+                limit, dispatch = settings.microbatch_tokens, self.pipe.dispatch.value
+                problem = BatchProblem(of_replica, documents.costs, settings.dp, limit, dispatch)
+                planner = BatchPlanner(problem, settings.timeout)
+        return PlannedBatches(documents, planner, record, lambda value: self.pipe.gather(value)[0], settings.steps)
 
     def _steering(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
@@ -119,12 +141,13 @@ class RankRun:
         profile: list[Profiled] = []
         loss: float | None = None
         validation: float | None = None
-        seconds = 0.0
-        tokens = settings.batch * self.inputs.task.num_tokens
+        seconds, trained = 0.0, 0
         metrics: Metrics | None = None
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
+            if self.planned is not None:
+                stack.callback(self.planned.close)
             if self.first:
                 self._write_plan()
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
@@ -135,7 +158,9 @@ class RankRun:
                 seconds += done.seconds
                 loss = done.losses[-1]
                 asked, bubble = self._agree()
-                speed = tokens * len(done.losses) / done.seconds
+                tokens = self._num_tokens(range(done.first, training.steps))
+                trained += tokens
+                speed = tokens / done.seconds
                 values = {"tokens_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
@@ -145,6 +170,9 @@ class RankRun:
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     profile.append(Profiled(self.pipe.timeline(), running))
+                if self.planned is not None and settings.length_costs == MEASURED and is_measured(done.first - start):
+                    timeline, file = self.pipe.timeline(), self.folder.file("length-costs.json")
+                    self.planned.learn(done.first - start, timeline, self.pipe.schedule.num_stages, file)
                 if self.moving is not None and not asked:
                     self._move(self.moving, view)
                 if asked and not last:
@@ -172,8 +200,15 @@ class RankRun:
         updating = update_report(settings, self.pipe, updates)
         self.pipe.close()  # the records are complete then
         if self.first:
-            rate = tokens * (steps - start) / seconds if seconds else None
+            rate = trained / seconds if seconds else None
             self.report = self._report(profile, steps, loss, validation, rate, seconds, ending, updating)
+
+    def _num_tokens(self, steps: range) -> int:
+        """Tokens of some steps."""
+        documents = self.inputs.data.documents
+        if documents is not None:
+            return sum(sum(documents.lengths(documents.of_step(step))) for step in steps)
+        return len(steps) * self.inputs.settings.batch * self.inputs.task.num_tokens
 
     def _agree(self) -> tuple[bool, float]:
         """Whether any rank was asked to stop, and the ranks' mean idle share of the pass."""
@@ -270,6 +305,7 @@ class RankRun:
                 *self.notices,
                 *self.pipe.notices,
                 *(self.moving.told if self.moving is not None else ()),
+                *(self.planned.notices if self.planned is not None else ()),
                 *_injected(settings),
                 *_crowded(settings),
                 *notices_of(settings),
@@ -280,6 +316,7 @@ class RankRun:
                 "metrics": str(folder.metrics),
                 "checkpoints": str(folder.checkpoints),
                 **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
+                **({} if self.planned is None else {"batches": str(folder.file("batches.jsonl"))}),
                 **({} if self.export is None else {"model": self.export}),
                 **({"page": f"penstock report {folder.path} writes it"} if settings.is_steered else {}),
             },

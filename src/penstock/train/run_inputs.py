@@ -18,7 +18,7 @@ from penstock.data import Corpus
 from penstock.train.job import TrainJob
 from penstock.train.settings import Settings
 
-ROWS = ("train", "validation")
+ROWS = ("train", "validation", "train_starts", "validation_starts")
 
 
 def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:

@@ -22,6 +22,7 @@ from penstock.train.checks import (
 from penstock.train.kinds import CLIP, check_model
 from penstock.train.learning_rate import learning_rate
 from penstock.train.mesh_sizes import check_mesh
+from penstock.train.packing import WINDOWS, check_packing, is_record
 from penstock.train.run_settings import RunSettings
 from penstock.train.transport_settings import host_memory_of
 
@@ -42,7 +43,12 @@ class Settings(RunSettings):
         towers: of a model of several what is asked for single ones, see `TowerOptions`; None for nothing.
         data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
-        batch: samples a step. lr is the peak of a warm-up and cosine decay, or constant.
+        packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or as it is
+            best for the schedule ("planned"); or the batches.jsonl of a run, whose batches are taken again.
+        length_costs: what plans are made over: "sizes" of the model, "measured" in the run's first steps, or a file.
+        microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
+        batch: samples a step; of documents as many tokens as so many samples have.
+        lr: the peak of a warm-up and cosine decay, or constant.
         optimizer: a class of torch.optim by name; optimizer_options go to it besides lr.
         clip: most the gradient's norm may be; 0 for no clipping.
         precision: "float32", or "bfloat16": autocast with float32 master weights.
@@ -83,6 +89,9 @@ class Settings(RunSettings):
     tied: bool | None = None
     data: str | None = None
     tokenizer: str | None = None
+    packing: str = WINDOWS
+    length_costs: str = "sizes"
+    microbatch_tokens: int | None = None
     steps: int = 400
     batch: int = 16
     lr: float = 4e-3
@@ -116,7 +125,7 @@ class Settings(RunSettings):
 
     def __post_init__(self) -> None:
         counts = ["ranks", "dp", "tp", "microbatches", "steps", "batch", "keep", "threads", "link_depth", "delegates"]
-        counts += ["window", "drain_every"]
+        counts += ["window", "drain_every", "microbatch_tokens"]
         amounts = ("lr_warmup", "evaluate_every", "save_every", "sample", "clip", "max_mismatch")
         least = dict.fromkeys(counts, 1) | dict.fromkeys(amounts, 0)
         check_numbers(self, least=least, above_zero=("lr", "timeout"))
@@ -136,6 +145,7 @@ class Settings(RunSettings):
         self.link_conditions()
         _ = self.travel, self.host_units
         check_mesh(self)
+        check_packing(self)
         if self.in_process and self.transport != "host":
             raise SettingsError(f"in one process nothing is sent; leave out --transport {self.transport}")
         if self.batch < self.dp * self.microbatches:
@@ -150,6 +160,16 @@ class Settings(RunSettings):
     def num_processes(self) -> int:
         """Of the whole mesh."""
         return self.ranks * self.dp * self.tp
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether whole documents are packed into microbatches."""
+        return self.packing != WINDOWS
+
+    @property
+    def record(self) -> str | None:
+        """The file whose batches are taken again."""
+        return self.packing if is_record(self.packing) else None
 
     @property
     def is_sharded(self) -> bool:

@@ -8,12 +8,21 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from penstock.data import Corpus
-from penstock.models import CrossEntropy, GPTConfig, gpt_costs, gpt_stage, presets, tied_parameters
+from penstock.models import (
+    CrossEntropy,
+    GPTConfig,
+    gpt_costs,
+    gpt_costs_by_length,
+    gpt_stage,
+    presets,
+    tied_parameters,
+)
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.quality import Quality
 from penstock.train.settings import Settings
 from penstock.train.tasks.chain import chain_bytes
+from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import recomputed, stage_layers
 from penstock.train.tasks.sizes import changed, preset_of, require_shards
 from penstock.train.tasks.task import Data
@@ -48,6 +57,9 @@ class GPTTask:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
 
     def read(self, corpus: Corpus | None) -> Data:
+        if self._settings.is_packed:
+            costs = gpt_costs_by_length(self.config, self._parts)
+            return packed_documents(self._settings, self._tokenizer, self.config.context, corpus, costs)
         return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
 
     def judge(self, pipe: Pipeline, data: Data, loss: float) -> Quality:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from penstock.cost import CostsByLength
 from penstock.data import Corpus
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
@@ -38,6 +39,7 @@ class Data:
         description: in words. digest: short, and another one where the data is other.
         batches: of the steps. validation: what is never trained on; at least one batch.
         corpus: the text behind it, which a parent reads once for all its ranks; None where there is none.
+        documents: where whole documents are packed, what `batches` packs; else None.
     """
 
     description: str
@@ -45,6 +47,32 @@ class Data:
     batches: TaskBatches
     validation: Sequence[Example]
     corpus: Corpus | None = None
+    documents: PackedDocuments | None = None
+
+
+class PackedDocuments(Protocol):
+    """Sequences that are packed into the microbatches of each step.
+
+    Attributes:
+        num_replicas, num_microbatches: into how many of each. costs: by length, of the stages.
+    """
+
+    num_replicas: int
+    num_microbatches: int
+
+    @property
+    def costs(self) -> CostsByLength: ...
+    def of_step(self, step: int) -> Sequence[int]:
+        """The numbers of a step's sequences, in order of arrival."""
+        ...
+
+    def lengths(self, sequences: Sequence[int]) -> list[int]:
+        """Tokens of each."""
+        ...
+
+    def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
+        """A batch of microbatches, each of so many sequences in one row."""
+        ...
 
 
 class Task(Protocol):

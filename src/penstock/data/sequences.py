@@ -1,0 +1,119 @@
+"""Whole documents as sequences to train on, dealt out to steps by the step number alone.
+
+    documents   aaaaaaaaaa| bbb| cccccc|           context 4
+    sequences   aaaa aaaa a  bb  cccc c            a sequence's targets are its tokens one on
+
+A document longer than the context is cut into pieces of it, and nothing else is: no sequence runs from one document
+into the next. Every epoch has each sequence once, in an order of its own. A step has the sequences that begin in its
+share of that row of tokens, so that steps have as many tokens in the mean, and a resumed run remembers nothing.
+
+Several sequences lie in one row of a microbatch, one after the other; `lengths` says where each ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.data.dtype import Tokens
+from penstock.data.errors import DataError
+from penstock.data.shuffle import permuted
+
+__all__ = ["PackedRow", "Sequences", "document_lengths"]
+
+
+class PackedRow(NamedTuple):
+    """Sequences one after the other: `inputs` and `targets`, int64[1, T], and the `lengths` of each, int64[S]."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+class Sequences:
+    """The sequences of a row of documents, numbered as they lie there.
+
+    Args:
+        tokens: documents in a row. starts: where each begins, ascending.
+        context: most tokens of a sequence. step_tokens: of a step, in the mean.
+        seed: of the order. vocab_size: if given, a token outside it is a `DataError`.
+
+    Attributes:
+        lengths: of each sequence, int64[N]. num_tokens: in all.
+
+    Raises:
+        DataError: no document of two tokens, or steps shorter than a sequence may be.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        starts: NDArray[np.int64],
+        context: int,
+        step_tokens: int,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        if context < 1:
+            raise DataError(f"a context of {context} tokens; it must have at least 1.")
+        if step_tokens < context:
+            raise DataError(f"{step_tokens} tokens a step; it must have at least a context's, {context}.")
+        usable = np.maximum(document_lengths(tokens.size, starts) - 1, 0)  # a last token has no target
+        pieces = -(-usable // context)
+        if not pieces.sum():
+            raise DataError("no document has two tokens; give text to train on.")
+        document = np.repeat(np.arange(len(starts)), pieces)
+        place = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self.tokens, self.context, self.step_tokens, self.seed = tokens, context, step_tokens, seed
+        self.vocab_size = vocab_size
+        self.lengths: NDArray[np.int64] = np.minimum(usable[document] - place * context, context)
+        self.num_tokens = int(self.lengths.sum())
+        self._first = np.asarray(starts, np.int64)[document] + place * context
+        self._epoch = lru_cache(maxsize=2)(self._epoch_order)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def of_step(self, step: int) -> NDArray[np.int64]:
+        """The numbers of a step's sequences, in the order in which they arrive."""
+        if step < 0:
+            raise IndexError(f"step {step}; steps count from 0")
+        begin, end = step * self.step_tokens, (step + 1) * self.step_tokens
+        found = []
+        for epoch in range(begin // self.num_tokens, (end - 1) // self.num_tokens + 1):
+            order, starts = self._epoch(epoch)
+            offset = epoch * self.num_tokens
+            low, high = np.searchsorted(starts, [begin - offset, end - offset])
+            found.append(order[low:high])
+        return np.concatenate(found)
+
+    def _epoch_order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sequences of an epoch, and where in its row of tokens each begins."""
+        order = permuted(np.arange(len(self)), len(self), self.seed, epoch)
+        ends = np.cumsum(self.lengths[order])
+        return order, ends - self.lengths[order]
+
+    def row(self, numbers: Sequence[int] | NDArray[np.int64]) -> PackedRow:
+        """Sequences in one row. Raises DataError for a token outside the vocabulary."""
+        parts = [self.tokens[self._first[k] : self._first[k] + self.lengths[k] + 1] for k in numbers]
+        limit = self.vocab_size if self.vocab_size is not None else np.iinfo(np.int64).max
+        for k, part in zip(numbers, parts, strict=True):
+            if int(part.min()) < 0 or int(part.max()) >= limit:
+                wrong = int(np.argmax((part < 0) | (part >= limit)))
+                raise DataError(
+                    f"token {part[wrong]} at position {self._first[k] + wrong} of the data, outside the vocabulary "
+                    f"of {limit}. Give the tokenizer the data was prepared with."
+                )
+        inputs = np.concatenate([part[:-1] for part in parts]).astype(np.int64)
+        targets = np.concatenate([part[1:] for part in parts]).astype(np.int64)
+        return PackedRow(inputs[None], targets[None], self.lengths[np.asarray(numbers)])
+
+
+def document_lengths(num_tokens: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens of each document, from where each begins."""
+    found: NDArray[np.int64] = np.diff(np.append(np.asarray(starts, np.int64), num_tokens))
+    return found

@@ -1,0 +1,47 @@
+"""How text becomes microbatches, by name, and what goes together with it. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.train.checks import SettingsError
+from penstock.train.kinds import GPT
+
+if TYPE_CHECKING:
+    from penstock.train.settings import Settings
+
+WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
+"""Fixed lengths of the text; whole documents as they come; whole documents as is best for the schedule."""
+SIZES, MEASURED = "sizes", "measured"
+"""Where costs by length come from: the model's sizes, or the first steps of the run."""
+
+
+def is_record(packing: str | None) -> bool:
+    """Whether it means the batches of a run, by their file."""
+    return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
+
+
+def check_packing(settings: Settings) -> None:
+    """Raises SettingsError for options that do not go together with whole documents, or are for them alone."""
+    if settings.packing == WINDOWS:
+        for name, unset in (("length_costs", SIZES), ("microbatch_tokens", None)):
+            if getattr(settings, name) != unset:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
+                )
+        return
+    if settings.model != GPT:
+        raise SettingsError(
+            f"--packing {settings.packing} puts several documents into one row, which a GPT of ours keeps apart; "
+            f"--model {settings.model} would see one in another: leave it out"
+        )
+    if settings.is_asynchronous:
+        raise SettingsError(
+            f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
+            f"each update gathers; leave out --packing {settings.packing}, or give a schedule without such updates"
+        )
+    if settings.packing == ARRIVAL and settings.microbatch_tokens is not None:
+        raise SettingsError(
+            f"--packing {ARRIVAL} takes documents as they come, whatever a microbatch then holds; leave out "
+            f"--microbatch-tokens, or give --packing {PLANNED}"
+        )

@@ -1,0 +1,188 @@
+"""Each step's batch as it was planned, the same on all ranks, and written down so that a run can be repeated.
+
+A line of `batches.jsonl` has a step's sequences by their numbers: of each replica, and of each of its microbatches in
+the order in which they ran. With `--packing FILE` a run takes its batches from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from penstock.cost import CostError, LengthSample, fit_costs
+from penstock.planning.batches import BatchPlan
+from penstock.simulation import Timeline
+from penstock.train.batch_planner import BatchPlanner
+from penstock.train.checks import SettingsError
+from penstock.train.folder import write_whole
+from penstock.train.tasks.task import Example, PackedDocuments
+
+Microbatches = list[list[list[int]]]
+"""Sequences by replica and microbatch."""
+
+FIRST_MEASURED, LAST_MEASURED = 2, 7
+"""Steps of a run, from its start, whose ops costs by length are fitted to: the first ones warm up."""
+
+
+class BatchRecord:
+    """The batches of steps as they are written down.
+
+    Args:
+        path: of the file; what it has is read.
+
+    Raises:
+        SettingsError: a line that is no batch.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._steps: dict[int, Microbatches] = {}
+        if path.exists():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                step, microbatches = _read_line(line, f"{path}, line {number}")
+                self._steps[step] = microbatches
+
+    def find(self, step: int, documents: PackedDocuments) -> Microbatches | None:
+        """The batch of a step; None where there is none, or it is of other sequences or other counts."""
+        found = self._steps.get(step)
+        if found is None or len(found) != documents.num_replicas:
+            return None
+        if any(len(own) != documents.num_microbatches or not all(own) for own in found):
+            return None
+        same = sorted(chain(*chain(*found))) == sorted(documents.of_step(step))
+        return found if same else None
+
+    def write(self, step: int, microbatches: Microbatches, values: dict[str, Any]) -> None:
+        self._steps[step] = microbatches
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "microbatches": microbatches, **values}) + "\n")
+
+
+def _read_line(line: str, where: str) -> tuple[int, Microbatches]:
+    try:
+        value = json.loads(line)
+        step, found = value["step"], value["microbatches"]
+        fine = isinstance(step, int) and all(isinstance(k, int) for own in found for each in own for k in each)
+    except (ValueError, KeyError, TypeError):
+        fine = False
+    if not fine:
+        raise SettingsError(f"{where} is no batch: it has a step, and sequences by replica and microbatch")
+    return step, found
+
+
+def recorded_batches(path: Path, documents: PackedDocuments, steps: range) -> BatchRecord:
+    """The record of a run that is to be repeated.
+
+    Raises:
+        SettingsError: it can't be read, or lacks a step of the run, or has it with other sequences.
+    """
+    if not path.is_file():
+        raise SettingsError(
+            f"--packing {path}: no such file; give windows, arrival, planned, or the batches.jsonl of a run"
+        )
+    record = BatchRecord(path)
+    for step in steps:
+        if record.find(step, documents) is None:
+            raise SettingsError(
+                f"--packing {path} has no batch of step {step} with the {len(documents.of_step(step))} sequences "
+                f"that it has here, in {documents.num_replicas} x {documents.num_microbatches} microbatches; give "
+                "the data, --seed, --batch, --context, --dp and --microbatches of the run that wrote it, and no more "
+                "steps"
+            )
+    return record
+
+
+class PlannedBatches:
+    """The batches of a run: planned one step ahead, or as they were written down.
+
+    Args:
+        planner: on the first rank; others wait for what it says. record: where the first rank writes batches down.
+        share: gives every rank the first one's value.
+        end: the step after the last.
+    """
+
+    def __init__(
+        self,
+        documents: PackedDocuments,
+        planner: BatchPlanner | None,
+        record: BatchRecord | None,
+        share: Callable[[Any], Any],
+        end: int,
+    ) -> None:
+        self._documents, self._planner, self._record = documents, planner, record
+        self._share, self._end = share, end
+        self._plans: list[BatchPlan] = []
+        self._lengths: list[list[int]] = []
+        self._samples: list[LengthSample] = []
+        self.notices: list[str] = []
+
+    def __getitem__(self, step: int) -> Example:
+        chosen: Microbatches = self._share(None if self._record is None else self._chosen(step, self._record))
+        first = chosen[0]
+        self._lengths = [self._documents.lengths(each) for each in first]
+        return self._documents.example(list(chain(*chosen)))
+
+    def _chosen(self, step: int, record: BatchRecord) -> Microbatches:
+        found = record.find(step, self._documents)
+        if found is None:
+            assert self._planner is not None
+            own = self._documents.of_step(step)
+            plan = self._planner.plan(step, self._documents.lengths(own))
+            found = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
+            self._plans.append(plan)
+            values = {"packing": plan.packing, "rules": plan.rules, "gain": plan.gain, "seconds": plan.seconds}
+            record.write(step, found, values)
+        ahead = step + 1
+        if self._planner is not None and ahead < self._end and record.find(ahead, self._documents) is None:
+            self._planner.ask(ahead, self._documents.lengths(self._documents.of_step(ahead)))
+        return found
+
+    def learn(self, since: int, timeline: Timeline, num_stages: int, file: Path) -> None:
+        """Takes the times of the ops of a step; after the last of some, plans over costs fitted to them.
+
+        Args:
+            since: steps since the run began or went on. file: which then has the costs, for `--length-costs`.
+        """
+        for timed in timeline.ops:
+            kind, stage, m = timed.op
+            if kind in "FIWB":
+                self._samples.append(LengthSample(kind, stage, self._lengths[m], timed.end - timed.start))
+        if since != LAST_MEASURED or self._planner is None:
+            return
+        known = self._documents.costs
+        try:
+            fitted = fit_costs(
+                self._samples, num_stages, activation=known.activation, message_bytes=known.message_bytes
+            )
+        except CostError as error:
+            self.notices.append(f"costs by length stay those of the model's sizes: {error}")
+            return
+        self._planner.use(fitted.costs)
+        write_whole(file, json.dumps(fitted.costs.to_json(), indent=1) + "\n")
+        worst = max(fitted.errors, key=lambda each: each.median)
+        self.notices.append(
+            f"costs by length, fitted to {len(self._samples)} ops, are {fitted.median_error:.0%} off in the median "
+            f"({worst.kind} of stage {worst.stage} most, {worst.median:.0%}); they are in {file}"
+        )
+
+    def close(self) -> None:
+        """Ends planning, and says in the notices how it went."""
+        if self._planner is None:
+            return
+        self._planner.close()
+        if self._plans:
+            gain, ms = fmean(plan.gain for plan in self._plans), 1e3 * fmean(plan.seconds for plan in self._plans)
+            self.notices.append(
+                f"batches were planned from lengths, {len(self._plans)} of them in {ms:.0f} ms each: predicted "
+                f"{1 + gain:.2f} times as fast as in order of arrival; steps waited {self._planner.waited:.1f} s for "
+                "plans in all"
+            )
+
+
+def is_measured(since: int) -> bool:
+    """Whether ops of a step are measured, by the steps since the run began or went on."""
+    return FIRST_MEASURED <= since <= LAST_MEASURED

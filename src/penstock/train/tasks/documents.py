@@ -1,0 +1,120 @@
+"""Whole documents as a decoder trains on them: several in one row of each microbatch, none of which sees another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from penstock.cost import CostError, CostsByLength
+from penstock.data import Corpus, Sequences, Tokenizer, open_corpus
+from penstock.planning.batches import PackingError, pack_in_turn
+from penstock.train.checks import SettingsError
+from penstock.train.packing import MEASURED, SIZES
+from penstock.train.settings import Settings
+from penstock.train.tasks.task import Data, Example
+
+VALIDATION_BATCHES = 4
+
+
+class Documents:
+    """See `PackedDocuments`. As batches they are packed as they arrive."""
+
+    def __init__(self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength) -> None:
+        self.sequences, self.num_replicas, self.num_microbatches = sequences, num_replicas, num_microbatches
+        self.costs = costs
+
+    def of_step(self, step: int) -> list[int]:
+        found: list[int] = self.sequences.of_step(step).tolist()
+        return found
+
+    def lengths(self, sequences: Sequence[int]) -> list[int]:
+        found: list[int] = self.sequences.lengths[list(sequences)].tolist()
+        return found
+
+    def __getitem__(self, step: int) -> Example:
+        own = self.of_step(step)
+        bins = pack_in_turn(self.lengths(own), self.num_replicas * self.num_microbatches)
+        return self.example([[own[k] for k in each] for each in bins])
+
+    def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
+        return packed_example(self.sequences, microbatches)
+
+
+def packed_example(sequences: Sequences, microbatches: Sequence[Sequence[int]]) -> Example:
+    """A batch with the sequences of each microbatch in one row."""
+    rows = [sequences.row(each) for each in microbatches]
+    inputs = [{"tokens": torch.from_numpy(row.inputs), "lengths": torch.from_numpy(row.lengths)} for row in rows]
+    return Example(inputs, [torch.from_numpy(row.targets) for row in rows])
+
+
+def packed_documents(
+    settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None, sizes: CostsByLength
+) -> Data:
+    """The documents of a text.
+
+    Raises:
+        DataError, PackingError: a text that is too short.
+        SettingsError: costs by length that can't be read or do not fit, or microbatches with no room for a document.
+    """
+    most = settings.microbatch_tokens
+    if most is not None and most < context:
+        raise SettingsError(
+            f"--microbatch-tokens {most} leaves no room for a document of the context's length, {context}; give at "
+            "least that"
+        )
+    corpus = corpus or open_corpus(settings.data, tokenizer)
+    train = Sequences(
+        corpus.train, corpus.train_starts, context, settings.batch * context, settings.seed, corpus.vocab_size
+    )
+    costs = costs_by_length(settings, sizes)
+    documents = Documents(train, settings.dp, settings.microbatches, costs)
+    documents.example([documents.of_step(0)])
+    return Data(
+        corpus.description, corpus.digest, documents, _validation(settings, corpus, context), corpus, documents
+    )
+
+
+def _validation(settings: Settings, corpus: Corpus, context: int) -> list[Example]:
+    """Up to four fixed batches, packed as they come; fewer microbatches where the text is too short for as many."""
+    whole = Sequences(corpus.validation, corpus.validation_starts, context, context, 0, corpus.vocab_size)
+    size = min(settings.batch * context, whole.num_tokens)
+    count = max(1, min(VALIDATION_BATCHES, whole.num_tokens // size))
+    found = []
+    for part in pack_in_turn(whole.lengths, count):
+        own, tokens = [], 0
+        for k in part:
+            if tokens < size:
+                own.append(k)
+                tokens += int(whole.lengths[k])
+        num = min(settings.microbatches, len(own) // settings.dp) * settings.dp
+        if num < 1:
+            raise PackingError(
+                f"the validation text has {len(own)} sequences for {settings.dp} replicas; give more text, or a "
+                "smaller --context"
+            )
+        bins = pack_in_turn(whole.lengths[own], num)
+        found.append(packed_example(whole, [[own[k] for k in each] for each in bins]))
+    return found
+
+
+def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
+    """Those of a file, where one is named. Raises SettingsError."""
+    if settings.length_costs in (SIZES, MEASURED):
+        return sizes
+    path = Path(settings.length_costs)
+    try:
+        found = CostsByLength.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except OSError as error:
+        raise SettingsError(f"--length-costs {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
+        raise SettingsError(f"--length-costs: {what}") from None
+    if found.num_stages != sizes.num_stages:
+        raise SettingsError(
+            f"--length-costs {path} is for {found.num_stages} stages, and the schedule has {sizes.num_stages}; "
+            f"measure it for this schedule with --length-costs {MEASURED}"
+        )
+    return found

@@ -1,0 +1,200 @@
+"""`penstock train` on whole documents: the plain loop's losses, runs that repeat to the bit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.cost import CostsByLength, LengthLine
+from penstock.data import ByteTokenizer
+from penstock.models import CrossEntropy, build_layers
+from penstock.runtime import RuntimeFailure
+from penstock.train.batch_planner import BatchPlanner
+from penstock.train.inputs import gather_inputs
+from penstock.train.planning_process import BatchProblem
+from penstock.train.settings import Settings
+from penstock.train.tasks.gpt import gpt_config
+from train_runs import losses, metrics
+
+pytestmark = pytest.mark.unit
+
+SMALL = (
+    "--preset nano --depth 4 --width 16 --heads 2 --context 64 --batch 16 --microbatches 4 --ranks 2 --threads 1 "
+    "--evaluate-every 0 --sample 4 --steps 4 --in-process"
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of very different lengths."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text(f"the document {number} goes on. " * (1 + number * number // 60))
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path: Path, texts: Path, capfd: Any) -> Callable[..., Any]:
+    """Trains into tmp_path/NAME; its report, or what it said where it fails."""
+
+    def call(name: str, options: str, code: int = 0) -> Any:
+        data = f"--data {texts} --out {tmp_path / name}" if "--resume" not in options else ""
+        given = SMALL if "--resume" not in options else "--in-process"
+        assert main(["train", *f"{given} {data} {options} --json".split()]) == code
+        out, err = capfd.readouterr()
+        return json.loads(out) if code == 0 else out + err
+
+    return call
+
+
+def batches(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "batches.jsonl").read_text().splitlines()]
+
+
+def test_losses_are_those_of_the_plain_loop_over_the_microbatches_that_were_planned(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    report = train("run", "--packing planned --schedule zb-v --lr-decay constant --lr-warmup 0 --clip 0")
+    settings = Settings.from_mapping(json.loads((tmp_path / "run" / "settings.json").read_text()))
+    documents = gather_inputs(settings).data.documents
+    assert documents is not None
+    layers = build_layers(gpt_config(settings, ByteTokenizer().vocab_size), None, settings.seed)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    loss_fn, found = CrossEntropy(), []
+    lines = batches(tmp_path / "run")
+    for step, line in enumerate(lines):
+        (microbatches,) = line["microbatches"]
+        assert sorted(k for each in microbatches for k in each) == sorted(documents.of_step(step))
+        inputs, targets = documents.example(microbatches)
+        tokens, total = sum(each.numel() for each in targets), None
+        assert tokens == sum(documents.lengths(documents.of_step(step)))
+        for value, wanted in zip(inputs, targets, strict=True):
+            for layer in layers:
+                value = layer(value)
+            loss = loss_fn(value, wanted) * (wanted.numel() / tokens)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert total is not None
+        found.append(float(total))
+    assert losses(tmp_path / "run") == found
+    assert {line["packing"] for line in lines} != {"arrival"}
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert any("4 of them" in note and "times as fast as in order of arrival" in note for note in report["notices"])
+    assert report["files"]["batches"].endswith("batches.jsonl")
+
+
+def test_a_run_is_repeated_from_its_record_and_goes_on_from_a_checkpoint_to_the_bit(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = "--schedule 1f1b --length-costs measured --steps 10 --save-every 4"
+    report = train("run", f"--packing planned {options}")
+    assert any("costs by length, fitted to" in note for note in report["notices"])
+    measured = CostsByLength.from_json(json.loads((tmp_path / "run" / "length-costs.json").read_text()))
+    assert measured.num_stages == 2
+    record = tmp_path / "run" / "batches.jsonl"
+    train("again", f"--packing {record} --steps 10")
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+    before = record.read_text()
+    # Killed after step 8: its record has steps that no checkpoint has.
+    (tmp_path / "run" / "checkpoints" / "step-00000010").rename(tmp_path / "aside")
+    kept = metrics(tmp_path / "run")[:8]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    train("run", f"--resume {tmp_path / 'run'}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "again")
+    assert record.read_text() == before
+
+
+def test_over_several_replicas_as_they_arrive_and_planned(train: Callable[..., Any], tmp_path: Path) -> None:
+    options = "--dp 2 --microbatches 2 --schedule 1f1b"
+    train("planned", f"--packing planned {options}")
+    (line, *_) = batches(tmp_path / "planned")
+    assert [len(own) for own in line["microbatches"]] == [2, 2]
+    train("arrival", f"--packing arrival {options}")
+    assert not (tmp_path / "arrival" / "batches.jsonl").exists()
+    # The mean over the same tokens, before the first update.
+    assert losses(tmp_path / "planned")[0] == pytest.approx(losses(tmp_path / "arrival")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--packing planned --model bert", "--model bert would see one in another"),
+        ("--packing planned --schedule amdp --ranks 2", "the order of microbatches says what each update gathers"),
+        ("--packing arrival --microbatch-tokens 100", "takes documents as they come"),
+        ("--microbatch-tokens 100", "is for whole documents; add --packing planned"),
+        ("--length-costs measured", "is for whole documents; add --packing planned"),
+        ("--packing planned --microbatch-tokens 63", "no room for a document of the context's length, 64"),
+        ("--packing nowhere.jsonl", "no such file; give windows, arrival, planned"),
+        ("--packing planned --length-costs nowhere.json", "nowhere.json: No such file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_starts(
+    train: Callable[..., Any], tmp_path: Path, options: str, message: str
+) -> None:
+    assert message in train("run", options, code=2)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], tmp_path: Path) -> None:
+    train("run", "--packing planned --steps 2")
+    record = tmp_path / "run" / "batches.jsonl"
+    assert "has no batch of step 2 with the" in train("more", f"--packing {record}", code=2)
+    assert "has no batch of step 0 with the" in train("other", f"--packing {record} --steps 2 --seed 1", code=2)
+    assert "in 1 x 2 microbatches" in train("counts", f"--packing {record} --steps 2 --microbatches 2", code=2)
+    record.write_text(record.read_text() + '{"step": 2, "microbatches": [["a"]]}\n')
+    assert "line 3 is no batch" in train("damaged", f"--packing {record} --steps 2", code=2)
+    costs = tmp_path / "costs.json"
+    line = [LengthLine(1.0)] * 3
+    costs.write_text(json.dumps(CostsByLength(line, line, line).to_json()))
+    said = train("costs", f"--packing planned --length-costs {costs}", code=2)
+    assert "is for 3 stages, and the schedule has 2" in said
+    costs.write_text("{")
+    assert "is not JSON" in train("costs", f"--packing planned --length-costs {costs}", code=2)
+
+
+# The process that plans
+
+
+@pytest.fixture
+def problem() -> BatchProblem:
+    import penstock as ps
+
+    line = [LengthLine(0.1, 0.01)] * 2
+    return BatchProblem(ps.build("1f1b", 2, 4), CostsByLength(line, line, line), 1, 300, "frozen")
+
+
+def test_steps_are_planned_ahead_and_as_they_would_be_here(problem: BatchProblem) -> None:
+    planner = BatchPlanner(problem, 60.0)
+    try:
+        lengths = [[50, 60, 70, 80, 90, 100, 20], [10, 20, 30, 40, 200], [5, 6, 7, 8]]
+        for step in range(3):
+            planner.ask(step, lengths[step])
+        assert planner.plan(2, lengths[2]) == problem.plan(lengths[2])  # those before it are dropped
+        assert planner.plan(1, lengths[1]) == problem.plan(lengths[1])  # and planned when they are asked for again
+        with pytest.raises(RuntimeFailure, match=r"the batch of step 9 can't be planned: .* raise"):
+            planner.plan(9, [1000] * 4)
+        assert planner.plan(3, lengths[0]) == problem.plan(lengths[0])  # which does not end the process
+    finally:
+        planner.close()
+
+
+def test_a_planning_process_that_was_killed_is_named(problem: BatchProblem) -> None:
+    planner = BatchPlanner(problem, 60.0)
+    try:
+        os.kill(planner._process.pid, signal.SIGKILL)
+        planner._process.wait()
+        with pytest.raises(RuntimeFailure, match=r"has ended \(exit code -9\) before step 0 was planned"):
+            planner.plan(0, [5] * 4)
+    finally:
+        planner.close()
