@@ -101,6 +101,11 @@ class Graph:
     def number(self) -> dict[Op, int]:
         return {op: index for index, op in enumerate(self.ops)}
 
+    @cached_property
+    def sources(self) -> Array:
+        """The op that each edge begins at, an array."""
+        return np.repeat(np.arange(self.num_ops), np.diff(self.arrays["edge_first"]))
+
     @property
     def num_ops(self) -> int:
         return len(self.arrays["rank"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,19 @@ def peaks(change: Array, first: Sequence[int]) -> list[float]:
     """
     change = np.asarray(change)
     return [np.cumsum(change[a:b]).max(initial=0).item() for a, b in pairwise(first)]
+
+
+def peaks_in_sequence(ops: Iterable[tuple[Sequence[int], float, float]], num_rows: int) -> list[float]:
+    """The most that each row holds at once, of ops in one sequence for all rows.
+
+    Args:
+        ops: the rows of each op, what it adds to each of them at its start, and what it gives back at its end.
+    """
+    change: list[list[float]] = [[] for _ in range(num_rows)]
+    for rows, takes, gives in ops:
+        for row in rows:
+            change[row] += [takes, -gives]
+    return peaks(list(chain(*change)), list(accumulate(map(len, change), initial=0)))
 
 
 def levels(change: Array, first: Sequence[int], row: int) -> list[float]:

@@ -19,7 +19,7 @@ from collections import deque
 from itertools import accumulate
 
 from penstock.cost import Costs
-from penstock.schedule import Op, Schedule, v_shape
+from penstock.schedule import Op, Schedule, peak_in_flight, v_shape
 from penstock.simulation import simulate
 
 Pattern = list[tuple[int, int, int, int]]
@@ -44,7 +44,7 @@ def shortest(schedule: Schedule, costs: Costs) -> Schedule:
         CostError: costs for another number of stages.
     """
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
-    best, least, cap = schedule, simulate(schedule, costs).makespan, _peak(schedule)
+    best, least, cap = schedule, simulate(schedule, costs).makespan, max(peak_in_flight(schedule))
     fitting = sorted(
         (max(slots[3] for slots in pattern), pattern)
         for pattern in _patterns(num_ranks)
@@ -53,7 +53,7 @@ def shortest(schedule: Schedule, costs: Costs) -> Schedule:
     num_tried = max(4, min(_MOST_TRIED, _MOST_OPS // (6 * num_ranks * num_microbatches)))
     for _, pattern in fitting[:: max(1, len(fitting) // num_tried)]:
         made = from_pattern(schedule.name, pattern, num_microbatches)
-        if _peak(made) <= cap and (makespan := simulate(made, costs).makespan) < least:
+        if max(peak_in_flight(made)) <= cap and (makespan := simulate(made, costs).makespan) < least:
             best, least = made, makespan
     return best
 
@@ -81,11 +81,6 @@ def _lifetimes(pattern: Pattern) -> int:
     return max(
         -((first - last - 2) // _PERIOD) - ((second - third - 2) // _PERIOD) for first, second, third, last in pattern
     )
-
-
-def _peak(schedule: Schedule) -> int:
-    """Most stage activations that a rank holds."""
-    return max(max(accumulate((_HELD[op.kind] for op in row), initial=0)) for row in schedule.order)
 
 
 def from_pattern(name: str, pattern: Pattern, num_microbatches: int) -> Schedule:

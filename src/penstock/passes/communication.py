@@ -21,9 +21,13 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
+import numpy as np
+
 from penstock.cost import Costs
+from penstock.dispatch import lower
+from penstock.engine.network import OpGraph
+from penstock.engine.timing import Timer
 from penstock.schedule import Op, Schedule, ScheduleError, check
-from penstock.schedule.dependencies import predecessors
 from penstock.schedule.send_recv import other_end, remove_communication, send_of
 
 __all__ = ["add_communication", "remove_communication"]
@@ -48,26 +52,15 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
     schedule = remove_communication(schedule)
     _refuse_graphs(schedule)
     check(schedule)
-    rank_of = {op: rank for rank, row in enumerate(schedule.order) for op in row}
-    needs = {op: predecessors(op, schedule.graph, rank_of) for op in rank_of}
+    graph = lower(schedule)
+    ops = OpGraph(graph.arrays["first"], graph.arrays["rank"], graph.sources, graph.arrays["edge_to"])
+    timer = Timer(*ops.network())
+    takes = np.array([_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op) for op in graph.ops])
+    start = timer.time(ops.row, takes).start
+    depth = timer.time(ops.row, np.ones(graph.num_ops)).start
+    """Where ops take no time it says which of those that start together comes first."""
     rows: list[list[Op]] = [[] for _ in schedule.order]
-    step, free = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-    end: dict[Op, float] = {}
-    waiting: dict[Op, list[int]] = {}
-    ready: list[tuple[float, int]] = []
     unsent: list[tuple[float, int, Op, Op]] = []
-
-    def look_at(rank: int) -> None:
-        """Puts the rank among the ready ones if its next op has all it needs, else lets it wait."""
-        row = schedule.order[rank]
-        if step[rank] == len(row):
-            return
-        needed = needs[row[step[rank]]]
-        missing = next((op for op in needed if op not in end), None)
-        if missing is None:
-            heapq.heappush(ready, (max([free[rank], *(end[op] for op in needed)]), rank))
-        else:
-            waiting.setdefault(missing, []).append(rank)
 
     def send_until(time: float) -> None:
         while unsent and unsent[0][0] <= time:
@@ -75,21 +68,14 @@ def add_communication(schedule: Schedule, costs: Costs | None = None) -> Schedul
             rows[sender].append(send)
             rows[schedule.rank_of(receive.stage, receive.microbatch)].append(receive)
 
-    for rank in range(schedule.num_ranks):
-        look_at(rank)
-    while ready:
-        start, rank = heapq.heappop(ready)
-        send_until(start)
-        op = schedule.order[rank][step[rank]]
-        step[rank] += 1
+    for number in sorted(range(graph.num_ops), key=lambda o: (start[o], depth[o], graph.rank[o])):
+        op, rank = graph.ops[number], graph.rank[number]
+        send_until(start[number])
         rows[rank].append(op)
-        free[rank] = end[op] = start + (_UNIT.get(op.kind, 1.0) if costs is None else costs.duration(*op))
         if (send := send_of(op)) is not None:
             receive = other_end(send)
             if 0 <= receive.stage < schedule.num_stages and schedule.rank_of(receive.stage, op.microbatch) != rank:
-                heapq.heappush(unsent, (end[op], rank, send, receive))
-        for other in (rank, *waiting.pop(op, ())):
-            look_at(other)
+                heapq.heappush(unsent, (start[number] + takes[number], rank, send, receive))
     send_until(float("inf"))
     return replace(schedule, order=tuple(tuple(row) for row in rows))
 

@@ -102,8 +102,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
         o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)
     ]
     rank, node = graph.arrays["rank"], np.array(node_of, np.int64)
-    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
-    target = graph.arrays["edge_to"]
+    source, target = graph.sources, graph.arrays["edge_to"]
     delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])
     late = delays[rank[source], rank[target]]
     together = node if len(graph.gang_first) > 1 else None
@@ -120,31 +119,17 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
             row_before[node_of[o]].append(node_of[o - 1])
             row_after[node_of[o - 1]].append(node_of[o])
     durations = durations_of(schedule, graph, costs).tolist()
-    order = _order(schedule, node_of, before, after, row_before, row_after)
+    order = _order(schedule, ops, node_of)
     return PassNetwork(graph, durations, node_of, order, before, after, row_before, row_after, ops)
 
 
-def _order(
-    schedule: Schedule,
-    node_of: list[int],
-    before: list[list[tuple[int, float]]],
-    after: list[list[tuple[int, float]]],
-    row_before: list[list[int]],
-    row_after: list[list[int]],
-) -> list[int]:
-    missing = [len(a) + len(b) for a, b in zip(before, row_before, strict=True)]
-    ready = [o for o, node in enumerate(node_of) if o == node and missing[o] == 0]
-    order = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for target in [*(t for t, _ in after[node]), *row_after[node]]:
-            missing[target] -= 1
-            if missing[target] == 0:
-                ready.append(target)
-    if len(order) < sum(o == node for o, node in enumerate(node_of)):
+def _order(schedule: Schedule, ops: OpGraph, node_of: list[int]) -> list[int]:
+    """The nodes in the order in which they start where each takes as long as any other."""
+    timed = Timer(*ops.network(np.ones(len(node_of)))).time(ops.row)
+    if not timed.complete:
         raise ScheduleError(
             f"the ranks of {schedule.name} wait for one another (rule: deadlock); ps.check(schedule) shows where",
             rule="deadlock",
         )
-    return order
+    start = list(timed.start)
+    return sorted((o for o, node in enumerate(node_of) if o == node), key=start.__getitem__)

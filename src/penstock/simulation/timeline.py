@@ -219,7 +219,6 @@ def timeline_of(
 
 
 def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Message, ...]:
-    source = np.repeat(np.arange(graph.num_ops), np.diff(graph.arrays["edge_first"]))
     ends, arrivals = arrays["end_time"], arrays["arrival_time"]
     ops, to = graph.ops, graph.edge_to
     return tuple(
@@ -231,7 +230,7 @@ def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Messa
             float(ends[producer]),
             float(arrivals[edge]),
         )
-        for producer, edge in zip(source[between].tolist(), between.tolist(), strict=True)
+        for producer, edge in zip(graph.sources[between].tolist(), between.tolist(), strict=True)
     )
 
 

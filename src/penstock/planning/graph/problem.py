@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import gcd, inf
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.cost import Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.compiled import ready
 from penstock.engine.network import Array, Irregular, Network
+from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.limits import Limits
 from penstock.planning.periodic.model import Block, Flow, Instance, Need
@@ -102,26 +103,12 @@ class GraphProblem:
 
     def lined_up(self, rows: Sequence[Sequence[int]]) -> list[int] | None:
         """Rows as a sequence; None where they wait for one another."""
-        reached, head = [0] * len(rows), [0] * self.graph.num_queues
-        hosts = [self.graph.hosts(q) for q in range(self.graph.num_queues)]
-        needs = [self.needs(q) for q in range(self.graph.num_queues)]
-        found: list[int] = []
-        going = True
-        while going:
-            going = False
-            for r, row in enumerate(rows):
-                while reached[r] < len(row):
-                    q = row[reached[r]]
-                    if any(reached[h] >= len(rows[h]) or rows[h][reached[h]] != q for h in hosts[q]) or any(
-                        head[source] <= (head[q] // after + 1) * before - 1 for source, _, before, after in needs[q]
-                    ):
-                        break
-                    found.append(q)
-                    head[q] += 1
-                    for h in hosts[q]:
-                        reached[h] += 1
-                    going = True
-        return found if len(found) == self.num_ops else None
+        network = self.network
+        timed = Timer(network, self.more).time(list(chain(*rows)), np.ones(self.graph.num_queues))
+        if not timed.complete:
+            return None
+        queue_of = np.repeat(np.arange(self.graph.num_queues), np.diff(network.op_first))
+        return [int(q) for q in queue_of[np.argsort(timed.start, kind="stable")]]
 
     def serial(self) -> list[int]:
         """One turn after the other: long, but there, and what needs least memory."""

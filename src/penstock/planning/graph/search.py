@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
 from penstock.library import build
 from penstock.planning.annealing_threads import Annealer, annealed_again
@@ -138,13 +139,8 @@ def run(search: GraphSearch) -> bool:
 
 def _peaks(problem: GraphProblem, sequence: Sequence[int]) -> Array:
     """Most that each row holds."""
-    held, most = np.zeros((2, len(problem.cap)))
-    for q in sequence:
-        for row in problem.graph.hosts(q):
-            held[row] += problem.takes[q]
-            most[row] = max(most[row], held[row])
-            held[row] -= problem.gives[q]
-    return most
+    ops = ((problem.graph.hosts(q), problem.takes[q], problem.gives[q]) for q in sequence)
+    return np.array(peaks_in_sequence(ops, len(problem.cap)))
 
 
 def library_starts(problem: GraphProblem, split: bool) -> Iterator[tuple[list[int], str]]:

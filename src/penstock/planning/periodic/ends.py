@@ -88,47 +88,13 @@ class _Window:
     ) -> None:
         self.flow, self.units, self.caps = flow, units, caps
         self.before, self.freed, self.after = timed[:first], timed[first:last], timed[last:]
-        self.heads, self.held = self._heads()
-        self.tails = self._tails()
-
-    def _heads(self) -> tuple[list[float], list[float]]:
-        """Of each freed op, when it may start (ms); and what each rank holds when the window begins."""
-        blocks = self.flow.blocks
-        free, held = [0.0] * self.flow.num_ranks, [0.0] * self.flow.num_ranks
-        ends: dict[tuple[int, int], float] = {}
+        self.heads = heads_of(flow, self.before, self.freed)
+        self.tails = tails_of(flow, self.after, self.freed)
+        self.held = [0.0] * flow.num_ranks
         for one in self.before:
-            block = blocks[one.block]
-            end = ends[one.block, one.turn] = one.start + block.duration
+            block = flow.blocks[one.block]
             for rank in block.ranks:
-                free[rank] = end
-                held[rank] += block.acquires - block.releases
-        heads = []
-        for one in self.freed:
-            head = max(free[rank] for rank in blocks[one.block].ranks)
-            for need in blocks[one.block].needs:
-                head = max(head, ends.get((need.block, one.turn), 0.0) + need.delay)
-            heads.append(head)
-        return heads, held
-
-    def _tails(self) -> list[float]:
-        """Of each freed op, the ms that are still to go once it has ended, at least."""
-        blocks = self.flow.blocks
-        rank_tail = [0.0] * self.flow.num_ranks
-        need_tail: dict[tuple[int, int], float] = {}
-
-        def tail(one: Instance) -> float:
-            ranks = blocks[one.block].ranks
-            return max(need_tail.get((one.block, one.turn), 0.0), *(rank_tail[rank] for rank in ranks))
-
-        for one in reversed(self.after):
-            block = blocks[one.block]
-            to_go = tail(one) + block.duration
-            for rank in block.ranks:
-                rank_tail[rank] = to_go
-            for need in block.needs:
-                key = need.block, one.turn
-                need_tail[key] = max(need_tail.get(key, 0.0), to_go + need.delay)
-        return [tail(one) for one in self.freed]
+                self.held[rank] += block.acquires - block.releases
 
     def solved(
         self, seconds: float, best: float, lower_bound: float, seed: int, num_workers: int
@@ -192,3 +158,31 @@ class _Window:
             room = math.floor((cap - self.held[rank]) / unit + 1e-3)
             if times and room < sum(change for change in changes if change > 0):
                 model.add_reservoir_constraint(times, changes, sum(min(change, 0) for change in changes), room)
+
+
+def heads_of(flow: Flow, before: Sequence[Instance], freed: Sequence[Instance]) -> list[float]:
+    """Of each freed op, when it may start (ms), what is before it fixed."""
+    free = [0.0] * flow.num_ranks
+    ends: dict[tuple[int, int], float] = {}
+    for one in before:
+        end = ends[one.block, one.turn] = one.start + flow.blocks[one.block].duration
+        for rank in flow.blocks[one.block].ranks:
+            free[rank] = end
+    heads = []
+    for one in freed:
+        block = flow.blocks[one.block]
+        there = [ends[op] + need.delay for need in block.needs if (op := (need.block, one.turn)) in ends]
+        heads.append(max([free[rank] for rank in block.ranks] + there))
+    return heads
+
+
+def tails_of(flow: Flow, after: Sequence[Instance], freed: Sequence[Instance]) -> list[float]:
+    """Of each freed op, the ms that are still to go once it has ended, at least: its head, with time turned round."""
+    last_block, last_turn = len(flow.blocks) - 1, max((one.turn for one in (*after, *freed)), default=0)
+
+    def turned(ops: Sequence[Instance]) -> list[tuple[int, int]]:
+        return [(last_block - one.block, last_turn - one.turn) for one in reversed(ops)]
+
+    backwards = flow.reversed()
+    instances = [Instance(block, turn, 0.0) for block, turn in turned(freed)]
+    return heads_of(backwards, retimed(backwards, turned(after)), instances)[::-1]

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
-from penstock.engine import memory
+from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.engine.tolerance import is_within
@@ -217,12 +217,8 @@ def makespan(flow: Flow, timed: Sequence[Instance]) -> float:
 
 def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
     """Most activations each rank holds when it runs its ops in the order of `sequence`."""
-    change: list[list[float]] = [[] for _ in range(flow.num_ranks)]
-    for index, _ in sequence:
-        block = flow.blocks[index]
-        for rank in block.ranks:
-            change[rank] += [block.acquires, -block.releases]
-    return memory.peaks(list(chain(*change)), list(accumulate(map(len, change), initial=0)))
+    blocks = (flow.blocks[index] for index, _ in sequence)
+    return peaks_in_sequence(((block.ranks, block.acquires, block.releases) for block in blocks), flow.num_ranks)
 
 
 def fits(flow: Flow, sequence: Sequence[tuple[int, int]], caps: Sequence[float]) -> bool:
