@@ -8,6 +8,13 @@ A rank goes through its classes of ops in the order that its rules give (registe
 forward in the order of `mode` and units, then weight gradients), and through the queues of a class in the
 order of the traversal. The first op that is ready and fits under the caps is the one.
 
+`list_by_values` is the other list scheduler, and another algorithm: it knows nothing but a number for each op,
+waits for better ones, and proves at each op that its rank can finish, thousands of times per search. Here
+classes take turns, intervals and units are counted, several rows run one op, needs unlock windows, streams give
+memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both find the
+rank that can go on first by `min_tree`, and the starts that they decide by are those of `timing.Timer`, bit by
+bit.
+
 The arrays are those of `rule_tables`: records by queue, rank, class slot and need, and lists of numbers. Rows are
 laid out rank by rank: rank r's queue numbers are `rows[row_first[r]:row_first[r + 1]]`.
 """

@@ -5,6 +5,8 @@ then, the one of least value. With `wait[r]` above 0 the rank may also pick an o
 ms, and stands idle till then: greedy never waits, and what it starts instead can block the better op for longer.
 
 Memory never ends in a deadlock: see `memory_safety.can_finish`.
+
+`list_by_rules` is the other list scheduler, for what has rules and not a number for each op; it says where they part.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ soon as its rows and its needs allow; so no sequence ends in a deadlock, and tho
 The makespan is a longest path. A move takes an op on it that waits for its row alone, and puts it before the op ahead
 of it there, or before one further ahead, together with what it needs in between; or it puts that other op, with what
 needs it, behind. Written to be compiled.
+
+`placed` finds the starts that `engine.sweep` finds, and besides, what each op waited for last, which the next move
+begins at. It needs no stack of rows, since a sequence already says in which order they are gone through.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@
 
 Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again or goes away. A move
 changes one rank's row; what it makes of the makespan is found by timing all ops once more. Written to be compiled.
+
+`timed` is the engine's sweep (`engine.sweep`) over other arrays: rows grow and shrink with every move, and an
+op of a stream stands in the row of its rank, for which a `Network` has no place. `listed` decides forms while
+it lists, so what an op takes and holds is not known before its turn.
 """
 
 from __future__ import annotations
