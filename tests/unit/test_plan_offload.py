@@ -6,11 +6,21 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.draw import to_svg
-from penstock.schedule import Op
+from penstock.planning import strategy
+from penstock.planning.family import Forms
+from penstock.planning.joint import moves
+from penstock.planning.joint.away import sent_away
+from penstock.planning.joint.bounds import lower_bound
+from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
+from penstock.planning.joint.search import timed
+from penstock.planning.limits import limits_of
+from penstock.planning.problem import pose
+from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge
 
 COSTS = replace(ps.Costs.uniform(4, f=10, i=10, w=10), other={"OFFLOAD": 5.0, "RELOAD": 5.0})
@@ -180,3 +190,46 @@ def test_ops_of_some_microbatches_that_make_no_sense_are_refused(old: str, new: 
     assert old in HALF
     with pytest.raises(ps.ScheduleError, match=words):
         ps.check(ps.parse(HALF.replace(old, new)))
+
+
+NO_ROOM = 8.0
+"""Of both memories of each rank, where the last link of eight is 60 ms late."""
+
+
+def _late_link(freed_by_input: float, offload: float = NO_ROOM) -> JointProblem:
+    """Eight ranks, 32 microbatches, the last link late, and activations of which I frees so much."""
+    costs = replace(
+        ps.Costs.uniform(8, 10.0, 10.0, 10.0, freed_by_input=freed_by_input), other={"OFFLOAD": 5.0, "RELOAD": 5.0}
+    )
+    limits = limits_of(costs, one_to_one(8), 8, None, NO_ROOM, True, 1.0, offload)
+    forms = Forms(again=False, whole=False, split=True, away=True)
+    return pose_joint(costs, one_to_one(8), 8, [32], ps.Links({(6, 7): 60.0}), limits, forms)
+
+
+@pytest.mark.xfail(strict=True, reason="the bound lets activations that wait for W lie in host memory")
+def test_what_waits_for_its_weight_gradient_takes_room_that_host_memory_does_not_give() -> None:
+    """Between I and W an activation is on its rank: 24 W stand before the last I of rank 7: 1150 ms at least."""
+    problem = _late_link(0.0)
+    assert lower_bound(problem) == 1150.0
+    assert lower_bound(_late_link(0.5)) == 1090.0
+
+
+@pytest.mark.xfail(strict=True, reason="what comes back finds no room, and such orders are given up")
+def test_an_order_that_fills_both_memories_is_made_to_fit() -> None:
+    """Without host memory 1390 ms is best, with 16 activations on each rank 1090: what goes away comes between."""
+    problem = _late_link(0.5)
+    each = pose(
+        problem.costs, problem.placement, 8, 32, problem.links, problem.limits.held, problem.total_cap, True, [32]
+    )
+    search = strategy.begin(each, "makespan", 0, 0.0, None, 0.0)
+    strategy.first_order(search)
+    made = list(sent_away(problem, problem.read(each.schedule(search.row, "plan"))))
+    assert made
+    assert min(_timed(problem, orders) for orders in made) < 1390
+
+
+def _timed(problem: JointProblem, orders: Orders) -> float:
+    """The makespan of orders, which must keep to the caps."""
+    moves.set_forms(problem.ops, orders)
+    assert all(moves.fits(problem.ops, orders, r) for r in range(problem.num_ranks))
+    return timed(problem, orders, np.empty(problem.num_ops))
