@@ -95,7 +95,8 @@ def turned_waits(given: Waits) -> Waits:
     release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
     for row, steps in zip(given.release, given.lag, strict=True):
         for q in np.flatnonzero(row >= 0):
-            release[0, row[q]], lag[0, row[q]] = q, steps[q]
+            free = 0 if release[0, row[q]] == NONE else 1
+            release[free, row[q]], lag[free, row[q]] = q, steps[q]
     return Waits(given.order[::-1].copy(), release, lag)
 
 

@@ -62,7 +62,7 @@ def relaxed(problem: JointProblem) -> Problem:
 def lower_bound(problem: JointProblem) -> float:
     """ms that no schedule of the problem ends before, whatever the forms of its ops."""
     least = relaxed(problem)
-    given = _waits(problem, least) if problem.forms.again else waits(least)
+    given = _with_residues(problem, least, _waits(problem, least) if problem.forms.again else waits(least))
     queues = least.queues
     width = int(np.diff(queues.rank_first).max(initial=1))
     bound = 0.0
@@ -98,6 +98,25 @@ def _waits(problem: JointProblem, least: Problem) -> Waits:
             q = number["F", stage, pipeline]
             back = number["I" if problem.forms.split else "B", stage, pipeline]
             release[0, q], lag[0, q] = back, room
+    return Waits(given.order, release, lag)
+
+
+def _with_residues(problem: JointProblem, least: Problem, given: Waits) -> Waits:
+    """The same, and which W each I waits for: whatever the form of its forward, at its I a microbatch is all on the
+    rank, beside what those before it keep there till their W."""
+    forms, ops = problem.forms, problem.ops
+    if not forms.split or not (forms.again or forms.away):
+        return given
+    release, lag = given.release.copy(), given.lag.copy()
+    for c, (pipeline, stage) in enumerate(problem.chains):
+        held, left = float(ops.held[c]), float(ops.held[c] * (1 - ops.freed[c]))
+        cap = float(ops.cap[ops.chain_rank[c]]) * (1 + EPSILON)
+        if left <= 0 or math.isinf(cap):
+            continue
+        room = 1 + max(0, math.floor((cap - held) / left + EPSILON))
+        if room < ops.size[c]:
+            q = least.number["I", stage, pipeline]
+            release[0, q], lag[0, q] = least.number["W", stage, pipeline], room
     return Waits(given.order, release, lag)
 
 

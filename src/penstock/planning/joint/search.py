@@ -172,6 +172,8 @@ def of_one_form(search: JointSearch, until: float) -> None:
     plain = [relaxed(problem)] if bounding else []
     splits = ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
     if forms.away:
+        # Of what is on its way, room is taken at both ends.
+        plain += [posed(cap, split) for cap in _less_what_moves(problem) for split in splits]
         plain += [posed(problem.total_cap, split) for split in splits[forms.whole != forms.split and bounding :]]
     if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
         plain += [posed(problem.limits.cap, split) for split in splits]
@@ -193,6 +195,19 @@ def of_one_form(search: JointSearch, until: float) -> None:
         if forms.split and forms.whole and each.kind.count("W"):
             search.take(joined(problem, made), inner.how)
         search.report(inner.how)
+
+
+def _less_what_moves(problem: JointProblem) -> list[list[float]]:
+    """Both memories together, less one activation of each rank or two, where that leaves more than the rank's own."""
+    ops, found = problem.ops, list[list[float]]()
+    for several in (2, 1):
+        caps = []
+        for r, (total, own) in enumerate(zip(problem.total_cap, problem.limits.cap, strict=True)):
+            held = max((float(ops.held[c]) for c in np.flatnonzero(ops.chain_rank == r)), default=0.0)
+            caps.append(max(own, total - several * held))
+        if math.isfinite(max(caps)) and caps != list(problem.limits.cap):
+            found.append(caps)
+    return found
 
 
 def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
