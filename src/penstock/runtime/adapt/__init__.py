@@ -6,7 +6,7 @@ rank: report ------> store -----> rank 0: coordinator --> controller_process (`p
 
 agent            each process's part                report, report_collector   what a rank measured, put together
 coordinator      rank 0's part                      controller_process         the controller, beside the training
-vote             all run a new plan, or none        rendezvous, clock          which store, and by whose clock
+vote             all run a new plan, or none        rendezvous                 which store, and by whose clock
 options, start   what the user says                 run_log                    what is kept of it, in a folder
 store/           queues of bytes between ranks      store_client               retries, and how long it was silent
 first_costs      costs read off the first iterations

@@ -10,4 +10,5 @@ device_mesh    groups for nodes on a mesh    groups        groups of some ranks,
 probe          what links take by themselves consistency   whether all ranks were asked the same
 interfaces     the addresses of this host    failure       what a process group's errors mean
 weak_group     a group that is used and not kept alive
+clock          how far the clocks of two hosts are apart
 """
