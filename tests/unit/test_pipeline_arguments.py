@@ -162,6 +162,16 @@ def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
         ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **options)
 
 
+@pytest.mark.xfail(strict=True, reason="bounds are a subclass of one transport")
+@pytest.mark.parametrize("name", ["host", "gloo", "delegate", "nccl"])
+def test_any_transport_may_be_bounded(name: str) -> None:
+    choice = ps.TransportOptions(name, depth=3).choice(False)
+    assert choice.simulated() == ps.Blocking(3)
+    assert choice.shared == f"{name} of depth 3"
+    with pytest.raises(RuntimeFailure, match="depth 0 carries nothing"):
+        ps.TransportOptions(name, depth=0)
+
+
 def test_a_name_alone_stands_for_a_transport() -> None:
     assert TransportOptions.of("direct") == ps.TransportOptions("direct")
     assert TransportOptions.of(None) == ps.TransportOptions() == TransportOptions.of(ps.TransportOptions())
