@@ -9,9 +9,8 @@ import torch.distributed as dist
 import penstock as ps
 from emulated_ranks import Ran, ran, run_to_the_end, start_worker
 from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
-from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.wiring import Wiring, num_indices
 from penstock.schedule import Schedule
 
@@ -29,7 +28,7 @@ def tags_of(schedule: Schedule) -> Tags:
 
 
 def step(
-    transport: GlooTransport | RoutedTransport,
+    transport: Transport,
     wiring: Wiring,
     rank: int,
     costs: ps.Costs,

@@ -13,8 +13,10 @@ from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.conditioned import Conditions
-from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.bounded import BoundedTransport
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import Station, Wiring, wire
 from penstock.schedule import Op, Schedule
@@ -37,6 +39,14 @@ class Ran:
 
     def started(self) -> dict[Op, int]:
         return {op: start for row in self.times for op, start, _ in row}
+
+
+def in_thread(
+    boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
+) -> Transport:
+    """The end of a rank that is a thread, with conditions and perhaps a bound."""
+    made = ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions)
+    return made if depth is None else BoundedTransport(made, depth)
 
 
 def station_of(wiring: Wiring, op: Op) -> Station:
@@ -80,7 +90,7 @@ def run_threads(
     ranks = range(schedule.num_ranks)
     conditions = Conditions(Links.parse(links))
     boxes = [Mailbox() for _ in ranks]
-    transports = [MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in ranks]
+    transports = [in_thread(boxes, rank, conditions, timeout, depth) for rank in ranks]
     found: list[list[Rank]] = [[] for _ in ranks]
     errors: list[BaseException] = []
 
@@ -89,8 +99,9 @@ def run_threads(
         try:
             for links_by_delegate in delegated:
                 worker = start_worker(wiring, rank, costs, dispatch, transport)
-                transport.route(links_by_delegate)
-                transport.begin()
+                if isinstance(transport, BoundedTransport):
+                    transport.route(links_by_delegate)
+                transport.begin((), (), 0, True, {})
                 run_to_the_end(worker, transport)
                 transport.end()
                 found[rank].append((worker.recorder.times, worker.peak_held, transport.crossings()))

@@ -11,7 +11,7 @@ import torch
 from delegate_ranks import Chain, Ended, exchange, run_delegate_ranks
 from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -66,7 +66,7 @@ def test_messages_of_16_mb_and_of_changing_shapes() -> None:
 def held(rank: int, gather: Any) -> list[tuple[int, int]]:
     chain = Chain(2, 6)
     conditions = Conditions(Links.parse("0:1=latency:40ms 1:0=occupancy:20ms"))
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 30.0, conditions=conditions)
+    transport = ConditionedTransport(DelegateTransport(rank, 2, gather, chain.tags, 30.0), conditions)
     try:
         exchange(transport, chain, rank, 0, lambda m: (100,))
         found = sorted(transport.crossings(), key=lambda one: one.arrived)

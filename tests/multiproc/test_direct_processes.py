@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,12 +11,16 @@ from emulated_processes import step, tags_of, world
 from emulated_ranks import blocked_starts
 from packed import packed
 from penstock.cost import Links
+from penstock.dispatch import Dispatch
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
+from penstock.runtime.transport.acknowledgements import Acknowledgements
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.bounded import BoundedTransport, require_depth
+from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
-from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order, needed_channel_depth
@@ -28,26 +30,43 @@ from processes import run_ranks
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
+def made(
+    name: str, schedule: Schedule, links: str = "", depth: int | None = None, timeout: float = 20.0
+) -> Transport:
+    """A transport by its name, with conditions where they are given; "lines" are NCCL's, over gloo."""
+    tags, wiring = tags_of(schedule), wire(schedule)
+    conditions = Conditions(Links.parse(links)) if links else None
+    if name != "lines":
+        choice = TransportOptions(name, depth=depth).choice(False)
+        peers, cpu = GroupPeers(world(), 20.0), torch.device("cpu")
+        return choice.make(peers, tags, timeout, wiring, Dispatch.FROZEN, cpu, conditions)
+    told = None if depth is None else Acknowledgements(world(), timeout, depth)
+    lines = DeviceLines(world(), lines_of(wiring), "gloo", timeout, torch.device("cpu"))
+    transport: Transport = GlooTransport(world(), tags, timeout, told, lines)
+    if conditions is not None:
+        transport = ConditionedTransport(transport, conditions)
+    return transport if depth is None else BoundedTransport(transport, depth)
+
+
 # Bounded channels.
 
 
-def emulated(rank: int, name: str, depth: int, dispatch: str) -> list[int]:
+def emulated(rank: int, transport_name: str, name: str, depth: int, dispatch: str) -> list[int]:
     schedule = ps.build(name, num_ranks=3, num_microbatches=4)
     row = [1.0] * schedule.num_stages
     costs = ps.Costs(row, row, row, message_bytes=[100_000] * schedule.num_stages)
-    links = Conditions(Links.parse("0:1=latency:50ms"))
-    transport = ConditionedDirect(world(), tags_of(schedule), 20.0, depth, conditions=links)
+    transport = made(transport_name, schedule, "0:1=latency:50ms", depth)
     wiring = wire(schedule)
     found = []
     step(transport, wiring, rank, costs, dispatch, threaded=False)  # with it all shapes are known
     for _ in range(2):
         seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
         found.append(blocked_starts(seen, depth))
-        sizes = {crossing.num_bytes for row in seen.crossings for crossing in row}
-        assert sizes == {100_016}
+        assert {crossing.num_bytes for row in seen.crossings for crossing in row} == {100_016}
         assert all(crossing.duration >= 50_000_000 for row in seen.crossings for crossing in row if is_slow(crossing))
-        # All but those that were sent before their receiver had begun the step.
-        assert sum(map(len, seen.crossings)) > 0.7 * sum(len(wiring.expected(r)) for r in range(3))
+        if transport_name != "lines":  # of which nobody knows when a send began
+            # All but those that were sent before their receiver had begun the step.
+            assert sum(map(len, seen.crossings)) > 0.7 * sum(len(wiring.expected(r)) for r in range(3))
     transport.close()
     transport.close()
     return found
@@ -58,18 +77,24 @@ def is_slow(crossing: TransferRecord) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "depth", "dispatch"), [("1f1b", 1, "frozen"), ("zb-v", 2, "frozen"), ("zb-h1", 1, "dynamic")]
+    ("transport", "name", "depth", "dispatch"),
+    [
+        ("direct", "1f1b", 1, "frozen"),
+        ("host", "zb-v", 2, "frozen"),
+        ("gloo", "zb-h1", 1, "dynamic"),
+        ("delegate", "1f1b", 2, "dynamic"),
+        ("lines", "zb-h1", 1, "frozen"),
+    ],
 )
-def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, dispatch: str) -> None:
-    outcomes = run_ranks(3, emulated, name, depth, dispatch)
+def test_a_full_channel_keeps_the_next_op_from_starting(transport: str, name: str, depth: int, dispatch: str) -> None:
+    outcomes = run_ranks(3, emulated, transport, name, depth, dispatch)
     assert [o.code for o in outcomes] == [0, 0, 0], outcomes[0].text
     assert all(sum(o.value) > 0 for o in outcomes)
 
 
 def held_for_long(rank: int) -> str:
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=3)
-    links = Conditions(Links.parse("0:1=latency:1min 1:0=latency:0"))
-    transport = ConditionedDirect(world(), tags_of(schedule), (1.0, 20.0)[rank], 1, conditions=links)
+    transport = made("direct", schedule, "0:1=latency:1min 1:0=latency:0", 1, (1.0, 20.0)[rank])
     try:
         step(transport, wire(schedule), rank, ps.Costs.uniform(2), "frozen", threaded=False)
     except (DeadlineExceeded, PeerLost) as error:
@@ -92,7 +117,7 @@ def test_a_channel_that_stays_full_meets_the_deadline() -> None:
 def computes_for_long(rank: int, direct: bool) -> int:
     """Forwards together take longer than any wait may, and gradients are expected all that time."""
     schedule = ps.build("gpipe", num_ranks=2, num_microbatches=6)
-    transport = (DirectTransport if direct else GlooTransport)(world(), tags_of(schedule), 1.0)
+    transport = made("direct" if direct else "gloo", schedule, timeout=1.0)
     seen = step(transport, wire(schedule), rank, ps.Costs.uniform(2, 250, 1, 1), "frozen", threaded=True)
     return len(seen.started())
 
@@ -127,8 +152,7 @@ def test_a_schedule_that_needs_a_deeper_channel_is_refused() -> None:
 def measured(rank: int, dispatch: str, threaded: bool, links: str) -> tuple[list[list[TransferRecord]], int]:
     schedule = ps.build("1f1b", num_ranks=2, num_microbatches=8)
     costs = ps.Costs([3, 3], [3, 3], [3, 3], message_bytes=[1000, 1000])
-    conditions = Conditions(Links.parse(links))
-    transport = ConditionedTransport(world(), tags_of(schedule), 20.0, conditions=conditions)
+    transport = made("gloo", schedule, links)
     wiring = wire(schedule)
     for _ in range(4):  # shapes are told, and as many receives posted as the link wants
         seen = step(transport, wiring, rank, costs, dispatch, threaded)
@@ -157,23 +181,14 @@ def conditioned(rank: int, name: str) -> list[TransferRecord]:
     """A link of every kind, by one transport."""
     schedule = ps.build("1f1b", num_ranks=5, num_microbatches=10)
     costs = ps.Costs([3] * 5, [3] * 5, [3] * 5, message_bytes=[1000] * 5)
-    tags, conditions = tags_of(schedule), Conditions(Links.parse(CONDITIONS))
-    transport: Any
-    if name == "delegate":
-        gather = GroupPeers(world(), 20.0).gather
-        transport = DelegateTransport(rank, 5, gather, tags, 20.0, conditions=conditions)
-    elif name == "direct":
-        transport = ConditionedDirect(world(), tags, 20.0, conditions=conditions)
-    else:
-        transport = ConditionedTransport(world(), tags, 20.0, conditions=conditions)
-    wiring = wire(schedule)
+    transport, wiring = made(name, schedule, CONDITIONS), wire(schedule)
     for _ in range(2):
         seen = step(transport, wiring, rank, costs, "frozen", threaded=True)
     transport.close()
     return [crossing for row in seen.crossings for crossing in row]
 
 
-@pytest.mark.parametrize("name", ["host", "direct", "delegate"])
+@pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "lines"])
 def test_every_condition_is_met(name: str) -> None:
     outcomes = run_ranks(5, conditioned, name)
     assert [o.code for o in outcomes] == [0] * 5, outcomes[0].text

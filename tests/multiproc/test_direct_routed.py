@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar
+from time import perf_counter_ns
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from emulated_ranks import Ran, blocked_starts
 from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.bounded import ConditionedDirect
+from penstock.runtime.transport.acknowledgements import Acknowledgements
+from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import Counters, DelegateTransport
+from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.routed import Delegates, RoutedTransport
 from penstock.runtime.transport.wiring import wire
 from plain_loop import gradients
@@ -29,8 +32,8 @@ from processes import run_ranks
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 
-class Second(ConditionedTransport):
-    """In the place of delegates: channels without bound over a second group."""
+class Second(GlooTransport):
+    """In the place of delegates: channels over a second group."""
 
     counters: ClassVar[dict[str, int]] = {}
     watched = -1
@@ -38,8 +41,9 @@ class Second(ConditionedTransport):
     def also_watch(self, descriptor: int) -> None:
         self.watched = descriptor
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
-        assert select.select([self.inbox.fileno(), self.watched], [], [], 20.0)[0], who()
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
+        left = 20.0 if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
+        assert select.select([self.inbox.fileno(), self.watched], [], [], left)[0] or until is not None, who()
         return self.inbox.poll() or []
 
     def prepare(self, links: Collection[tuple[int, int]]) -> None:
@@ -49,17 +53,26 @@ class Second(ConditionedTransport):
         return ["what it tells"]
 
 
-def routed(second: str, tags: Tags, links: str, depth: int) -> RoutedTransport:
-    """Bounded channels as the base, and others beside."""
-    nothing = Conditions(Links())
-    base = ConditionedDirect(world(), tags, 20.0, depth, conditions=nothing)
-    delegates: Delegates = Second(dist.new_group(), tags, 20.0, conditions=nothing)
+class Routed(NamedTuple):
+    """Links by two transports, with conditions and a bound that delegated ones don't have."""
+
+    whole: BoundedTransport
+    inner: RoutedTransport
+
+    def route(self, delegated: Collection[tuple[int, int]]) -> None:
+        self.whole.route(delegated)
+        self.inner.route(delegated)
+
+
+def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
+    base = GlooTransport(world(), tags, 20.0, Acknowledgements(world(), 20.0, depth))
+    delegates: Delegates = Second(dist.new_group(), tags, 20.0)
     if second == "delegates":
         gather = GroupPeers(world(), 20.0).gather
-        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0, conditions=nothing)
-    transport = RoutedTransport(base, delegates)
-    transport.conditions = Conditions(Links.parse(links))
-    return transport
+        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, 20.0)
+    inner = RoutedTransport(base, delegates)
+    whole = BoundedTransport(ConditionedTransport(inner, Conditions(Links.parse(links))), depth)
+    return Routed(whole, inner)
 
 
 def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
@@ -69,13 +82,13 @@ def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
     found = []
     for delegated in [(), [(0, 1), (1, 2)], (), [(1, 0)], [(1, 2)], [(1, 2), (0, 1)]]:
         transport.route(delegated)
-        seen = step(transport, wiring, rank, costs, dispatch, threaded=False)
+        seen = step(transport.whole, wiring, rank, costs, dispatch, threaded=False)
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
     if second == "group":  # delegates may have something to tell where the machine is busy
-        assert transport.link_events() == ["what it tells"]
-    assert isinstance(transport.counters, dict if second == "group" else Counters)
-    transport.close()
+        assert transport.inner.link_events() == ["what it tells"]
+    assert isinstance(transport.inner.counters, dict if second == "group" else Counters)
+    transport.whole.close()
     return found
 
 
@@ -108,7 +121,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), dispatch=dispatch, timeout=20)
         way = routed(second, pipe._tags, "0:1=latency:5ms 1:2=occupancy:1ms", 2) if both else None
         if way is not None:
-            pipe._transport = way  # type: ignore[assignment]
+            pipe._transport = way.whole
         numbers = []
         for size, delegated in zip((12, 7, 18, 12, 7), ways, strict=True):
             if way is not None:
@@ -120,7 +133,7 @@ def train(rank: int, second: str, dispatch: str) -> list[bool]:
         found.append(numbers + [grad for name, grad in gradients(model).items() if name in mine and grad is not None])
         pipe.zero_grad()
         if way is not None:
-            way.close()
+            way.whole.close()
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 

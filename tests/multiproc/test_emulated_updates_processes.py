@@ -10,8 +10,9 @@ import torch
 import penstock as ps
 from penstock.cost.links import Links
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.conditioned import ConditionedLines, Conditions
-from penstock.runtime.transport.nccl import lines_of
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from processes import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -74,12 +75,13 @@ def through_lines(rank: int) -> bool:
         ranks: Any = pipe._ranks
         assert isinstance(ranks.peers, GroupPeers)
         ranks._transport.close()
-        lines = lines_of(pipe._plan.wiring)
-        ranks._transport = ConditionedLines(
-            ranks.peers.group, ranks._tags, 20, lines, "gloo", torch.device("cpu"), conditions=Conditions(LINKS)
+        group, channels = ranks.peers.group, lines_of(pipe._plan.wiring)
+        lines = DeviceLines(group, channels, "gloo", 20.0, torch.device("cpu"))
+        ranks._transport = ConditionedTransport(
+            GlooTransport(group, ranks._tags, 20.0, lines=lines), Conditions(LINKS)
         )
         check_timeline(schedule, pipe.step().timeline)
-        return len({line.key for line in lines}) < len(lines)
+        return len({line.key for line in channels}) < len(channels)
 
 
 def test_lines_tell_the_two_directions_of_a_channel_apart() -> None:

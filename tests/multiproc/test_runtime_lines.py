@@ -9,7 +9,8 @@ from torch import nn
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.nccl import NcclTransport, lines_of
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
@@ -43,8 +44,10 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
         plain, model = tied_model(schedule.num_stages), tied_model(schedule.num_stages)
         pipe = ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss)
         assert isinstance(pipe._peers, GroupPeers)
-        lines = lines_of(wire(schedule, [tie.stages for tie in pipe._model.ties]))
-        pipe._transport = NcclTransport(pipe._peers.group, pipe._tags, 30.0, lines, "gloo", torch.device("cpu"))
+        channels = lines_of(wire(schedule, [tie.stages for tie in pipe._model.ties]))
+        group = pipe._peers.group
+        lines = DeviceLines(group, channels, "gloo", 30.0, torch.device("cpu"))
+        pipe._transport = GlooTransport(group, pipe._tags, 30.0, lines=lines)
         wrong = []
         for step, rows in enumerate((19, 26, 19), start=1):  # shapes that come and go
             torch.manual_seed(step)

@@ -13,7 +13,8 @@ import penstock as ps
 import penstock.runtime.stage.split_backward.slot as slot_module
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.nccl import NcclTransport, lines_of
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import differences, gradients, plain_step
 from processes import appears, run_ranks
@@ -65,7 +66,8 @@ def compare(name: str, dispatch: str, lines: bool) -> list[str]:
     if lines:
         assert isinstance(pipe._peers, GroupPeers)
         made = lines_of(wire(schedule))
-        pipe._transport = NcclTransport(pipe._peers.group, pipe._tags, 30.0, made, "gloo", torch.device("cpu"))
+        lines = DeviceLines(pipe._peers.group, made, "gloo", 30.0, torch.device("cpu"))
+        pipe._transport = GlooTransport(pipe._peers.group, pipe._tags, 30.0, lines=lines)
     wrong = []
     for (step, rows), loss in zip(STEPS, losses, strict=True):
         x, y = batch(step, rows)

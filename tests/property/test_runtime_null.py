@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -15,8 +16,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
-from penstock.runtime.transport.wiring import wire
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
+from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule.liveness import needed_channel_depth
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
 from strategies import RUN_TOGETHER
@@ -28,6 +30,32 @@ ALONE = [name for name in BASES if name not in RUN_TOGETHER]
 """Schedules in which each op is one rank's: devices that compute nothing do not meet."""
 
 
+class HeldUntilTaken(LoopbackTransport):
+    """Channels of bounded depth, one a directed pair of ranks and direction of the model: a message takes room in one
+    from its sending until it is taken, as a receiver with no buffers of its own would have it.
+    """
+
+    def __init__(
+        self, boxes: list[Mailbox], rank: int, held: Counter[tuple[int, int, bool]], depth: int | None, wiring: Wiring
+    ) -> None:
+        super().__init__(boxes, rank)
+        self._held, self._depth, self._wiring = held, depth, wiring
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        # Tied gradients ride along with the message of the chain, tokens hold nothing: both take no room.
+        if edge.slot == 0:
+            channel = (self.rank, target, edge.producer.kind == "F")
+            if self._depth is not None and self._held[channel] >= self._depth:
+                return False
+            self._held[channel] += 1
+        return super().send(edge, target, payload)
+
+    def take(self, edge: Edge) -> Payload:
+        if edge.slot == 0:
+            self._held[self._wiring.rank_of(edge.producer), self.rank, edge.producer.kind == "F"] -= 1
+        return super().take(edge)
+
+
 def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool = False) -> list[NullBackend]:
     """Runs a schedule without a proof; returns the devices of its ranks.
 
@@ -37,7 +65,8 @@ def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool
     wiring = wire(schedule, [range(stages), [0, stages - 1]] if tied and stages > 1 else [])
     change = memory_changes(wiring.graph, Costs.uniform(stages))
     caps = frozen_peaks(wiring.graph, change) if dispatch == "dynamic" else [0.0] * schedule.num_ranks
-    board = Switchboard(schedule.num_ranks, depth)
+    boxes = [Mailbox() for _ in schedule.order]
+    held: Counter[tuple[int, int, bool]] = Counter()
     devices = [NullBackend() for _ in schedule.order]
     workers = [
         Worker(
@@ -45,13 +74,13 @@ def run_null(schedule: ps.Schedule, dispatch: str, depth: int | None, tied: bool
             rank,
             Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
             devices[rank],
-            LoopbackTransport(board, rank),
+            HeldUntilTaken(boxes, rank, held, depth, wiring),
         )
         for rank in range(schedule.num_ranks)
     ]
     run_local(workers)
-    assert not board.payloads
-    assert not any(board.held.values())
+    assert not any(box.waiting for box in boxes)
+    assert not any(held.values())
     return devices
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +18,7 @@ from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport import conditioned
-from penstock.runtime.transport.conditioned import Conditions, Holder
+from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.wiring import wire
 from penstock.simulation import Timeline
 
@@ -164,48 +161,7 @@ def test_a_message_that_does_not_come_in_time_is_named_and_all_ranks_end() -> No
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]
 
 
-# What holds messages back.
-
-
-def test_held_sends_begin_in_order_and_the_thread_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditioned, "LINGER", 0.05)
-    holder, begun = Holder(), []
-    done = threading.Event()
-
-    class Work:
-        def wait(self, limit: Any) -> None:
-            done.set()
-
-    def send(name: str, due: int) -> Any:
-        def begin() -> Work:
-            begun.append((name, time.perf_counter_ns() >= due))
-            return Work()
-
-        return holder.hold(due, begin)
-
-    now = time.perf_counter_ns()
-    held = [send("last", now + 60_000_000), send("first", now), send("a", now + 30_000_000)]
-    held.append(send("b", now + 30_000_000))
-    with pytest.raises(RuntimeError, match="timed out"):
-        held[0].wait(timedelta(milliseconds=1))
-    held[0].wait(timedelta(seconds=20))
-    assert done.is_set()
-    assert begun == [("first", True), ("a", True), ("b", True), ("last", True)]
-    end = time.monotonic() + 20
-    while holder._runs and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not holder._runs
-    send("again", 0).wait(timedelta(seconds=20))
-    assert begun[-1] == ("again", True)
-
-
-def test_a_send_that_fails_says_so_where_it_is_waited_for() -> None:
-    def fails() -> None:
-        raise RuntimeError("connection closed by peer")
-
-    held = Holder().hold(0, fails)
-    with pytest.raises(RuntimeError, match="connection closed"):
-        held.wait(timedelta(seconds=20))
+# What keeps messages back.
 
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])

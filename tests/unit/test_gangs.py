@@ -24,7 +24,7 @@ from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
@@ -230,14 +230,14 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
         change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
         caps = frozen_peaks(wiring.graph, change)
         for dispatch in ("frozen", "dynamic"):
-            board, meeting = Switchboard(schedule.num_ranks, None), Gang(wiring.graph)
+            boxes, meeting = [Mailbox() for _ in schedule.order], Gang(wiring.graph)
             workers = [
                 Worker(
                     wiring,
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
                     Meets(meeting, rank, schedule),
-                    LoopbackTransport(board, rank),
+                    LoopbackTransport(boxes, rank),
                     meeting,
                 )
                 for rank in range(schedule.num_ranks)
@@ -245,7 +245,7 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
             for worker in workers:
                 worker.run_apart(None)
             run_local(workers)
-            assert not board.payloads
+            assert not any(box.waiting for box in boxes)
             times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.apart)]
             ended = {(op, rank): end for rank, op, _, end in times}
             assert sorted((rank, op) for rank, op, _, _ in times) == sorted(

@@ -162,8 +162,7 @@ def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
         ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **options)
 
 
-@pytest.mark.xfail(strict=True, reason="bounds are a subclass of one transport")
-@pytest.mark.parametrize("name", ["host", "gloo", "delegate", "nccl"])
+@pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "nccl"])
 def test_any_transport_may_be_bounded(name: str) -> None:
     choice = ps.TransportOptions(name, depth=3).choice(False)
     assert choice.simulated() == ps.Blocking(3)

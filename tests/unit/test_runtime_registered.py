@@ -20,7 +20,7 @@ from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.handlers.null import NullBackend
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
 from penstock.simulation.simulator import as_dispatch, frozen_peaks, memory_changes
@@ -221,19 +221,19 @@ def test_any_of_them_complete_without_numbers() -> None:
         change = memory_changes(wiring.graph, Costs.uniform(schedule.num_stages))
         caps = frozen_peaks(wiring.graph, change)
         for dispatch in ("frozen", "dynamic"):
-            board = Switchboard(schedule.num_ranks, None)
+            boxes = [Mailbox() for _ in schedule.order]
             workers = [
                 Worker(
                     wiring,
                     rank,
                     Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank]),
                     NullBackend(),
-                    LoopbackTransport(board, rank),
+                    LoopbackTransport(boxes, rank),
                 )
                 for rank in range(schedule.num_ranks)
             ]
             run_local(workers)
-            assert not board.payloads
+            assert not any(box.waiting for box in boxes)
             ended = {op: end for worker in workers for op, _, end in worker.recorder.times}
             started = {op: start for worker in workers for op, start, _ in worker.recorder.times}
             assert sorted(ended) == sorted(op for row in schedule.order for op in row)

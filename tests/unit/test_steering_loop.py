@@ -158,8 +158,7 @@ def test_a_steered_run_is_not_switched_by_hand() -> None:
     ("options", "rule"),
     [
         ({"transport": "pigeon"}, "transport 'pigeon': give 'host', 'gloo', 'direct', 'delegate' or 'nccl'"),
-        ({"transport": "direct", "depth": 0}, "a direct channel of depth 0"),
-        ({"depth": 3}, "depth=3 is for transport='direct'"),
+        ({"transport": "direct", "depth": 0}, "a channel of depth 0"),
         ({"steering": ps.AdaptOptions(store="redis://127.0.0.1:1")}, "cannot be used"),
         ({"steering": ps.AdaptOptions(store="tcp://127.0.0.1:1")}, "cannot be reached"),
     ],

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import penstock as ps
-from emulated_ranks import blocked_starts, in_threads, run_threads
+from emulated_ranks import blocked_starts, in_thread, in_threads, run_threads
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.conditioned import Conditions, local_transports
-from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.transfer_record import KEPT, CrossingLog, TransferRecord
 from penstock.schedule import Op
 
@@ -32,11 +33,9 @@ def edge(microbatch: int) -> Edge:
     return Edge(Op("F", 0, microbatch), Op("F", 1, microbatch))
 
 
-def two(
-    links: str = "", depth: int | None = None, timeout: float = 20.0
-) -> tuple[MailboxTransport, MailboxTransport]:
+def two(links: str = "", depth: int | None = None, timeout: float = 20.0) -> tuple[Any, Any]:
     boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse(links))
-    one, other = (MailboxTransport(boxes, rank, conditions, timeout, depth) for rank in (0, 1))
+    one, other = (in_thread(boxes, rank, conditions, timeout, depth) for rank in (0, 1))
     return one, other
 
 
@@ -134,7 +133,7 @@ def test_a_sender_that_stands_still_wakes_when_there_is_room_and_when_something_
 
 def test_a_rank_that_fails_ends_one_that_stands_still() -> None:
     boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse("0:1=latency:1min"))
-    one = MailboxTransport(boxes, 0, conditions, 60.0, depth=1)
+    one = in_thread(boxes, 0, conditions, 60.0, depth=1)
     one.send(edge(0), 1, Payload([]))
     assert not one.send(edge(1), 1, Payload([]))
     found = []

@@ -66,6 +66,7 @@ from penstock.runtime.stage.registered_ops import OpFunction, calls_of, function
 from penstock.runtime.stage.split_backward import DeferredShare, unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.rng import mix, restored
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
@@ -172,6 +173,7 @@ class Pipeline:
             "tied": [list(group) for group in parallel.tied],
             "ops": sorted(ops),
             "transport": choice.shared,
+            "links": str(links),
             "adapt": adapt is not None,
             "sharding": parallel.sharding,
         }
@@ -200,7 +202,7 @@ class Pipeline:
         sources = stages_of(model, schedule.num_stages, parallel.costs)
         self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
-        self._transport: Any = None
+        self._transport: Transport | None = None
         self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._told_of_stays = False

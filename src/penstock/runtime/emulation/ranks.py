@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,10 +24,11 @@ from penstock.runtime.mesh.consistency import require_same, schedule_digest
 from penstock.runtime.mesh.groups import meeting_groups
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.conditioned import Conditions
-from penstock.runtime.transport.loopback_threads import Mailbox, MailboxTransport
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op
@@ -125,9 +126,11 @@ class ThreadRanks:
         self.peers: Peers = LocalPeers(plan.schedule.num_ranks)
         self.conditions = conditions = Conditions(run.conditions, run.stretch)
         self._boxes = [Mailbox() for _ in self.peers.here]
-        self._transports = [
-            MailboxTransport(self._boxes, rank, conditions, run.timeout, run.choice.depth) for rank in self.peers.here
-        ]
+        self._transports: list[Transport] = []
+        for rank in self.peers.here:
+            made = ConditionedTransport(LoopbackTransport(self._boxes, rank, run.timeout), conditions)
+            depth = run.choice.depth
+            self._transports.append(made if depth is None else BoundedTransport(made, depth))
 
     def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
         run, boxes, transports = self._run, self._boxes, self._transports
@@ -136,8 +139,8 @@ class ThreadRanks:
         found: dict[int, RankStep] = {}
         errors: list[BaseException] = []
         for transport in transports:
-            transport.route(plan.configuration.delegated)
-            transport.begin()
+            run.choice.route(transport, plan.configuration.delegated)
+            transport.begin((), (), 0, True, {})
         start = time.perf_counter_ns() + LEAD
 
         def work(rank: int) -> None:
@@ -200,13 +203,13 @@ class ProcessRanks:
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)
         self._tags = Tags.of(schedule)
-        nothing = Conditions(Links())
-        self._transport: Any = run.choice.make(
-            peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), nothing
+        self.conditions = Conditions(Links())
+        given = None if run.conditions == Links() else self.conditions
+        self._transport = run.choice.make(
+            peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), given
         )
         self._step(plan, stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
-        self.conditions = Conditions(run.conditions, run.stretch, self._moment())
-        self._transport.conditions = self.conditions
+        self.conditions.start(run.conditions, run.stretch, self._moment())
 
     def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
         mine, start = self._step(plan, self._run.stretch)

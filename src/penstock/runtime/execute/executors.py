@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
-from penstock.runtime.transport.loopback import nothing_comes
+from penstock.runtime.transport.conditioned import nothing_comes
 
 
 def run_rank(worker: Worker, transport: Transport) -> None:

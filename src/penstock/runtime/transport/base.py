@@ -18,6 +18,10 @@ from penstock.runtime.transport.transfer_record import TransferRecord
 class Transport(Protocol):
     """One rank's end of all its channels. The rank's own thread calls all of it but `wake`."""
 
+    @property
+    def rank(self) -> int:
+        """Whose end it is."""
+
     def begin(
         self,
         expected: Sequence[ExpectedMessages],
@@ -41,6 +45,12 @@ class Transport(Protocol):
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         """Sends, or returns False where the channel is full: try again after a wait."""
 
+    def has_room(self, target: int, depth: int) -> bool:
+        """Whether fewer than `depth` messages to a rank are under way: sent, and not known to have arrived there.
+        Gradients of tied parameters, which ride along, don't count. Where there is no room, `wait` returns when there
+        may be.
+        """
+
     def arrivals(self) -> list[Edge]:
         """Edges whose messages came in since the last call, as far as can be told without waiting.
 
@@ -50,12 +60,14 @@ class Transport(Protocol):
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived, once."""
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where only these are reported), a channel
         that was full may have room, or `wake` was called; returns the edges that came.
 
         Args:
             who: says in words who waits for what.
+            until: where arrivals are reported as they come, when to return at the latest, with none (nanoseconds of
+                the monotonic clock).
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.

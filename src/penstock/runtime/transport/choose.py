@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +14,16 @@ from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.bounded import ConditionedDirect, DirectTransport, require_depth
+from penstock.runtime.transport.acknowledgements import Acknowledgements
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.bounded import DEPTH, BoundedTransport, require_depth
 from penstock.runtime.transport.channel import Tags
-from penstock.runtime.transport.conditioned import ConditionedLines, ConditionedTransport, Conditions
+from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.nccl import NcclTransport, lines_of
+from penstock.runtime.transport.layer import layers_of
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
@@ -32,8 +34,6 @@ from penstock.simulation import Blocking
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
 BASES = ("host", "gloo", "direct")
 """Transports of which single links may be delegated."""
-DEPTH = 2
-"""Messages that a direct channel holds where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,16 @@ class TransportOptions:
 
     Attributes:
         name: "host" (memory that ranks of one host share, else gloo; messages of a GPU pass through host memory, so
-            that several ranks may share one), "gloo", "direct" (a bounded channel for each link), "delegate" (by
-            processes of their own), or "nccl" (from GPU to GPU, one per rank, frozen dispatch).
+            that several ranks may share one), "gloo", "direct" (gloo with a bound), "delegate" (by processes of their
+            own), or "nccl" (from GPU to GPU, one per rank, frozen dispatch).
         delegates: how delegates carry messages. With "host" or "direct" it says that single links may go by them.
-        depth: for experiments: messages that a channel of "direct" holds before its sender stands still; 2 where not
-            given.
-        links: for experiments: conditions to inject: messages are held back as these say, and the numbers stay the
-            same.
+        depth: for experiments: a bound on any of them: messages under way to another rank before their sender stands
+            still. "direct" has one of 2 where none is given, the others have none.
+        links: for experiments: conditions to inject into any of them: messages arrive when these say, and the numbers
+            stay the same.
 
     Raises:
-        RuntimeFailure: a name that is none, a depth that is below 1 or given for another transport, or a value of
-            another type.
+        RuntimeFailure: a name that is none, a depth below 1, or a value of another type.
     """
 
     name: str = "host"
@@ -110,7 +109,7 @@ class TransportChoice:
         name: "host" (through host memory, sends never wait: memory that processes share where all are on one host,
             else gloo), "gloo" (the same, always by gloo), "direct" (in order, a bounded channel a link), "delegate"
             (every link by delegate processes) or "nccl" (from GPU to GPU).
-        depth: messages that a channel of "direct" holds before its sender stands still; None: any number.
+        depth: messages under way to another rank before their sender stands still; None: any number.
         has_delegates: whether single links may go by delegates while it runs.
         delegates: how these carry messages.
 
@@ -126,12 +125,10 @@ class TransportChoice:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise RuntimeFailure(f"transport {self.name!r}: give {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
-        if self.name == "direct":
-            object.__setattr__(self, "depth", DEPTH if self.depth is None else self.depth)
-            if not isinstance(self.depth, int) or self.depth < 1:
-                raise RuntimeFailure(f"a direct channel of depth {self.depth} carries nothing; give at least 1")
-        elif self.depth is not None:
-            raise RuntimeFailure(f"depth={self.depth} is for transport='direct'; {self.name!r} has no bound")
+        if self.name == "direct" and self.depth is None:
+            object.__setattr__(self, "depth", DEPTH)
+        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
+            raise RuntimeFailure(f"a channel of depth {self.depth} carries nothing; give at least 1")
 
     @property
     def shared(self) -> str:
@@ -144,27 +141,30 @@ class TransportChoice:
         if self.name == "nccl" and dispatch.is_dynamic:
             raise RuntimeFailure("transport 'nccl' needs frozen dispatch: it can't tell which message has come")
 
-    def route(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
-        """Says, between two steps, which links go by delegates."""
-        if self.has_delegates:
-            transport.route(frozenset(delegated))
+    def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
+        """Says, between two steps, which links go by delegates, and so have no bound."""
+        for layer in layers_of(transport):
+            if isinstance(layer, RoutedTransport | BoundedTransport):
+                layer.route(frozenset(delegated))
 
-    def prepare(self, transport: Any, delegated: Collection[tuple[int, int]]) -> None:
+    def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Starts the delegates of links that are to be delegated, before they are needed; any thread may do that."""
-        if self.has_delegates and delegated and isinstance(transport, RoutedTransport):
-            transport.prepare(delegated)
+        for layer in layers_of(transport):
+            if isinstance(layer, RoutedTransport) and delegated:
+                layer.prepare(delegated)
 
-    def counters(self, transport: Any) -> dict[str, int] | None:
+    def counters(self, transport: Transport | None) -> dict[str, int] | None:
         """What this rank's delegates have counted so far, where there are any."""
-        if self.has_delegates or self.name == "delegate":
-            return asdict(transport.counters)
+        for layer in layers_of(transport):
+            if isinstance(layer, RoutedTransport | DelegateTransport):
+                return asdict(layer.counters)
         return None
 
-    def link_events(self, transport: Any) -> list[Event]:
+    def link_events(self, transport: Transport | None) -> list[Event]:
         """Links whose own interfaces died or came back since the last call, as far as delegates know."""
-        if self.has_delegates or self.name == "delegate":
-            found: list[Event] = transport.link_events()
-            return found
+        for layer in layers_of(transport):
+            if isinstance(layer, RoutedTransport | DelegateTransport):
+                return list(layer.link_events())
         return []
 
     def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
@@ -192,7 +192,7 @@ class TransportChoice:
         dispatch: Dispatch,
         device: torch.device,
         conditions: Conditions | None,
-    ) -> Any:
+    ) -> Transport:
         """One rank's end, with link conditions where they are given. Every rank must call it.
 
         Raises:
@@ -206,35 +206,32 @@ class TransportChoice:
                 f"{wiring.schedule.name} has asynchronous ops, whose end must wake a rank that waits for messages, "
                 "and transport 'nccl' can't; use 'host', 'gloo', 'direct' or 'delegate'"
             )
-        if self.name == "nccl":
-            self.require_dispatch(dispatch)
-            return _nccl(peers.group, tags, timeout, wiring, device, conditions)
+        self.require_dispatch(dispatch)
+        if self.depth is not None:
+            require_depth(wiring.schedule, self.depth)
+        made = self._carrying(peers, tags, timeout, wiring, device)
+        if conditions is not None:
+            made = ConditionedTransport(made, conditions, clocks_ahead(peers))
+        return made if self.depth is None else BoundedTransport(made, self.depth)
+
+    def _carrying(
+        self, peers: GroupPeers, tags: Tags, timeout: float, wiring: Wiring, device: torch.device
+    ) -> Transport:
+        """What carries messages from process to process."""
         if self.name == "delegate":
-            return self._delegate(peers, tags, timeout, device, conditions)
-        if self.name == "host" and not self.has_delegates and conditions is None:
+            return self._delegate(peers, tags, timeout, device)
+        if self.name == "host" and not self.has_delegates:
             made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
             if made is not None:
                 return made
-        base = self._base(peers.group, tags, timeout, wiring, conditions)
+        told = None if self.depth is None else Acknowledgements(peers.group, timeout, self.depth)
+        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
+        base = GlooTransport(peers.group, tags, timeout, told, lines)
         if not self.has_delegates:
             return base
-        return RoutedTransport(base, self._delegate(peers, tags, timeout, device, conditions))
+        return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
 
-    def _base(
-        self, group: dist.ProcessGroup, tags: Tags, timeout: float, wiring: Wiring, conditions: Conditions | None
-    ) -> GlooTransport:
-        if self.depth is None:
-            if conditions is None:
-                return GlooTransport(group, tags, timeout)
-            return ConditionedTransport(group, tags, timeout, conditions=conditions)
-        require_depth(wiring.schedule, self.depth)
-        if conditions is None:
-            return DirectTransport(group, tags, timeout, self.depth)
-        return ConditionedDirect(group, tags, timeout, self.depth, conditions=conditions)
-
-    def _delegate(
-        self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, conditions: Conditions | None
-    ) -> DelegateTransport:
+    def _delegate(self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device) -> DelegateTransport:
         options = self.delegates
         return DelegateTransport(
             peers.here[0],
@@ -246,22 +243,11 @@ class TransportChoice:
             num_lanes=options.num,
             most_lanes=max(options.num, options.most),
             host_memory=options.host_memory,
-            conditions=conditions,
             device=device,
         )
 
 
-def _nccl(
-    group: dist.ProcessGroup,
-    tags: Tags,
-    timeout: float,
-    wiring: Wiring,
-    device: torch.device,
-    conditions: Conditions | None,
-) -> NcclTransport:
+def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
-    lines = lines_of(wiring)
-    if conditions is not None:
-        return ConditionedLines(group, tags, timeout, lines, "nccl", device, conditions=conditions)
-    return NcclTransport(group, tags, timeout, lines, "nccl", device)
+    return DeviceLines(group, lines_of(wiring), "nccl", timeout, device)

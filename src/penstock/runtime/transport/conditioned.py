@@ -1,40 +1,39 @@
-"""Link conditions injected into a run: what is sent is held back until the moment it is to leave or arrive.
+"""Link conditions injected into a run: a message counts as arrived when they say, whatever carries it.
 
-    rank --send--> Lines: when does it arrive? --> held until then --> the real transport --> the other rank
+    sender    --send--> Conditions: when is it to arrive? --message, with that moment--> the transport that carries
+    receiver  <--arrivals-- kept until that moment <-- the transport that carries
 
-Holding never blocks the sender. What the real transport takes comes on top: conditions make links worse, never
-better. Between processes messages are held where they are sent, by one thread that sleeps until the next is due,
-so that no clocks need to agree; in one process they are held where they arrive.
+Nothing is held up on the sender's side, and the message is there early, where the rank does not see it. What takes
+longer to be carried arrives later: conditions make links worse, never better. The moment is one of the sender's
+clock; ranks of other hosts know how far that is ahead.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from penstock.cost.links import Lines, Links
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.clock import ahead_of_first, clock_name
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.channel import Outgoing
-from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.loopback import LoopbackTransport, Switchboard, nothing_comes
-from penstock.runtime.transport.nccl import NcclTransport
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.channel import ExpectedMessages
+from penstock.runtime.transport.layer import TransportLayer
+from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
-from penstock.runtime.transport.wire_format import Packet
-
-LINGER = 5.0
-"""Seconds that the thread stays after the last message, for the next."""
 
 
 class Conditions:
-    """Link conditions at work.
+    """Link conditions at work. They may be changed between steps.
 
     Args:
         stretch: seconds of the clock to one second of the conditions' time.
@@ -42,8 +41,12 @@ class Conditions:
     """
 
     def __init__(self, conditions: Links, stretch: float = 1.0, origin: int | None = None) -> None:
-        self._lines = Lines(conditions)
         self._takes_up = threading.Lock()  # half-duplex queues have senders in two threads
+        self.start(conditions, stretch, origin)
+
+    def start(self, conditions: Links, stretch: float = 1.0, origin: int | None = None) -> None:
+        """Starts anew, with other conditions."""
+        self._lines = Lines(conditions)
         self._stretch = stretch * 1e6
         self.origin = time.perf_counter_ns() if origin is None else origin
 
@@ -58,7 +61,8 @@ class Conditions:
 
     def hold(self, source: int, target: int) -> bool:
         """Whether there is a condition from one rank to another at all."""
-        return self._lines.links.named(source, target)[1] is not None
+        links = self._lines.links
+        return links.base > 0 or links.named(source, target)[1] is not None
 
     def due(self, source: int, target: int, num_bytes: float, sent: int | None = None) -> int:
         """When a message sent at `sent`, or now, is to arrive, in nanoseconds of the monotonic clock. Takes it up."""
@@ -66,7 +70,7 @@ class Conditions:
         now = (sent - self.origin) / self._stretch
         with self._takes_up:
             arrived = self._lines.arrival(source, target, num_bytes, now)
-        return max(sent, self.origin + int(arrived * self._stretch))
+        return max(sent, self.origin + math.ceil(arrived * self._stretch))
 
 
 def size_of(payload: Payload) -> int:
@@ -74,165 +78,218 @@ def size_of(payload: Payload) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in payload.leaves if leaf is not None)
 
 
-class HeldSend:
-    """A send that may not have begun; to wait for as for any other."""
+class Stamp(NamedTuple):
+    """What a message brings beside its payload: who sent it, when, and when it is to arrive (ns of the sender's
+    clock). The two moments are equal on a link without conditions.
+    """
 
-    def __init__(self) -> None:
-        self._begun = threading.Event()
-        self._work: Any = None
-        self._error: BaseException | None = None
+    source: int
+    sent: int
+    due: int
 
-    def begin(self, send: Callable[[], Any]) -> None:
-        try:
-            self._work = send()
-        except BaseException as error:
-            self._error = error
-        self._begun.set()
+    def put_on(self, payload: Payload) -> Payload:
+        return Payload([*payload.leaves, torch.tensor(self)], payload.skeleton, [*payload.needs_grad, False])
 
-    def wait(self, limit: timedelta) -> None:
-        end = time.monotonic() + limit.total_seconds()
-        if not self._begun.wait(limit.total_seconds()):
-            raise RuntimeError("timed out: the message was held back longer than that")
-        if self._error is not None:
-            raise self._error
-        self._work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+    @classmethod
+    def take_off(cls, payload: Payload) -> Stamp:
+        stamp, payload.needs_grad = payload.leaves.pop(), payload.needs_grad[:-1]
+        assert stamp is not None
+        return cls(*stamp.tolist())
 
 
-class Holder:
-    """Begins sends when they are due, those due together in the order in which they were given."""
+class HeldArrival(NamedTuple):
+    """A message that was carried here. Ordered by when it is to arrive, then by when it came.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, HeldSend, Callable[[], Any]]] = []
-        self._changed = threading.Condition()
-        self._number = 0
-        self._runs = False
-
-    def hold(self, due: int, send: Callable[[], Any]) -> HeldSend:
-        """Begins `send` at `due` (nanoseconds of the monotonic clock)."""
-        held = HeldSend()
-        with self._changed:
-            heapq.heappush(self._waiting, (due, self._number, held, send))
-            self._number += 1
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._work, name="penstock-held-messages", daemon=True).start()
-            elif self._waiting[0][2] is held:
-                self._changed.notify()
-        return held
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while True:
-                    if not self._waiting:
-                        if not self._changed.wait(LINGER) and not self._waiting:
-                            self._runs = False
-                            return
-                    elif (left := self._waiting[0][0] - time.perf_counter_ns()) > 0:
-                        self._changed.wait(left / 1e9)
-                    else:
-                        break
-                _, _, held, send = heapq.heappop(self._waiting)
-            held.begin(send)
-
-
-class ConditionedTransport(GlooTransport):
-    """A `GlooTransport` whose messages are held back as the conditions say."""
-
-    def __init__(self, *args: Any, conditions: Conditions) -> None:
-        super().__init__(*args)
-        self.conditions = conditions
-        self._holder = Holder()
-        self._due: int | None = None
-
-    def _hand_over(self, target: int, payload: Payload) -> int:
-        sent = super()._hand_over(target, payload)
-        conditions = self.conditions
-        held = conditions.hold(self._rank, target)
-        self._due = conditions.due(self._rank, target, size_of(payload), sent) if held else None
-        return sent
-
-    def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
-        # All parts of a message, shapes too, become due together and stay in order.
-        return self._later(partial(super()._isend, buffer, target, tag))
-
-    def _later(self, send: Callable[[], Any]) -> Any:
-        return send() if self._due is None else self._holder.hold(self._due, send)
-
-
-class ConditionedLines(ConditionedTransport, NcclTransport):
-    """A `NcclTransport` whose messages are held back as the conditions say."""
-
-    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
-        return self._later(partial(NcclTransport._send_packet, self, channel, packet, tag))
-
-
-class Delayed(NamedTuple):
-    """A message on a switchboard that is not yet due. In the order in which they are, then of sending."""
+    Attributes:
+        record: of links with conditions.
+    """
 
     due: int
     number: int
     edge: Edge
-    crossing: TransferRecord
+    record: TransferRecord | None
 
 
-class ConditionedSwitchboard(Switchboard):
-    """A switchboard that keeps what is not yet due, of unbounded depth."""
+class ConditionedTransport(TransportLayer):
+    """Any transport, whose messages arrive when the conditions say.
 
-    def __init__(self, num_ranks: int, conditions: Conditions) -> None:
-        super().__init__(num_ranks, None)
-        self.conditions = conditions
-        self.waiting: list[list[Delayed]] = [[] for _ in range(num_ranks)]
-        self.num_sent = 0
+    Args:
+        conditions: of the links, the same on all ranks.
+        ahead: by how many nanoseconds this rank's clock is ahead of each other rank's; one clock where not given.
+    """
 
-    def pause(self) -> bool:
-        """Sleeps until the next message is due; returns False where none is on its way."""
-        due = min((queue[0].due for queue in self.waiting if queue), default=None)
+    def __init__(self, inner: Transport, conditions: Conditions, ahead: Sequence[int] = ()) -> None:
+        super().__init__(inner)
+        self._conditions, self._ahead = conditions, ahead
+        self._refused: tuple[Edge, int, Stamp] | None = None
+        self._dues: dict[int, deque[int]] = {}
+        self._watched: deque[int] | None = None
+        self._waiting: list[HeldArrival] = []
+        self._ready: dict[Edge, Payload] = {}
+        self._num_carried = 0
+        self._woken = False
+        self._log = CrossingLog()
+
+    def begin(
+        self,
+        expected: Sequence[ExpectedMessages] = (),
+        signatures: Sequence[str] = (),
+        digest: int = 0,
+        threaded: bool = True,
+        window: Mapping[int, int] | None = None,
+    ) -> None:
+        self._watched = self._refused = None
+        super().begin(expected, signatures, digest, threaded, window)
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        """Sends. What finds a channel full that carries it took up the link when it was first to be sent."""
+        if self._refused is not None and self._refused[:2] == (edge, target):
+            stamp = self._refused[2]
+        else:
+            sent = due = time.perf_counter_ns()
+            if self._conditions.hold(self.rank, target):
+                due = self._conditions.due(self.rank, target, size_of(payload), sent)
+            stamp = Stamp(self.rank, sent, due)
+        if not self.inner.send(edge, target, stamp.put_on(payload)):
+            self._refused = edge, target, stamp
+            return False
+        self._refused = None
+        if edge.slot <= 0 and stamp.due > stamp.sent:
+            self._dues.setdefault(target, deque()).append(stamp.due)
+        return True
+
+    def has_room(self, target: int, depth: int) -> bool:
+        dues, self._watched = self._dues.get(target), None
+        if dues:
+            now = time.perf_counter_ns()
+            while dues and dues[0] <= now:
+                dues.popleft()
+            if len(dues) >= depth:
+                self._watched = dues
+                return False
+        return self.inner.has_room(target, depth)
+
+    def arrivals(self) -> list[Edge]:
+        self._keep(self.inner.arrivals())
+        return self._due_by_now()
+
+    def _keep(self, edges: Sequence[Edge]) -> None:
+        """Takes in what was carried here."""
+        if not edges:
+            return
+        found = []
+        for edge in edges:
+            payload = self._ready[edge] = self.inner.take(edge)
+            found.append((edge, Stamp.take_off(payload), size_of(payload)))
+        arrived = {}
+        for record in self.inner.crossings():
+            # A rank sends one message after the other, so it is the latest that was not handed over later.
+            same = [one for one in found if one[1].source == record.source and one[1].sent <= record.sent]
+            if not same:
+                self._log.add(record)
+                continue
+            edge, stamp, size = max(same, key=lambda one: one[1].sent)
+            if stamp.due > stamp.sent:
+                arrived[edge] = record.arrived
+            else:
+                self._log.add(record._replace(num_bytes=size))
+        for edge, stamp, size in found:
+            due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
+            moment = max(due, arrived.get(edge, 0))
+            record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
+            held = HeldArrival(due, self._num_carried, edge, record if stamp.due > stamp.sent else None)
+            heapq.heappush(self._waiting, held)
+            self._num_carried += 1
+
+    def _due_by_now(self) -> list[Edge]:
+        waiting, came = self._waiting, []
+        if waiting:
+            now = time.perf_counter_ns()
+            while waiting and waiting[0].due <= now:
+                held = heapq.heappop(waiting)
+                if held.record is not None:
+                    self._log.add(held.record)
+                came.append(held.edge)
+        return came
+
+    def next_due(self) -> int | None:
+        """When the next message that was carried here is to arrive; None where there is none."""
+        self._keep(self.inner.arrivals())
+        return self._waiting[0].due if self._waiting else None
+
+    def take(self, edge: Edge) -> Payload:
+        return self._ready.pop(edge)
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
+        while True:
+            came = self._due_by_now()
+            if came or self._woken:
+                self._woken = False
+                return came
+            moments = [held.due for held in self._waiting[:1]]
+            if self._watched:
+                moments.append(self._watched[0])
+            if until is not None:
+                moments.append(until)
+            soonest = min(moments, default=None)
+            carried = self.inner.wait(awaited, who, soonest)
+            self._keep(carried)
+            now = time.perf_counter_ns()
+            has_room = False
+            if self._watched and self._watched[0] <= now:
+                has_room, self._watched = True, None
+            came = self._due_by_now()
+            # With nothing carried before that moment, the transport that carries has room again.
+            if came or has_room or (not carried and (soonest is None or now < soonest)) or _is_over(until, now):
+                self._woken = False
+                return came
+
+    def wake(self) -> None:
+        self._woken = True
+        self.inner.wake()
+
+    def crossings(self) -> list[TransferRecord]:
+        """The messages that came in since the last call. Those of links with conditions arrived when these say, or
+        when they had been carried, if that was later.
+        """
+        return self._log.take()
+
+
+def _is_over(until: int | None, now: int) -> bool:
+    return until is not None and until <= now
+
+
+def clocks_ahead(peers: GroupPeers) -> list[int]:
+    """By how many nanoseconds this process's clock is ahead of each rank's. Every process must call it."""
+    ahead = peers.gather(ahead_of_first(peers, peers.gather(clock_name())))
+    return [ahead[peers.here[0]] - each for each in ahead]
+
+
+def local_transports(
+    num_ranks: int, conditions: Conditions | None
+) -> tuple[Callable[[int], Transport], Callable[[], bool]]:
+    """What makes the ends of one step's ranks, which take turns in one thread, and what waits for the next message
+    that is on its way between them; it returns False where none is.
+    """
+    boxes = [Mailbox() for _ in range(num_ranks)]
+    if conditions is None:
+        return lambda rank: LoopbackTransport(boxes, rank), nothing_comes
+    made: list[ConditionedTransport] = []
+
+    def make(rank: int) -> Transport:
+        made.append(ConditionedTransport(LoopbackTransport(boxes, rank), conditions))
+        return made[-1]
+
+    def pause() -> bool:
+        due = min((moment for each in made if (moment := each.next_due()) is not None), default=None)
         if due is None:
             return False
         time.sleep(max(0, due - time.perf_counter_ns()) / 1e9)
         return True
 
-
-class ConditionedLocalTransport(LoopbackTransport):
-    """One rank's end of a switchboard with conditions."""
-
-    def __init__(self, board: ConditionedSwitchboard, rank: int) -> None:
-        super().__init__(board, rank)
-        self._delayed = board
-        self._log = CrossingLog()
-
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        super().send(edge, target, payload)
-        board = self._delayed
-        board.arrived[target].remove(edge)
-        board.num_sent += 1
-        sent, num_bytes = time.perf_counter_ns(), size_of(payload)
-        due = board.conditions.due(self._rank, target, num_bytes, sent)
-        crossing = TransferRecord(self._rank, target, num_bytes, sent, sent, due)
-        heapq.heappush(board.waiting[target], Delayed(due, board.num_sent, edge, crossing))
-        return True
-
-    def arrivals(self) -> list[Edge]:
-        queue = self._delayed.waiting[self._rank]
-        now = time.perf_counter_ns()
-        came = []
-        while queue and queue[0].due <= now:
-            delayed = heapq.heappop(queue)
-            self._log.add(delayed.crossing)
-            came.append(delayed.edge)
-        return came
-
-    def crossings(self) -> list[TransferRecord]:
-        """The messages that came in since the last call. Each arrived when it was due."""
-        return self._log.take()
+    return make, pause
 
 
-def local_transports(
-    num_ranks: int, conditions: Conditions | None
-) -> tuple[Callable[[int], LoopbackTransport], Callable[[], bool]]:
-    """What makes the ends of a new switchboard, by rank, and what waits for the next message on it."""
-    if conditions is None:
-        return partial(LoopbackTransport, Switchboard(num_ranks, None)), nothing_comes
-    board = ConditionedSwitchboard(num_ranks, conditions)
-    return partial(ConditionedLocalTransport, board), board.pause
+def nothing_comes() -> bool:
+    """What is sent is there at once, so there is nothing to wait for."""
+    return False

@@ -1,4 +1,4 @@
-"""Messages between processes, over a torch.distributed process group (gloo).
+"""Messages between processes, over a torch.distributed process group (gloo), or from device to device (see `nccl`).
 
 Sends are asynchronous, from a flat copy, so that a slow link never holds up compute and the stage's own
 tensors are free at once. Receives are posted ahead, a few in each channel, more where messages are sent before
@@ -29,6 +29,7 @@ from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.acknowledgements import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
     ExpectedMessages,
@@ -39,7 +40,8 @@ from penstock.runtime.transport.channel import (
     Sent,
     Tags,
 )
-from penstock.runtime.transport.inbox import Inbox
+from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
+from penstock.runtime.transport.nccl import DeviceLines
 from penstock.runtime.transport.transfer_record import SHORTEST_WAIT, CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import (
     HEADER_BYTES,
@@ -56,10 +58,6 @@ AHEAD = 2
 MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
 
-THREADS_WAIT = 50
-"""How many times as long as the rank a thread waits. The rank may compute for long before it wants the message; when
-it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
-
 
 class GlooTransport:
     """One rank's end of all its channels.
@@ -68,13 +66,23 @@ class GlooTransport:
         group: the process group; ranks of the schedule are ranks of the group.
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
+        acknowledgements: where senders are to know which messages have arrived (see `has_room`).
+        lines: by which payloads go from device to device; by host memory and the group where not given.
 
     Attributes:
         rank: whose end this is. inbox: where its threads report.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags, timeout: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tags: Tags,
+        timeout: float,
+        acknowledgements: Acknowledgements | None = None,
+        lines: DeviceLines | None = None,
+    ) -> None:
         self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
+        self._acknowledgements, self._lines = acknowledgements, lines
         self._limit = self._arrival_limit = timedelta(seconds=timeout)
         self.rank = self._rank = dist.get_rank(group)
         self._threaded = False
@@ -89,7 +97,7 @@ class GlooTransport:
         self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
-        self._ahead = AHEAD
+        self._ahead = AHEAD if acknowledgements is None else max(AHEAD, acknowledgements.depth)
 
     def begin(
         self,
@@ -127,6 +135,8 @@ class GlooTransport:
 
     def end(self) -> None:
         """Ends a step: returns when all that was sent has been taken."""
+        if self._acknowledgements is not None:
+            self._acknowledgements.end()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -139,10 +149,20 @@ class GlooTransport:
             for signature, known in channel_end.known.items():
                 if signature not in used:
                     known.spare.clear()
+        if self._acknowledgements is not None:
+            self._acknowledgements.flush()
 
     # Sending.
 
+    def has_room(self, target: int, depth: int) -> bool:
+        """Raises RuntimeFailure where this was made without acknowledgements, and nobody knows what has arrived."""
+        if self._acknowledgements is None:
+            raise RuntimeFailure("this transport was made without acknowledgements, which channels with a bound need")
+        return self._acknowledgements.to(target, self.inbox).has_room(depth)
+
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        if self._acknowledgements is not None and edge.slot <= 0:
+            self._acknowledgements.to(target, self.inbox).sent()
         route = self._routes.get((edge, target))
         if route is None:
             route = self._routes[edge, target] = self._route(edge, target)
@@ -154,16 +174,16 @@ class GlooTransport:
         known = channel.known.get(signature)
         header: list[Tensor] = []
         if known is None:
-            known = channel.known[signature] = Known(WireSpec.of(payload), make=self._packet)
+            known = channel.known[signature] = self._known(channel, WireSpec.of(payload))
             header = pack_header(signature, known.spec)
         promised = packet = known.packet()
         if not known.spec.fits(payload):
             # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            known = Known(WireSpec.of(payload), make=self._packet)
+            known = self._known(channel, WireSpec.of(payload))
             packet = known.packet()
         packet.pack(payload)
         received = channel.answers.received if channel.answers is not None else 0
-        preamble = Preamble(tag, self._step, received, sent=self._hand_over(target, payload))
+        preamble = Preamble(tag, self._step, received, sent=perf_counter_ns())  # copied from where it was made
         works = [self._isend(part, target, self._tags.header(channel.key)) for part in header]
         if promised is not packet:
             promised.announce(preamble._replace(changed=1))
@@ -173,10 +193,6 @@ class GlooTransport:
         works.append(self._send_packet(channel, packet, tag))
         channel.under_way.append(Sent(works, packet, known))
         return True
-
-    def _hand_over(self, target: int, payload: Payload) -> int:
-        """The moment at which a message, copied from where it was made, is on its way."""
-        return perf_counter_ns()
 
     def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
         key = ChannelKey.of(edge)
@@ -192,15 +208,25 @@ class GlooTransport:
         if outgoing is not None and answers is not None and answers.peer == peer:
             outgoing.answers, answers.answered = answers, outgoing
 
-    def _packet(self, spec: WireSpec) -> Packet:
-        """A buffer for payloads."""
-        return Packet(spec)
+    def _known(self, channel: Outgoing | Incoming, spec: WireSpec) -> Known:
+        """A spec of a channel, with buffers where its payloads are to lie."""
+        return Known(spec, make=Packet if (lines := self._lines_of(channel)) is None else lines.packet)
+
+    def _lines_of(self, channel: Outgoing | Incoming) -> DeviceLines | None:
+        """What carries a channel's payloads from device to device. Tokens always go by host memory."""
+        return None if channel.key.slot < 0 else self._lines
 
     def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
-        return self._isend(packet.buffer, channel.peer, tag)
+        lines = self._lines_of(channel)
+        if lines is None:
+            return self._isend(packet.buffer, channel.peer, tag)
+        return lines.send(channel, packet, self._timeout)
 
     def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
-        return self._irecv(packet.buffer, channel.peer, tag)
+        lines = self._lines_of(channel)
+        if lines is None:
+            return self._irecv(packet.buffer, channel.peer, tag)
+        return lines.receive(channel, packet, self._timeout)
 
     def _isend(self, buffer: Tensor, target: int, tag: int) -> Any:
         try:
@@ -222,16 +248,19 @@ class GlooTransport:
     def arrivals(self) -> list[Edge]:
         return self.inbox.poll() or [] if self._threaded else []
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until at least one message has come in (one of `awaited`, where the rank is frozen).
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
         if self._threaded:
+            left = self._timeout if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
             try:
-                return self.inbox.wait(self._timeout)
+                return self.inbox.wait(min(left, self._timeout))
             except Empty:
+                if left < self._timeout:
+                    return []
                 raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
         for edge in awaited:
             if edge in self._ready:
@@ -256,6 +285,8 @@ class GlooTransport:
 
     def close(self) -> None:
         """Nothing is left behind: a step's threads end with it."""
+        if self._acknowledgements is not None:
+            self._acknowledgements.close()
         self.inbox.close()
 
     def _next(self, channel: Incoming) -> Posted:
@@ -269,6 +300,11 @@ class GlooTransport:
         # A thread waits all the time; a rank that finds the message there already can't tell how long it lay there.
         if self._threaded or now - start > SHORTEST_WAIT:
             posted.arrived = now
+        if self._lines_of(channel) is not None:
+            # Waiting for NCCL only orders streams; reading a part waits for the message itself. And a send is queued
+            # behind the device's compute: the host's clock doesn't know when it began.
+            posted.packet.preamble()
+            posted.arrived = None
         if channel.waiting:
             self._post(channel, wait_for_headers=False, follows=True)
         return posted
@@ -284,7 +320,7 @@ class GlooTransport:
             )
         if changed:
             _, spec = self._read_header(tag, channel.peer, posted.edge)
-            packet = self._packet(spec)
+            packet = self._known(channel, spec).packet()
             self._wait_to_come(self._receive_packet(channel, packet, tag), channel.peer, posted.edge)
         elif posted.since > sent:
             # It waited for its receive, and so tells nothing about the link.
@@ -322,7 +358,7 @@ class GlooTransport:
             raise RuntimeFailure(f"rank {channel.peer} announced no shapes for {edge}; the ranks run different steps")
         signature, spec = self._read_header(self._tags.header(channel.key), channel.peer, edge)
         channel.headers_due -= 1
-        channel.known[signature] = Known(spec, make=self._packet)
+        channel.known[signature] = self._known(channel, spec)
 
     def _read_header(self, tag: int, peer: int, edge: Edge) -> tuple[Any, WireSpec]:
         first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -364,4 +400,6 @@ class GlooTransport:
 
     def _came_in(self, channel: Incoming, posted: Posted) -> None:
         """Reports a message, in the thread that waited for it."""
+        if self._acknowledgements is not None and posted.edge.slot <= 0:
+            self._acknowledgements.answer(channel.peer)
         self.inbox.put(lambda: self._accept(channel, posted))

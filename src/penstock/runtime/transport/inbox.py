@@ -18,6 +18,12 @@ from queue import Empty, SimpleQueue
 from penstock.runtime.tensors.message import Edge
 
 Event = Callable[[], list[Edge]]
+FINELY, BRIEFLY = 0.002, 0.0001
+"""Seconds before a given moment from which a rank that polls descriptors sleeps in small pieces, and how long these
+are: the system's poll counts milliseconds."""
+THREADS_WAIT = 50
+"""How many times as long as the rank a thread waits. The rank may compute for long before it wants the message; when
+it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
 
 
 class Inbox:

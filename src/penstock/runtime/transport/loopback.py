@@ -1,39 +1,72 @@
-"""Messages between ranks of one process: handed over, no copy, through channels of bounded depth."""
+"""Messages between ranks of one process: handed over, no copy, each rank with a mailbox.
+
+Ranks may be threads, and then one that waits sleeps until something is put into its mailbox; or they take turns in
+one thread, and then what drives them waits (see `run_local`).
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ExpectedMessages
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
-def nothing_comes() -> bool:
-    """What is sent is there at once, so there is nothing to wait for."""
-    return False
+class Letter(NamedTuple):
+    """A message in a mailbox, of one of its sender's steps."""
+
+    step: int
+    edge: Edge
+    payload: Payload
 
 
-class Switchboard:
-    """What the ranks of one process share: messages under way, and how full each channel is.
+class Mailbox:
+    """What was sent to one rank, in the order in which it was sent."""
 
-    A channel is one directed pair of ranks and one direction of the model; it holds up to `depth`
-    messages (None: any number), each from its sending until it is taken.
-    """
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: deque[Letter] = deque()
+        self.lost: int | None = None
+        self.woken = False
 
-    def __init__(self, num_ranks: int, depth: int | None) -> None:
-        self.depth = depth
-        self.payloads: dict[tuple[Edge, int], tuple[tuple[int, int, bool], Payload]] = {}
-        self.held: dict[tuple[int, int, bool], int] = {}
-        self.arrived: list[list[Edge]] = [[] for _ in range(num_ranks)]
+    def wake(self) -> None:
+        """Ends its owner's wait, or the next one."""
+        with self.changed:
+            self.woken = True
+            self.changed.notify()
+
+    def put(self, letter: Letter) -> None:
+        with self.changed:
+            self.waiting.append(letter)
+            self.changed.notify()
+
+    def lose(self, rank: int) -> None:
+        """Lets the owner know that another rank failed."""
+        with self.changed:
+            self.lost = rank
+            self.changed.notify()
 
 
 class LoopbackTransport:
-    """One rank's end of the switchboard."""
+    """One rank's end.
 
-    def __init__(self, board: Switchboard, rank: int) -> None:
-        self._board, self._rank = board, rank
+    Args:
+        boxes: everyone's, by rank.
+        timeout: seconds before a wait ends with DeadlineExceeded.
+    """
+
+    def __init__(self, boxes: Sequence[Mailbox], rank: int, timeout: float = 0.0) -> None:
+        self.rank = rank
+        self._boxes, self._own, self._timeout = boxes, boxes[rank], timeout
+        self._step = 0
+        self._came: dict[Edge, Payload] = {}
+        self._early: list[Letter] = []
 
     def begin(
         self,
@@ -43,44 +76,63 @@ class LoopbackTransport:
         threaded: bool = True,
         window: Mapping[int, int] | None = None,
     ) -> None:
-        """A switchboard is of one step."""
+        """Starts a step: what others sent for it meanwhile is let in. All else makes no difference here."""
+        self._step += 1
+        self._own.waiting.extendleft(reversed(self._early))
+        self._early.clear()
 
     def end(self) -> None:
-        """What was sent has been handed over."""
+        """Ends a step. What was sent is in its receiver's mailbox already."""
 
     def close(self) -> None:
         """Nothing is left behind."""
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
-        """Raises RuntimeFailure: ranks that share a thread take turns, and what drives them waits."""
-        raise RuntimeFailure(f"{who()}, and ranks that share a thread cannot wait for one another")
-
-    def wake(self) -> None:
-        """Nobody waits here."""
-
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        board = self._board
-        channel = (self._rank, target, edge.producer.kind == "F")
-        held = board.held.get(channel, 0)
-        # Tied gradients ride along with the message of the chain, tokens hold nothing: both take no room.
-        if edge.slot == 0:
-            if board.depth is not None and held >= board.depth:
-                return False
-            board.held[channel] = held + 1
-        board.payloads[edge, target] = channel, payload
-        board.arrived[target].append(edge)
+        self._boxes[target].put(Letter(self._step, edge, payload))
+        return True
+
+    def has_room(self, target: int, depth: int) -> bool:
+        """Always: what is sent has arrived."""
         return True
 
     def arrivals(self) -> list[Edge]:
-        new = self._board.arrived[self._rank]
-        self._board.arrived[self._rank] = []
-        return new
+        came: list[Edge] = []
+        waiting = self._own.waiting
+        while waiting:  # appended to by other threads alone
+            letter = waiting.popleft()
+            if letter.step != self._step:  # its sender has begun the next step already
+                self._early.append(letter)
+                continue
+            self._came[letter.edge] = letter.payload
+            came.append(letter.edge)
+        return came
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
+        box, end = self._own, time.monotonic() + self._timeout
+        with box.changed:
+            while True:
+                came = self.arrivals()
+                if came or box.woken:
+                    box.woken = False
+                    return came
+                if box.lost is not None:
+                    raise PeerLost(f"rank {box.lost} failed; {who()}")
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
+                if until is not None:
+                    soon = (until - time.perf_counter_ns()) / 1e9
+                    if soon <= 0:
+                        return []
+                    left = min(left, soon)
+                box.changed.wait(left)
+
+    def wake(self) -> None:
+        """Ends this rank's wait, or the next one; any thread may call it."""
+        self._own.wake()
 
     def take(self, edge: Edge) -> Payload:
-        channel, payload = self._board.payloads.pop((edge, self._rank))
-        if edge.slot == 0:
-            self._board.held[channel] -= 1
-        return payload
+        return self._came.pop(edge)
 
     def crossings(self) -> list[TransferRecord]:
         """None: what is handed over crosses no link."""

@@ -10,6 +10,7 @@ was sent. Headers and tokens still go through host memory with tags, payloads fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,7 @@ import torch.distributed as dist
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
-from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing, Posted, Tags
-from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.channel import ChannelKey, Incoming, Outgoing
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
 
@@ -59,70 +59,56 @@ def lines_of(wiring: Wiring) -> list[NcclChannel]:
     return sorted(sent)
 
 
-class NcclTransport(GlooTransport):
-    """One rank's end of all its channels, payloads from device to device.
+class DeviceLines:
+    """The lines of one rank, as a part of what carries messages between processes.
 
     Args:
-        group: with a backend for host memory, for headers.
-        lines: the same on every rank.
+        group: of all ranks, with a backend for host memory. channels: the same on every rank.
         backend: of the lines: "nccl", or "gloo" where the device is the processor.
+        timeout: seconds that their making may take.
         device: where payloads lie.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        tags: Tags,
-        timeout: float,
-        lines: Sequence[NcclChannel],
+        channels: Sequence[NcclChannel],
         backend: str,
+        timeout: float,
         device: torch.device,
     ) -> None:
-        super().__init__(group, tags, timeout)
-        self._device = device
+        self._rank, self._device = dist.get_rank(group), device
         self._lines: dict[tuple[ChannelKey, bool], WeakGroup] = {}
         """By channel and whether this rank sends: with several pipelines it may be at either end of like ones."""
         members = dist.get_process_group_ranks(group)
-        for line in lines:
+        for line in channels:
             ends = sorted((members[line.source], members[line.target]))
-            made = dist.new_group(ends, timeout=self._limit, backend=backend)
+            made = dist.new_group(ends, timeout=timedelta(seconds=timeout), backend=backend)
             if self._rank in (line.source, line.target) and made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
                 # Both ends meet here: a line that was first used by a receive posted ahead would wait for its sender.
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
-    def _packet(self, spec: WireSpec) -> Packet:
-        return DevicePacket(spec, self._device) if spec.leaves else Packet(spec)  # a token holds no tensor
+    def packet(self, spec: WireSpec) -> Packet:
+        """A buffer for payloads."""
+        return DevicePacket(spec, self._device)
 
-    def _send_packet(self, channel: Outgoing, packet: Packet, tag: int) -> Any:
-        if not packet.spec.leaves:
-            return super()._send_packet(channel, packet, tag)
+    def send(self, channel: Outgoing, packet: Packet, timeout: float) -> Any:
+        """Starts to send; the error of a line that failed names the other end."""
+        line, end = self._lines[channel.key, True](), self._end(channel.peer)
         try:
-            return dist.isend(
-                packet.buffer, group=self._lines[channel.key, True](), group_dst=self._end(channel.peer)
-            )
+            return dist.isend(packet.buffer, group=line, group_dst=end)
         except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message to leave", self._timeout) from None
+            raise explain(error, self._rank, channel.peer, "a message to leave", timeout) from None
 
-    def _receive_packet(self, channel: Incoming, packet: Packet, tag: int) -> Any:
-        if not packet.spec.leaves:
-            return super()._receive_packet(channel, packet, tag)
+    def receive(self, channel: Incoming, packet: Packet, timeout: float) -> Any:
+        """Starts to receive, likewise."""
+        line, end = self._lines[channel.key, False](), self._end(channel.peer)
         try:
-            return dist.irecv(
-                packet.buffer, group=self._lines[channel.key, False](), group_src=self._end(channel.peer)
-            )
+            return dist.irecv(packet.buffer, group=line, group_src=end)
         except RuntimeError as error:
-            raise explain(error, self._rank, channel.peer, "a message", self._timeout) from None
+            raise explain(error, self._rank, channel.peer, "a message", timeout) from None
 
     def _end(self, peer: int) -> int:
         """The peer's rank in a line: its ends are in ascending order."""
         return int(peer > self._rank)
-
-    def _next(self, channel: Incoming) -> Posted:
-        posted = super()._next(channel)
-        # Waiting for NCCL only orders streams; reading a part waits for the message itself.
-        posted.packet.preamble()
-        if posted.packet.spec.leaves:
-            # A send is queued behind the device's compute: the host's clock doesn't know when it began.
-            posted.arrived = None
-        return posted

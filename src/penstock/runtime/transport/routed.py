@@ -1,6 +1,6 @@
 """Each link by its own transport: most by the base, a few by delegates, and which ones may change between steps.
 
-                    .--> base (host or direct) ----> rank 0, rank 2
+                    .--> base (host or gloo) ------> rank 0, rank 2
     rank 1 --send--<
                     `--> delegates ----------------> rank 3            {(1, 3)} is delegated
 
@@ -16,15 +16,12 @@ from typing import Any, Protocol
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import ExpectedMessages
-from penstock.runtime.transport.conditioned import Conditions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 
 class Delegates(Transport, Protocol):
     """A transport that processes of their own carry for."""
-
-    conditions: Conditions | None
 
     @property
     def counters(self) -> Any:
@@ -85,10 +82,13 @@ class RoutedTransport:
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         return self._carrier(target).send(edge, target, payload)
 
+    def has_room(self, target: int, depth: int) -> bool:
+        return self._carrier(target).has_room(target, depth)
+
     def arrivals(self) -> list[Edge]:
         return self._base.arrivals() + self._delegates.arrivals()
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until something happened on either.
 
         Raises:
@@ -97,7 +97,7 @@ class RoutedTransport:
         came = self._base.inbox.poll()
         if came is not None:
             return came
-        found = self._delegates.wait(awaited, who)
+        found = self._delegates.wait(awaited, who, until)
         return found + (self._base.inbox.poll() or [])
 
     def wake(self) -> None:
@@ -123,17 +123,6 @@ class RoutedTransport:
     def counters(self) -> Any:
         """What the delegates count."""
         return self._delegates.counters
-
-    @property
-    def conditions(self) -> Conditions | None:
-        """What holds messages back on either; both change at once."""
-        return self._delegates.conditions
-
-    @conditions.setter
-    def conditions(self, conditions: Conditions) -> None:
-        self._delegates.conditions = conditions
-        if hasattr(self._base, "conditions"):
-            self._base.conditions = conditions
 
     def close(self) -> None:
         self._delegates.close()

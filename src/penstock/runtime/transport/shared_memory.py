@@ -32,6 +32,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
+from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
@@ -334,7 +335,7 @@ class SharedMemoryTransport:
             route = self._routes[edge, target] = self._route(edge, target)
         channel, tag = route
         window = self._window.get(edge.slot) if self._window else None
-        if window is not None and not self._has_room(channel, target, window):
+        if window is not None and not self._is_open(channel, target, window):
             return False
         signature = self._signatures[edge.consumer.microbatch]
         known = channel.known.get(signature)
@@ -362,7 +363,11 @@ class SharedMemoryTransport:
             self._has_unsent = True
         return True
 
-    def _has_room(self, channel: OutChannel, target: int, window: int) -> bool:
+    def has_room(self, target: int, depth: int) -> bool:
+        """Always: what is written has arrived."""
+        return True
+
+    def _is_open(self, channel: OutChannel, target: int, window: int) -> bool:
         """Whether fewer messages of a channel than that are not taken; where not, this rank is woken once one is."""
         under_way = channel.under_way
         while under_way and not under_way[0].header[_FULL]:
@@ -508,7 +513,7 @@ class SharedMemoryTransport:
                 self._senders[receiver.peer].rouse()
         return payload
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until at least one message has come in, the channel that was full has room, or `wake` was called.
 
         Raises:
@@ -532,6 +537,15 @@ class SharedMemoryTransport:
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
+            if until is not None:
+                soon = (until - perf_counter_ns()) / 1e9
+                if soon <= 0:
+                    asleep[_ASLEEP] = 0
+                    return came
+                if soon < FINELY:
+                    time.sleep(min(soon, BRIEFLY))
+                    continue
+                left = min(left, soon - FINELY / 2)
             self._sleep(0.001 if self._has_unsent else min(LOOK, left))
 
     def _sleep(self, seconds: float) -> None:

@@ -110,9 +110,8 @@ class Outbox:
             message = end.waiting.popleft()
             self._slots.free(message.offset, message.capacity)
             self._load[_post(note.lane)] -= 1
-            begun = max(message.sent, message.start)
-            end.way = min(end.way, note.arrived - begun)
-            if begun < end.answered_at:
+            end.way = min(end.way, note.arrived - message.sent)
+            if message.sent < end.answered_at:
                 end.busy.append(note.arrived - end.answered_at)
             end.answered_at = note.arrived
             freed = True

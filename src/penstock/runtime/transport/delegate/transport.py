@@ -24,7 +24,6 @@ from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
-from penstock.runtime.transport.conditioned import Conditions, size_of
 from penstock.runtime.transport.delegate.carrier.frame import Lane, body_bytes, spec_room
 from penstock.runtime.transport.delegate.carrier.ring import Descriptor, Note
 from penstock.runtime.transport.delegate.copying import Copying, copying_for
@@ -34,6 +33,7 @@ from penstock.runtime.transport.delegate.inbox import DelegateInbox
 from penstock.runtime.transport.delegate.outbox import Outbox
 from penstock.runtime.transport.delegate.packets import SlotPacket, Specs
 from penstock.runtime.transport.delegate.supervisor import Supervisor
+from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.transfer_record import TransferRecord
 
 HOST_MEMORY = 1 << 30
@@ -60,7 +60,6 @@ class DelegateTransport:
         num_lanes: delegates of each kind and direction to begin with.
         most_lanes: as many as measured rates may ask for; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
-        conditions: of links, to be injected: messages are held back in the sending delegate.
         device: where payloads that came in are to lie.
 
     Raises:
@@ -80,7 +79,6 @@ class DelegateTransport:
         num_lanes: int = 1,
         most_lanes: int = 4,
         host_memory: int = HOST_MEMORY,
-        conditions: Conditions | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not hasattr(os, "eventfd"):
@@ -91,7 +89,6 @@ class DelegateTransport:
             raise RuntimeFailure(f"{host_memory} bytes of host memory for delegates: give at least {1 << 20}")
         self.rank = rank
         self._tags, self._timeout = tags, timeout
-        self.conditions = conditions
         self.counters = Counters()
         place = torch.device(device)
         pinned = place.type == "cuda"
@@ -201,9 +198,6 @@ class DelegateTransport:
         memory = self._fleet.out_memory
         memory.write(offset, spec_bytes)
         packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
-        start, conditions = 0, self.conditions
-        if conditions is not None and conditions.hold(self.rank, target):
-            start = conditions.due(self.rank, target, size_of(payload))
         tag = self._tags.message(edge)
         message = Descriptor(
             Note.SEND,
@@ -212,7 +206,6 @@ class DelegateTransport:
             step=self._step,
             digest=self._digest,
             sent=sent,
-            start=start,
             offset=offset,
             capacity=capacity,
             spec_bytes=len(spec_bytes),
@@ -234,7 +227,15 @@ class DelegateTransport:
             edges, self._arrived = self._arrived, []
             return edges
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str]) -> list[Edge]:
+    def has_room(self, target: int, depth: int) -> bool:
+        with self._lock:
+            self._listen()
+            if self._outbox.waiting(target) < depth:
+                return True
+            self._full, self._room = True, False
+            return False
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until a message has come in, until there is room again after a `send` that found none, or until
         another descriptor that is watched is ready.
 
@@ -261,10 +262,18 @@ class DelegateTransport:
                     why = f" ({words})" if words else ""
                     raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
                 self._feed()
-            if self._pause(min(LOOK, end - now)):
+            left, soon = min(LOOK, end - now), FINELY
+            if until is not None:
+                soon = (until - perf_counter_ns()) / 1e9
+                if soon <= 0:
+                    return []
+                left = min(left, soon - FINELY / 2) if soon >= FINELY else 0.0
+            if self._pause(left):
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._waker)
                 return self.arrivals()
+            if soon < FINELY:
+                time.sleep(min(soon, BRIEFLY))
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""

@@ -84,7 +84,7 @@ class OutLane:
                 return now
             return self._deadline
         when = now + timing.LONGEST
-        for step in (self._look_for_better, self._send_due, self._keep_alive):
+        for step in (self._look_for_better, self._send_on, self._keep_alive):
             when = min(when, step(now))
             if not self._state.live:  # a step that failed, or moved on to another connection
                 return now
@@ -219,15 +219,13 @@ class OutLane:
 
     # Sending.
 
-    def _send_due(self, now: int) -> int:
-        """Queues the messages whose time has come; returns when the next one's comes."""
+    def _send_on(self, now: int) -> int:
+        """Queues as many messages as the stream takes. Nothing more is to be done about them at any given time."""
         while self._drained is None and self._stream is not None and self._stream.queued < QUEUED:
             number = self._state.next()
             if number is None:
                 break
             message = self._messages[number - self._state.answered - 1]
-            if message.start > now:
-                return message.start
             self._state = self._state.wrote()
             self._put(*self._frame(message))
             now = time.perf_counter_ns()

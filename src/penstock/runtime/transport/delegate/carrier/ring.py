@@ -103,7 +103,7 @@ class Descriptor(NamedTuple):
 
     Attributes:
         number, tag, step, digest, sent, spec_bytes, payload_bytes: as in a frame.
-        start: out: not to be sent before this moment; in: when there was room for it.
+        start: in: when there was room for it.
         arrived: when its last byte was there (ns of the monotonic clock).
         offset, capacity: of its slot.
     """

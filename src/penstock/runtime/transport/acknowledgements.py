@@ -1,0 +1,154 @@
+"""Word that messages have arrived, where what carries them gives none: a small message back for each.
+
+rank 0 ====message====> rank 1's thread          by a group of their own, so that they never queue behind messages
+rank 0 <--one byte----- the same thread          and at once, whether rank 1 is busy or not
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.errors import DeadlineExceeded
+from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.weak_group import WeakGroup
+from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
+
+LINGER = 5.0
+"""Seconds that the thread of a link stays when all it sent has arrived, for more."""
+TAG = 1
+"""The tag of all acknowledgements: they are counted, not told apart."""
+
+
+class AcknowledgedLink:
+    """The sending end of the link to one rank: what is under way, and a thread that waits for what arrived."""
+
+    def __init__(self, group: WeakGroup, rank: int, peer: int, timeout: float, inbox: Inbox) -> None:
+        self._group, self._rank, self._peer = group, rank, peer
+        self._timeout, self._inbox = timeout, inbox
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._is_full = self._runs = self._lost = False
+
+    def has_room(self, depth: int) -> bool:
+        """Whether fewer messages than that are under way; where not, the inbox gets an event when one arrived."""
+        with self._changed:
+            self._is_full = self._under_way >= depth
+            return not self._is_full
+
+    def sent(self) -> None:
+        """One more is under way."""
+        with self._changed:
+            self._under_way += 1
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._work, name="penstock-acknowledgements", daemon=True).start()
+            else:
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until all has arrived."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._lost or not self._under_way, self._timeout):
+                raise DeadlineExceeded(
+                    f"rank {self._rank} waited {self._timeout:g} s for {self._under_way} messages to arrive at rank "
+                    f"{self._peer}"
+                )
+        if self._lost:
+            self._inbox.poll()  # raises what happened
+
+    def _work(self) -> None:
+        buffer = torch.empty(1, dtype=torch.uint8)
+        limit = timedelta(seconds=self._timeout * THREADS_WAIT)
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._under_way, LINGER):
+                    self._runs = False
+                    return
+            try:
+                self._group().recv([buffer], self._peer, TAG).wait(limit)
+            except RuntimeError as error:
+                self._inbox.fail(explain(error, self._rank, self._peer, "a message to arrive", limit.total_seconds()))
+                with self._changed:
+                    self._runs, self._lost = False, True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._under_way -= 1
+                is_awaited, self._is_full = self._is_full, False
+                self._changed.notify_all()
+            if is_awaited:
+                self._inbox.put(list)
+
+
+class Acknowledgements:
+    """One rank's acknowledgements, both ways.
+
+    Every rank of `group` makes one at the same time.
+
+    Args:
+        timeout: seconds before a wait ends with DeadlineExceeded.
+        depth: most messages that are under way to another rank: it has room for as many.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, depth: int) -> None:
+        self.depth = depth
+        self._rank, self._timeout = dist.get_rank(group), timeout
+        members = dist.get_process_group_ranks(group)
+        self._may_end = len(members) == dist.get_world_size()
+        made = dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout),
+            backend="gloo",
+            use_local_synchronization=not self._may_end,
+        )
+        assert isinstance(made, dist.ProcessGroup)  # every rank of the group is in it
+        self._group = WeakGroup(made)
+        self._links: dict[int, AcknowledgedLink] = {}
+        self._answers: deque[tuple[Any, torch.Tensor]] = deque()
+        self._is_closed = False
+
+    def to(self, peer: int, inbox: Inbox) -> AcknowledgedLink:
+        """The link to a rank. `inbox` is where it tells of room and of failures."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = AcknowledgedLink(self._group, self._rank, peer, self._timeout, inbox)
+        return link
+
+    def answer(self, peer: int) -> None:
+        """Tells a rank that a message of its own has arrived; any thread may."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        try:
+            self._answers.append((self._group().send([token], peer, TAG), token))
+        except RuntimeError as error:
+            raise explain(error, self._rank, peer, "an acknowledgement to leave", self._timeout) from None
+
+    def end(self) -> None:
+        """Ends a step: waits until all that was sent has arrived."""
+        for link in self._links.values():
+            link.drain()
+
+    def flush(self) -> None:
+        """Waits until what this rank answered has been taken."""
+        while self._answers:
+            work, _ = self._answers.popleft()
+            try:
+                work.wait(timedelta(seconds=self._timeout))
+            except RuntimeError as error:
+                what = "the last acknowledgements to be taken"
+                raise explain(error, self._rank, None, what, self._timeout) from None
+
+    def close(self) -> None:
+        """Ends the group, once.
+
+        One that its members alone made stays until torch.distributed ends. Such a group is named after its members
+        and after how many groups they know, so the next one of that name would find these addresses in the store.
+        """
+        if not self._is_closed and self._may_end and self._group.is_alive:
+            dist.destroy_process_group(self._group())
+        self._is_closed = True
