@@ -200,7 +200,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "steps": ("--steps 0", ["steps is 0", "at least 1"]),
     "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct or delegate"]),
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
-    "link depth of another transport": ("--link-depth 3", ["link_depth 3 is for --transport direct"]),
     "delegates of none": ("--delegates 3", ["delegates 3", "--transport delegate"]),
     "interfaces of none": ("--interfaces eth0", ["interfaces eth0", "--transport delegate"]),
     "delegates between threads": ("--transport delegate", ["processes", "--in-process"]),

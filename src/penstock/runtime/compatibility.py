@@ -170,7 +170,7 @@ OF_SCHEDULES = (
     ("updates as ops beside REDUCE ops", "each update sums over the replicas itself"),
     ("a parameter of a shared stage and of one on other ranks", "the ranks of the former have a part of it each"),
     ("sparse gradients that replicas, clipping or processes of a tie add up", "what these add up is dense"),
-    ("transport 'direct' with a depth that the order outgrows", "every rank would wait to send"),
+    ("links with a bound (depth) that the order outgrows", "every rank would wait to send"),
 )
 """What is refused of single schedules and models, and why."""
 

@@ -155,7 +155,7 @@ def train(
         _option("Conditions to inject, repeatable: 0:1=latency:30ms+loss:1%.", metavar="A:B=CONDITION"),
     ] = None,
     transport: Annotated[str | None, _option("host, direct, delegate or nccl.", "transport")] = None,
-    link_depth: Annotated[int | None, _option("Direct: messages that a link holds under way. [2]")] = None,
+    link_depth: Annotated[int | None, _option("Messages that a link holds under way. [direct: 2]")] = None,
     delegates: Annotated[int | None, _option("Delegate processes a direction; else by measured rates.")] = None,
     interfaces: Annotated[
         str | None, _option("Of this host, for delegates, the preferred one first.", metavar="NAME,NAME,...")

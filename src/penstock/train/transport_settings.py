@@ -25,7 +25,8 @@ class Travel:
     """How messages travel, and whether links are watched and answered.
 
     Attributes:
-        transport: see `ROUTES`. link_depth: messages that a direct link holds under way; None: the transport's own.
+        transport: see `ROUTES`. link_depth: messages that a link holds under way; None: 2 where it is direct,
+            else any number.
         delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
         interfaces: of this host, names or addresses apart by commas, the preferred one first: where one dies,
             delegated messages go by the next. None: see `DelegateOptions`.
@@ -46,10 +47,6 @@ class Travel:
     host_memory: str | None = None
 
     def __post_init__(self) -> None:
-        if self.link_depth is not None and self.transport != "direct":
-            raise SettingsError(
-                f"link_depth {self.link_depth} is for --transport direct, not {self.transport}; leave it out"
-            )
         for name in ("delegates", "interfaces"):
             if getattr(self, name) is not None and not self.may_delegate:
                 raise SettingsError(
