@@ -19,8 +19,8 @@ from penstock.control import replay
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.adapt import agent as helm
-from penstock.runtime.adapt import clock
 from penstock.runtime.adapt import rendezvous as meeting
+from penstock.runtime.mesh import clock
 from processes import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
