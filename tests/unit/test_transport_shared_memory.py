@@ -279,3 +279,47 @@ def test_memory_that_is_full_is_an_error_by_name() -> None:
     finally:
         for one in made:
             one.close()
+
+
+def test_sums_are_of_all_ranks_alike_whoever_comes_first() -> None:
+    """Some ranks are a sum ahead of others; every one has the terms of its own sum, in the order of the ranks."""
+    chain, draws = Chain(3, 2), torch.Generator().manual_seed(1)
+    made = ends(3, chain)
+    rows = [[torch.randn(5, generator=draws, dtype=torch.float64).tolist() for _ in range(3)] for _ in range(200)]
+
+    def work(rank: int) -> list[list[float]]:
+        return [made[rank].sum(row[rank]) for row in rows]
+
+    try:
+        wanted = [[(a + b) + c for a, b, c in zip(*row, strict=True)] for row in rows]
+        assert in_threads(3, work) == [wanted] * 3
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_sum_ends_with_its_deadline_or_with_the_rank_that_ended() -> None:
+    chain = Chain(2, 2)
+    made = ends(2, chain, timeout=0.2)
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0.2 s for a sum over all ranks from rank 1;"):
+            made[0].sum([1.0])
+    finally:
+        for one in made:
+            one.close()
+    made = ends(2, chain)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pidfd = os.pidfd_open(child.pid)
+    receiver = made[0]._receivers[1]
+    own, receiver.pidfd = receiver.pidfd, pidfd
+    child.kill()
+    child.wait()
+    try:
+        with pytest.raises(PeerLost, match=r"rank 0 lost its connection to rank 1, whose process has ended, while"):
+            made[0].sum([1.0])
+        assert made[1].sum([2.0]) == [3.0]
+    finally:
+        receiver.pidfd = own
+        os.close(pidfd)
+        for one in made:
+            one.close()

@@ -70,6 +70,7 @@ from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.send_recv import remove_communication
@@ -497,7 +498,8 @@ class Pipeline:
 
     def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
-        outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last)
+        memory = self._transport if isinstance(self._transport, SharedMemoryTransport) else None
+        outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last, memory)
         self._notices.note(self._helm.notices if self._helm is not None else ())
         result, following = outcome.share(batch, helm, self._notices)
         if following is not None:

@@ -1,4 +1,5 @@
-"""How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective.
+"""How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective,
+in memory where ranks share that.
 
     | losses, a microbatch each | type of the first | new notices | digest of the batch and offers, a rank each |
 
@@ -22,6 +23,8 @@ from penstock.runtime.mesh.consistency import require_same
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
+from penstock.runtime.transport.shared_sums import ROW
 from penstock.schedule.short_repr import short_repr
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -53,10 +56,13 @@ class StepEnd:
     Args:
         peers, replicas: the ranks of this pipeline; the processes with the same stages of its replicas.
         last: the runners of the last stage's copies that are in this process.
+        memory: the ranks' transport, where that is memory which they share, and sums too.
     """
 
-    def __init__(self, peers: Peers, replicas: Peers, last: Sequence[StageRunner]) -> None:
-        self._peers, self._replicas, self._last = peers, replicas, last
+    def __init__(
+        self, peers: Peers, replicas: Peers, last: Sequence[StageRunner], memory: SharedMemoryTransport | None = None
+    ) -> None:
+        self._peers, self._replicas, self._last, self._memory = peers, replicas, last, memory
 
     def share(
         self, batch: Microbatches, helm: Agent | None, notices: Notices
@@ -84,8 +90,7 @@ class StepEnd:
             row[digests + rank] = batch.digest
             if helm is not None:
                 row[offers + rank * size : offers + (rank + 1) * size] = helm.offer()
-        shared = self._peers.sum(torch.tensor(row, dtype=torch.float64))
-        row = shared.tolist()
+        row = self._summed(row)
         given = row[digests:offers]
         if given.count(given[0]) < num_ranks:
             require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
@@ -95,26 +100,33 @@ class StepEnd:
         if helm is not None:
             rows = [row[first : first + size] for first in range(offers, len(row), size)]
             following = helm.settle([Offer(*map(int, each)) for each in rows])
-        losses = self._of_all(shared[:num_microbatches], batch).to(_LOSS_TYPES[int(row[num_microbatches])])
+        losses = self._of_all(row[:num_microbatches], batch, _LOSS_TYPES[int(row[num_microbatches])])
         replicas = self._replicas.num_ranks
         sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
         total = windows.mean() if len(sums) > 1 else sums[0].clone()
         return StepResult(total, losses, window_losses=windows), None if following is None else following.made
 
-    def _of_all(self, losses: Tensor, batch: Microbatches) -> Tensor:
+    def _summed(self, row: list[float]) -> list[float]:
+        """The sum of every rank's row."""
+        if self._memory is not None and len(row) <= ROW:
+            return self._memory.sum(row)
+        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64)).tolist()
+        return summed
+
+    def _of_all(self, losses: list[float], batch: Microbatches, dtype: torch.dtype) -> Tensor:
         """The losses of all replicas' microbatches, in the order of the whole batch."""
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return losses
+            return torch.tensor(losses, dtype=dtype)
         mine = self._replicas.here[0]
         shared = torch.zeros(replicas, size + 1, dtype=torch.float64)
-        shared[mine, :size], shared[mine, size] = losses, batch.digest
+        shared[mine] = torch.tensor([*losses, batch.digest], dtype=torch.float64)
         shared = self._replicas.sum(shared)
         require_same(
             [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
         )
-        return torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
+        return torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows]).to(dtype)
 
 
 def _sum(losses: Tensor) -> Tensor:

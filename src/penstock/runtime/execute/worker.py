@@ -59,7 +59,7 @@ class Worker:
         self.transport = transport
         self._local: dict[Edge, Payload] = {}
         self._unsent: deque[tuple[Edge, int, Payload]] = deque()
-        self._number = wiring.numbers(rank)
+        self._number, self._stations = wiring.numbers(rank), wiring.stations
         self._meeting = meeting
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
@@ -89,14 +89,14 @@ class Worker:
     def run_ready(self) -> bool:
         """Runs ops until the next one must wait; returns whether anything moved."""
         moved = False
-        number, meeting = self._number, self._meeting
+        number, meeting, arrivals = self._number, self._meeting, self.transport.arrivals
         while True:
             while self._unsent:
                 if not self.transport.send(*self._unsent[0]):
                     return moved
                 self._unsent.popleft()
                 moved = True
-            for edge in self.transport.arrivals():
+            for edge in arrivals():
                 self.dispatcher.arrive(number[edge.consumer])
                 moved = True
             if self._stream is not None and self._go_on_apart(self._stream):
@@ -182,11 +182,11 @@ class Worker:
         return alone or self._meeting.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
-        station = self._wiring.stations[number]
-        op, local, transport, dispatcher = station.op, self._local, self.transport, self.dispatcher
-        inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in station.taken]
-        if station.num_tokens:
-            del inputs[-station.num_tokens :]
+        op, _, _, _, _, taken, num_tokens, sent = station = self._stations[number]
+        local, transport, dispatcher = self._local, self.transport, self.dispatcher
+        inputs = [transport.take(edge) if is_remote else local.pop(edge) for edge, is_remote in taken]
+        if num_tokens:
+            del inputs[-num_tokens:]
         if (held := dispatcher.held) > self.peak_held:
             self.peak_held = held
         start = perf_counter_ns()
@@ -197,7 +197,7 @@ class Worker:
             raise
         self.recorder.times.append((op, self._backend.began or start, perf_counter_ns()))
         del inputs
-        for place, edge, target, is_local in station.sent:
+        for place, edge, target, is_local in sent:
             payload = TOKEN if place < 0 else outputs[place]
             if is_local:
                 local[edge] = payload

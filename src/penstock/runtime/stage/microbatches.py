@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
@@ -39,7 +40,7 @@ class Microbatches:
         inputs: by the stage that they go into, one entry a microbatch of it.
         targets: one entry a microbatch of the stage with the loss, whose microbatches scales and windows count too;
             all None without a loss.
-        scales: weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
+        weighed: gives the weight of each microbatch's loss, see `scales`.
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
@@ -47,18 +48,26 @@ class Microbatches:
             microbatches for each, one replica's after those of the one before.
     """
 
-    inputs: Mapping[int, list[Any]]
-    targets: list[Any]
-    scales: list[float]
+    inputs: Mapping[int, Sequence[Any]]
+    targets: Sequence[Any]
+    weighed: Callable[[], list[float]]
     signatures: list[Signature]
     digest: int
     windows: tuple[range, ...]
     replica: int = 0
 
     def __len__(self) -> int:
-        return len(self.scales)
+        return len(self.targets)
 
-    def into(self, stage: int) -> list[Any]:
+    @cached_property
+    def scales(self) -> list[float]:
+        """The weight of each microbatch's loss; they sum to 1 (0 where nothing has weight).
+
+        Where several processes have the batch, the one with the loss alone works them out.
+        """
+        return self.weighed()
+
+    def into(self, stage: int) -> Sequence[Any]:
         """What goes into a stage that no other feeds."""
         return self.inputs[stage]
 
@@ -73,21 +82,47 @@ class Microbatches:
         if num_replicas == 1:
             return self
 
-        def part(values: list[Any]) -> list[Any]:
+        def part(values: Sequence[Any]) -> list[Any]:
             if len(self.windows) == 1:
                 return _dealt(values, replica, num_replicas)
             return [value for w in self.windows for value in _dealt(values[w.start : w.stop], replica, num_replicas)]
 
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
-        scales = part(self.scales)
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
-        return Microbatches(inputs, targets, scales, signatures, self.digest, windows, replica)
+        return Microbatches(inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica)
 
 
-def _dealt(values: list[Any], replica: int, num_replicas: int) -> list[Any]:
+def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
     size = len(values) // num_replicas
-    return values[replica * size : (replica + 1) * size]
+    return list(values[replica * size : (replica + 1) * size])
+
+
+class CutTensor(Sequence[Tensor]):
+    """A tensor's microbatches, as even as possible, the larger ones first; cut where one is first asked for, as most
+    ranks of a pipeline ask for none.
+    """
+
+    def __init__(self, tensor: Tensor, num: int) -> None:
+        self._tensor, self._num = tensor, num
+        self._parts: Sequence[Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, place: Any) -> Any:
+        if self._parts is None:
+            self._parts = self._tensor.tensor_split(self._num)
+        return self._parts[place]
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """Of each part."""
+        (size, *rest), dtype = self._tensor.shape, self._tensor.dtype
+        least, larger = divmod(size, self._num)
+        if not larger:
+            return [(((least, *rest), dtype),)] * self._num
+        return [(((least + (m < larger), *rest), dtype),) for m in range(self._num)]
 
 
 def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
@@ -99,7 +134,7 @@ def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
     return sizes.pop()
 
 
-def split(value: Any, num_microbatches: int, what: str) -> list[Any]:
+def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
     """Cuts a batch along dimension 0, as evenly as possible, the larger microbatches first.
 
     A list is taken as cut already, one entry a microbatch.
@@ -123,6 +158,8 @@ def split(value: Any, num_microbatches: int, what: str) -> list[Any]:
             f"a batch of {num_samples} samples can't be cut into {num_microbatches} microbatches; "
             f"give at least {num_microbatches} samples or build a schedule with fewer microbatches"
         )
+    if skeleton == 0 and type(value) is Tensor:
+        return CutTensor(value, num_microbatches)
     parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
     return [unflatten([p[m] for p in parts], skeleton) for m in range(num_microbatches)]
 
@@ -136,7 +173,7 @@ def num_entries(value: Any) -> int:
 
 
 def weigh(
-    inputs: list[Any], targets: list[Any], loss_fn: Callable[..., Tensor] | None, windows: Sequence[range]
+    inputs: Sequence[Any], targets: Sequence[Any], loss_fn: Callable[..., Tensor] | None, windows: Sequence[range]
 ) -> list[float]:
     """Each microbatch's share in the loss of its window.
 
@@ -229,17 +266,25 @@ def cut_batch(
     cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
     if targets is not None:
         _require_matching(given[first], cut_inputs, targets, cut_targets)
-    scales = weigh(cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
-    leaves = [[flatten(value)[0] for value in values] for values in cut.values()]
-    signatures = [
+    digest = batch_digest(*given.values(), targets) if digested else 0
+    weighed = partial(weigh, cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
+    batch = Microbatches(cut, cut_targets, weighed, _signatures(list(cut.values())), digest, windows)
+    if not digested or len(windows) > 1:
+        _ = batch.scales  # before the step, on every rank: some window may weigh nothing
+    return batch
+
+
+def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:
+    if len(cut) == 1 and isinstance(cut[0], CutTensor):
+        return cut[0].signatures
+    leaves = [[flatten(value)[0] for value in values] for values in cut]
+    return [
         tuple((tuple(t.shape), t.dtype) for each in leaves if m < len(each) for t in each[m])
         for m in range(max(map(len, leaves)))
     ]
-    digest = batch_digest(*given.values(), targets) if digested else 0
-    return Microbatches(cut, cut_targets, scales, signatures, digest, windows)
 
 
-def _require_matching(inputs: Any, cut_inputs: list[Any], targets: Any, cut_targets: list[Any]) -> None:
+def _require_matching(inputs: Any, cut_inputs: Sequence[Any], targets: Any, cut_targets: Sequence[Any]) -> None:
     """Raises RuntimeFailure where samples have no target, or targets no sample; what was cut already on both sides is
     its user's.
     """

@@ -194,6 +194,8 @@ class StageRunner:
         self._buffers.begin()
         self.losses.clear()
         self.results.clear()
+        if self._is_last and self._loss_fn is not None:
+            _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
 
     def end(self) -> None:
         """Ends a step, however it went: lets go of the batch and of what was held."""

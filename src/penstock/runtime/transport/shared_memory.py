@@ -33,13 +33,12 @@ from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
+from penstock.runtime.transport.shared_sums import LOOK, SUM_WORDS, SharedSums
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
 RING = 1024
 """Messages that a rank may have sent to another without that one having looked; the next ones wait at the sender."""
-LOOK = 0.5
-"""Seconds after which a rank that sleeps looks up, whatever was said."""
 KEPT_PLANS = 16
 """Kinds of steps of which it is remembered what they bring."""
 TRIMMED = 1 << 16
@@ -47,7 +46,8 @@ TRIMMED = 1 << 16
 
 _WORD = 8
 _ASLEEP, _NONCE, _HEAD = 0, 8, 16
-"""Words of a rank's memory: whether it sleeps, what tells it from other memory; then come its rings."""
+"""Words of a rank's memory: whether it sleeps, what tells it from other memory; then come its rings, and its rows of
+sums."""
 _WRITTEN, _READ, _WANTED, _ENTRIES = 0, 8, 9, 16
 """Words of a ring: how many messages were put in; how many were taken out, and whether the sender waits until one is
 used; then the places of slots."""
@@ -92,6 +92,10 @@ class PeerMemory:
         self.map = mmap(descriptor, span, flags=MAP_SHARED)
         self.words = memoryview(self.map).cast("q")
         self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def numbers(self, start: int, size: int) -> memoryview[float]:
+        """Some of its words, as floating-point numbers."""
+        return memoryview(self.map)[start * _WORD : (start + size) * _WORD].cast("d")
 
     def ring(self, target: int) -> memoryview:
         """The ring of messages to a rank."""
@@ -220,10 +224,13 @@ class SharedMemoryTransport:
         self._next = own.first_slot
         self._log = CrossingLog()
         self._opened: list[int] = []
+        self._sums: SharedSums | None = None
         try:
             for peer, address in enumerate(addresses):
                 if peer != rank:
                     self._meet(peer, address)
+            start = _HEAD + len(addresses) * _RING_WORDS
+            self._sums = SharedSums(rank, own, self._senders, self._receivers, start, timeout, _fence)
         except BaseException:
             self.close()
             raise
@@ -309,6 +316,8 @@ class SharedMemoryTransport:
         self._ready.clear()
         self._routes.clear()
         self._channels.clear()
+        if self._sums is not None:
+            self._sums.close()
         for sender in self._senders.values():
             sender.ring.release()
             sender.asleep.release()
@@ -319,6 +328,11 @@ class SharedMemoryTransport:
         for descriptor in self._opened:
             os.close(descriptor)
         self._own.close()
+
+    def sum(self, row: Sequence[float]) -> list[float]:
+        """The sum of every rank's row of numbers, the same everywhere; see `SharedSums`."""
+        assert self._sums is not None
+        return self._sums.sum(row)
 
     # Sending.
 
@@ -587,7 +601,7 @@ class OwnMemory:
     def __init__(self, num_ranks: int, span: int | None = None) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory that processes could share by descriptors")
-        self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS) * _WORD // PAGESIZE) * PAGESIZE
+        self.first_slot = -(-(_HEAD + num_ranks * _RING_WORDS + SUM_WORDS) * _WORD // PAGESIZE) * PAGESIZE
         self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
         self._descriptors = [os.memfd_create("penstock-shared")]
         try:
@@ -600,6 +614,7 @@ class OwnMemory:
         self._descriptors += [self.pipe, self.wake]
         self._nonce = int.from_bytes(os.urandom(7))
         self.memory.words[_NONCE] = self._nonce
+        self.asleep = self.memory.words[_ASLEEP : _ASLEEP + 1]
         self._polled: dict[int, None] = {}
         self._poll = select.poll()
 
@@ -619,6 +634,7 @@ class OwnMemory:
         return {descriptor for descriptor, _ in self._poll.poll(max(1, int(seconds * 1e3)))}
 
     def close(self) -> None:
+        self.asleep.release()
         self.memory.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
