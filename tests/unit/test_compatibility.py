@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from torch import nn
 import penstock as ps
 import tie_runs
 from packed import packed
+from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import REFUSALS, Combination, page, refusal_of, require_compatible, steered
+from tied_updates_loop import unlike_the_loop
 
 FAMILIES = {
     "1f1b": ps.build("1f1b", 4, 8),
@@ -70,7 +73,7 @@ def test_a_refusal_names_the_schedule_both_features_the_reason_and_a_way_out() -
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("amdp", {"dispatch": "dynamic"}), ("pipedream-2bw", {"dispatch": "hinted"}), ("xpipe", {})],
+    [("xpipe", {}), ("xpipe", {"sharding": "copies"})],
 )
 def test_what_the_table_refuses_is_refused_where_a_pipeline_is_made(family: str, options: dict[str, Any]) -> None:
     schedule = FAMILIES[family]
@@ -104,3 +107,30 @@ def test_what_steering_may_do_to_a_schedule(family: str, planned: bool, dispatch
     options = steered(FAMILIES[family], ps.AdaptOptions())
     assert options is not None
     assert (options.may_replan, bool(options.dispatches), options.may_delegate) == (planned, dispatched, True)
+
+
+@pytest.mark.xfail(strict=True, reason="updates as ops run frozen alone")
+@pytest.mark.parametrize("family", ["amdp", "pipedream", "pipedream-2bw"])
+def test_updates_run_under_any_dispatch_and_links(family: str) -> None:
+    """Whatever is late, every op meets the weights that the order says, those that stages share among them."""
+    schedule = ps.build(family, 4, 16, window=1 if family == "pipedream" else 4)
+    for dispatch, delays in [
+        ("dynamic", (0, 0, 0)),
+        ("dynamic", (2, 0, 3)),
+        ("hinted", (0, 4, 1)),
+        ("auto", (1, 0, 0)),
+    ]:
+        links = ps.Links({(rank, rank + 1): float(ms) for rank, ms in enumerate(delays) if ms})
+        assert not unlike_the_loop(schedule, tie_runs.ADAM, dispatch=dispatch, links=links, num_steps=2)
+
+
+@pytest.mark.xfail(strict=True, reason="updates as ops run frozen alone")
+def test_dispatch_of_a_schedule_with_updates_is_switched_while_it_runs_and_its_order_is_not() -> None:
+    schedule = FAMILIES["amdp"]
+    model = tie_runs.tied_model(4)
+    pipe = ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=tie_runs.ADAM)
+    pipe.reconfigure(replace(pipe.configuration, dispatch=Dispatch.DYNAMIC))
+    assert pipe.dispatch is Dispatch.DYNAMIC
+    with pytest.raises(RuntimeFailure, match="updates in the order, which nothing may change"):
+        pipe.reconfigure(replace(pipe.configuration, schedule=ps.build("amdp", 4, 16, window=4, max_mismatch=0)))
+    pipe.close()
