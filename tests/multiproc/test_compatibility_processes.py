@@ -17,6 +17,10 @@ MENDED = {
     "a follower waits for a decision where asynchronous ops alone are left": Cell(
         "chimera", mesh="pp 2 tp 2", dispatch="dynamic", asynchronous="note"
     ),
+    "replicas make updates in orders of their own": Cell(
+        "amdp", mesh="pp 2 dp 2", dispatch="dynamic", transport="late links", tied=True
+    ),
+    "updates of four ranks run frozen": Cell("amdp", mesh="pp 4", dispatch="hinted", transport="gloo", tied=True),
 }
 """By the mistake, cells that went wrong."""
 

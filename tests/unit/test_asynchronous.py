@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import asynchronous_runs as runs
 import penstock as ps
-from packed import packed
 from penstock.runtime import RuntimeFailure
 
 RUNS = runs.RUNS
@@ -191,23 +190,6 @@ def test_losses_are_weighed_in_their_window() -> None:
         result.window_losses, result.losses.reshape(4, 4).sum(1)
     )
     assert torch.equal(result.loss, result.window_losses.mean())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dispatch": "dynamic"}, "amdp has its updates in the order, which says what each op meets; run it frozen"),
-    ],
-)
-def test_what_does_not_go_with_updates_is_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(RuntimeFailure, match=message):
-        ps.Pipeline(
-            runs.model_of(4),
-            ps.build("amdp", 4, 8, window=8),
-            loss_fn=runs.MSE,
-            optimizer=runs.ADAM,
-            **packed(**options),
-        )
 
 
 def test_what_a_step_refuses() -> None:

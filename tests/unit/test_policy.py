@@ -11,7 +11,6 @@ import penstock as ps
 from penstock.cost import Links
 from penstock.cost.links import Lines
 from penstock.dispatch import Dispatch, Policy
-from penstock.runtime import RuntimeFailure
 from penstock.runtime.execute.active_plan import dispatch_of
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation.auto import POLICIES, choose_policy, jittered
@@ -150,9 +149,7 @@ def test_the_runtime_chooses_too_and_refuses_to_wait_by_name() -> None:
     assert dispatch_of("auto", schedule, costs, host, HALF_A_MS) is Dispatch.FROZEN
     assert dispatch_of("auto", schedule, costs, TransportChoice("nccl")) is Dispatch.FROZEN
     asynchronous = ps.build("amdp", 4, 8, window=4)
-    assert dispatch_of("auto", asynchronous, None, host) is Dispatch.FROZEN
-    with pytest.raises(RuntimeFailure, match="run it frozen"):
-        dispatch_of("hinted", asynchronous, None, host)
+    assert dispatch_of("hinted", asynchronous, None, host) is Dispatch.HINTED
     with pytest.raises(ps.ScheduleError, match="policies that wait are for"):
         ps.emulate(schedule, costs, dispatch="hinted:0.5")
     with pytest.raises(ps.ScheduleError, match="give 'frozen', 'hinted' or 'dynamic'"):

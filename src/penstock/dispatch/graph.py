@@ -175,7 +175,7 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     edges = _needed(schedule, number, rank)
     _check_closed(number, edges)
     between: Iterator[tuple[int, int]]
-    pairs = [*edges, *_accumulation_order(schedule), *_version_order(schedule), *extra]
+    pairs = [*edges, *_accumulation_order(schedule), *version_order(schedule), *extra]
     pairs += [] if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
     if numbers or schedule.asynchronous:
         between = _between_gangs(schedule, pairs, number, numbers, rank)
@@ -356,11 +356,14 @@ def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:
     return edges
 
 
-def _version_order(schedule: Schedule) -> list[tuple[Op, Op]]:
+def version_order(schedule: Schedule, bringing: Collection[Op] = ()) -> list[tuple[Op, Op]]:
     """Edges that keep the ops of a copy of a stage on their side of the copy's updates, whatever the dispatch.
 
     Which version of the parameters an op meets is part of the order: so runs are equal to the last bit, and what
     was proved of the mismatch stays true.
+
+    Args:
+        bringing: other ops that bring new values with them, and that ops keep on their side of, too.
     """
     if schedule.updates is None:
         return []
@@ -370,8 +373,10 @@ def _version_order(schedule: Schedule) -> list[tuple[Op, Op]]:
         last: dict[tuple[int, int], Op] = {}
         for op in row:
             copy = op.stage, schedule.pipeline_of(op)
-            if op.kind == UPDATE:
+            if op.kind == UPDATE or op in bringing:
                 edges.extend((before, op) for before in since.pop(copy, ()))
+                if copy in last and (op in bringing or last[copy] in bringing):
+                    edges.append((last[copy], op))
                 last[copy] = op
             else:
                 since.setdefault(copy, []).append(op)

@@ -99,13 +99,6 @@ REFUSALS = (
     ),
     Refusal(
         UPDATES,
-        "dispatch other than frozen",
-        "the order says which weights each op meets",
-        "run it frozen",
-        lambda c: c.has_updates and c.dispatch != "frozen",
-    ),
-    Refusal(
-        UPDATES,
         "links made late, with replicas whose ranks share a process",
         "late links change when these ranks take turns, and so in which order updates come, which all replicas have "
         "to make alike",
@@ -275,13 +268,11 @@ def require_dense(
 
 
 def steered(schedule: Schedule, steering: AdaptOptions | None) -> AdaptOptions | None:
-    """What steering may do to a schedule. Every one is measured, and its links may be delegated. Its order is changed
-    where that can be planned, and its dispatch where the order does not say which weights an op meets.
+    """What steering may do to a schedule. Every one is measured, its dispatch may be changed and its links delegated;
+    its order is changed where that can be planned.
     """
     if steering is None:
         return None
-    if schedule.updates is not None:
-        steering = replace(steering, dispatches=())
     return replace(steering, may_replan=steering.may_replan and why_not_replanned(schedule) is None)
 
 

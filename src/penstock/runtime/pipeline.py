@@ -41,7 +41,7 @@ from penstock.runtime.execute.active_plan import (
     start_of,
 )
 from penstock.runtime.execute.enable_split import deferred_shares, little_deferred, split_stages, stay_on_device
-from penstock.runtime.execute.lockstep import Lockstep
+from penstock.runtime.execute.lockstep import lockstep_of
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.execute.plan import StepPlan
 from penstock.runtime.execute.step_executor import StepExecutor
@@ -223,9 +223,9 @@ class Pipeline:
             updating, here = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
             conditions = None if links is None else Conditions(links)
-            shards = None if place.shards is None else Lockstep(place.shards.get_group(), timeout)
+            together = lockstep_of(place, schedule.updates is not None, timeout)
             self._ranks = StepExecutor(
-                schedule, held, here, loss_fn, precision.autocast, calls, updating, self._choice, conditions, shards
+                schedule, held, here, loss_fn, precision.autocast, calls, updating, self._choice, conditions, together
             )
             self._split_stages()
             self._notices.share()
@@ -315,7 +315,7 @@ class Pipeline:
                 run it, or the run is steered.
         """
         self._life.require_open()
-        require_free(self.schedule, self._helm is not None)
+        require_free(self._helm is not None)
         then = self._ready(configuration)
         told = [{"configuration": digest} for digest in self._peers.gather(configuration.digest)]
         require_same(told, "every rank must switch to the same")

@@ -81,11 +81,6 @@ def check_updates(settings: RunSettings) -> None:
     if not (named and settings.is_asynchronous):
         _check_none(settings)
         return
-    if settings.dispatch != "frozen":
-        raise SettingsError(
-            f"{settings.schedule} runs in the order in which its updates are proved, so dispatch is frozen, not "
-            f"{settings.dispatch}; leave out --dispatch"
-        )
     passes = settings.passes
     if not passes.fits:
         whole = passes.num_microbatches

@@ -103,14 +103,10 @@ def running(
     )
 
 
-def require_free(schedule: Schedule, steered: bool) -> None:
+def require_free(steered: bool) -> None:
     """Raises RuntimeFailure where what runs is not its user's to switch."""
     if steered:
         raise RuntimeFailure("this run is steered, which switches it; leave adapt out to switch it yourself")
-    if schedule.updates is not None:
-        raise RuntimeFailure(
-            f"{schedule.name} has its updates in the order, which nothing may change; start a new pipeline"
-        )
 
 
 def require_switchable(then: Schedule, now: Schedule) -> None:
@@ -118,9 +114,15 @@ def require_switchable(then: Schedule, now: Schedule) -> None:
 
     Raises:
         ScheduleError: it is not valid.
-        RuntimeFailure: it has another placement, stage graph or number of microbatches than what runs.
+        RuntimeFailure: it has another placement, stage graph or number of microbatches than what runs, or another
+            order where updates are in it.
     """
     check(then)
+    if now.updates is not None and (then.order, then.updates) != (now.order, now.updates):
+        raise RuntimeFailure(
+            f"{now.name} has its updates in the order, which nothing may change; start a new pipeline, or switch its "
+            "dispatch alone"
+        )
     for name, what in (
         ("num_microbatches", "number of microbatches"),
         ("placement", "placement"),
@@ -152,13 +154,8 @@ def dispatch_of(
         ScheduleError: another word, or a policy that waits.
     """
     if given != AUTO:
-        dispatch = as_dispatch(given)
-        if schedule.updates is not None and dispatch.is_dynamic:
-            raise RuntimeFailure(
-                f"{schedule.name} has its updates in the order, which says what each op meets; run it frozen"
-            )
-        return dispatch
-    if schedule.updates is not None or choice.name == "nccl":
+        return as_dispatch(given)
+    if choice.name == "nccl":
         return Dispatch.FROZEN
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
     found = choose_policy(

@@ -1,4 +1,5 @@
-"""Processes that hold shards of the same stages take the same decisions: the first decides, the others follow.
+"""Processes whose ops wait for one another take the same decisions: the first decides, the others follow. Shards of
+the same stages do, and replicas where updates are ops, each of which sums over them.
 
     shard 0 | picks W3 -> runs W3 | picks F7 -> runs F7      by what has come in here
                  |                     |
@@ -23,6 +24,9 @@ import torch.distributed as dist
 
 from penstock.dispatch import Dispatch, Dispatcher, Graph
 from penstock.runtime.mesh.failure import explain
+from penstock.runtime.mesh.groups import groups_of_processes
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.mesh.weak_group import WeakGroup
 
 _TAG = 1
@@ -114,6 +118,22 @@ class Lockstep:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise explain(error, self._rank, peer, what, self._timeout) from None
+
+
+def lockstep_of(mesh: ProcessMesh, has_updates: bool, timeout: float) -> Lockstep | None:
+    """The processes that decide together with this one; None where it decides alone. All of the mesh must call it.
+
+    Args:
+        has_updates: the schedule has updates as ops.
+    """
+    if not has_updates or not isinstance(mesh.replicas, GroupPeers):
+        return None if mesh.shards is None else Lockstep(mesh.shards.get_group(), timeout)
+    if mesh.shards is None:
+        return Lockstep(mesh.replicas.group, timeout)
+    holders = mesh.holders.mesh.flatten().tolist()
+    group = groups_of_processes({None: holders}, timeout, whole=False)[None]
+    assert group is not None  # this process is one of them
+    return Lockstep(group, timeout)
 
 
 class Leading(Dispatcher):

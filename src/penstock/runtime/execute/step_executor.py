@@ -44,7 +44,7 @@ class StepExecutor:
         calls: of each registered op its function and what that is told.
         updating: the updates that are ops; None where there are none.
         choice, conditions: how messages travel, and what is injected into links.
-        shards: those who hold these ranks' stages together, and so decide together; None where there are none.
+        together: those who decide together with this process; None where there are none.
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
@@ -62,9 +62,9 @@ class StepExecutor:
         updating: Updating | None,
         choice: TransportChoice,
         conditions: Conditions | None,
-        shards: Lockstep | None,
+        together: Lockstep | None,
     ) -> None:
-        self._shards = shards
+        self._together = together
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         self._choice, self._conditions = choice, conditions
         self._num_ranks, end = schedule.num_ranks, end_of(schedule.graph)
@@ -99,13 +99,14 @@ class StepExecutor:
             transport: between processes; None where all ranks are here.
         """
         # Forwards alone hold nothing, so nothing would keep a dynamic rank from taking in all messages at once.
-        # Of shards, ranks that are all in one process would have to take turns alike too; nothing comes late to them.
-        is_free = settings.training and (transport is not None or self._shards is None)
+        # Where processes decide together, ranks that are all in one would have to take turns alike too; nothing comes
+        # late to them.
+        is_free = settings.training and (transport is not None or self._together is None)
         dispatch = running.dispatch if is_free else Dispatch.FROZEN
         local_transport, pause = local_transports(self._num_ranks, self._conditions)
         graph = plan.wiring.graph
         meeting = Gang(graph) if transport is None and graph.gang_ops else None
-        together = self._shards if dispatch.is_dynamic else None
+        together = self._together if dispatch.is_dynamic else None
         decides = Dispatcher if together is None else together.dispatcher
         workers: list[Worker] = []
         for rank in self._ranks:

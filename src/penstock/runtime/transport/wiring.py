@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.dispatch import Graph, lower
+from penstock.dispatch.graph import version_order
 from penstock.runtime.tensors.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
@@ -177,7 +178,10 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
                     for m in range(schedule.num_microbatches)
                 ]
         edges += _tied_values(schedule, number, tied_stages)
-    graph = lower(schedule, extra=[(edge.producer, edge.consumer) for edge in edges if edge.slot])
+    extra = [(edge.producer, edge.consumer) for edge in edges if edge.slot]
+    if bringing := {edge.consumer for edge in edges if edge.is_tied_value}:
+        extra += version_order(schedule, bringing)
+    graph = lower(schedule, extra=extra)
     edges += _updating(schedule, number, len(tied_stages))
     together = ranks_together(schedule)
 
