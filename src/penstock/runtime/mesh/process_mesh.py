@@ -12,7 +12,7 @@ everyone   all of the mesh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, MeshPeers, Peers
 PIPELINE, REPLICAS, SHARDS = "pp", "dp", "tp"
 SHARDINGS = ("none", "zero1", "fsdp")
 """What replicas keep in parts: nothing, the optimizer's state, or that and parameters and gradients."""
+_NOBODY_WAITS: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,20 @@ class ProcessMesh:
     sharding: str = SHARDINGS[0]
     timeout: float = 60.0
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Around what may wait inside torch's own ops for others that hold parts of a stage.
 
         Raises:
             DeadlineExceeded, PeerLost: one of them is late or gone.
         """
+        return self._waiting() if self.has_parts or self.shards is not None else _NOBODY_WAITS
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if not (self.has_parts or self.shards is not None) or not is_of_a_group(error):
+            if not is_of_a_group(error):
                 raise
             raise explain(error, self.everyone.here[0], None, "parts of a stage", self.timeout) from None
 

@@ -32,10 +32,11 @@ class GraphInputs:
         self._given = given
         self._places: Sequence[int] = range(len(given))
         self._passed: list[tuple[Tensor, Tensor, int, int]] = []
-        self._versions = [0] * len(given)
-        self.grads: list[Tensor | None] = [None] * len(given)
-        self.changed = [False] * len(given)
-        self.tensors: tuple[Tensor, ...] = _Enter.apply(_ANCHOR, self) if given else ()
+        size = len(given)
+        self._versions = [0] * size
+        self.grads: list[Tensor | None] = [None] * size
+        self.changed = [False] * size
+        self.tensors: tuple[Tensor, ...] = _enter(_ANCHOR, self) if given else ()
 
     def renew(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Has autograd make views of some of the tensors again, each when it is used next.
@@ -62,7 +63,7 @@ class GraphInputs:
 
     def entering(self) -> tuple[Tensor, ...]:
         # `.data`, as a view would refuse changes in place.
-        return tuple(tensor.data for tensor in self._given)
+        return tuple([tensor.data for tensor in self._given])
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         for place, grad in zip(self._places, grads, strict=True):
@@ -118,6 +119,10 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         ctx.entry.take(grads)
         return None, None
+
+
+# Past what `Function.apply` looks for in Python: transforms of torch.func, of which none is there between stages.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
 
 
 def exits(output: Tensor) -> Tensor:

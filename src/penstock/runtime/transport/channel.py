@@ -130,7 +130,7 @@ def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[E
     return [ExpectedMessages(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
 
 
-@dataclass
+@dataclass(slots=True)
 class Posted:
     """A receive under way.
 
@@ -162,7 +162,7 @@ class Known:
         return self.spare.pop() if self.spare else self.make(self.spec)
 
 
-@dataclass
+@dataclass(slots=True)
 class Incoming:
     """The receiving end of a channel.
 
@@ -192,12 +192,12 @@ class Incoming:
 class Sent(NamedTuple):
     """A message not known to have been taken: all its sends, and the packet to use again."""
 
-    works: list[Any]
+    works: Sequence[Any]
     packet: Packet
     known: Known
 
 
-@dataclass
+@dataclass(slots=True)
 class Outgoing:
     """The sending end of a channel.
 

@@ -55,6 +55,8 @@ from penstock.runtime.transport.wire_format import (
 
 AHEAD = 2
 """Receives posted ahead in each channel: one being filled and one more, so that no sender waits to start."""
+KEPT_PLANS = 16
+"""Kinds of steps of which it is remembered what they bring."""
 MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
 
@@ -94,6 +96,8 @@ class GlooTransport:
         self._outgoing: dict[tuple[ChannelKey, int], Outgoing] = {}
         self._routes: dict[tuple[Edge, int], tuple[Outgoing, int]] = {}
         self._ready: dict[Edge, Payload] = {}
+        self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[Edge, Incoming]]] = {}
+        self._channels: Mapping[Edge, Incoming] = {}
         self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
@@ -114,11 +118,9 @@ class GlooTransport:
         self._tag_shift = self._tags.shift(digest)
         self._signatures, self._threaded, self._window = signatures, threaded, window
         self._arrival_limit = self._limit * THREADS_WAIT if threaded else self._limit
-        for key, peer, messages in expected:
-            channel = self._incoming.get(key)
-            if channel is None:
-                channel = self._incoming[key] = Incoming(key, peer)
-                self._acquaint(key.reverse(), peer)
+        self._channels = self._channels_of(expected)
+        for key, _, messages in expected:
+            channel = self._incoming[key]
             channel.waiting.extend(messages)
             used = {signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.known for signature in used)
@@ -132,6 +134,22 @@ class GlooTransport:
                 thread.start()
             else:
                 self._post(channel, wait_for_headers=False)
+
+    def _channels_of(self, expected: Sequence[ExpectedMessages]) -> Mapping[Edge, Incoming]:
+        """The channel of each message that a step brings; worked out once for each kind of step."""
+        known, channels = self._plans.get(id(expected), (None, {}))
+        if known is not expected:
+            if len(self._plans) > KEPT_PLANS:
+                self._plans.clear()
+            channels = {}
+            for key, peer, messages in expected:
+                channel = self._incoming.get(key)
+                if channel is None:
+                    channel = self._incoming[key] = Incoming(key, peer)
+                    self._acquaint(key.reverse(), peer)
+                channels.update((edge, channel) for edge, _ in messages)
+            self._plans[id(expected)] = expected, channels
+        return channels
 
     def end(self) -> None:
         """Ends a step: returns when all that was sent has been taken."""
@@ -172,27 +190,38 @@ class GlooTransport:
             self._release(channel, channel.taken + 1)
         signature = self._signatures[edge.consumer.microbatch]
         known = channel.known.get(signature)
-        header: list[Tensor] = []
-        if known is None:
-            known = channel.known[signature] = self._known(channel, WireSpec.of(payload))
-            header = pack_header(signature, known.spec)
-        promised = packet = known.packet()
-        if not known.spec.fits(payload):
-            # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
-            known = self._known(channel, WireSpec.of(payload))
-            packet = known.packet()
+        if known is None or not known.spec.fits(payload):
+            self._introduce(channel, known, signature, tag, payload)
+            return True
+        packet = known.packet()
         packet.pack(payload)
-        received = channel.answers.received if channel.answers is not None else 0
-        preamble = Preamble(tag, self._step, received, sent=perf_counter_ns())  # copied from where it was made
-        works = [self._isend(part, target, self._tags.header(channel.key)) for part in header]
-        if promised is not packet:
+        packet.announce(self._preamble(channel, tag))
+        channel.under_way.append(Sent((self._send_packet(channel, packet, tag),), packet, known))
+        return True
+
+    def _introduce(self, channel: Outgoing, known: Known | None, signature: str, tag: int, payload: Payload) -> None:
+        """Sends a message of a spec that the receiver does not know, or expects no more."""
+        fresh = self._known(channel, WireSpec.of(payload))
+        packet, header = fresh.packet(), pack_header(signature, fresh.spec)
+        packet.pack(payload)
+        preamble = self._preamble(channel, tag)
+        if known is None:
+            channel.known[signature] = fresh
+            works = [self._isend(part, channel.peer, self._tags.header(channel.key)) for part in header]
+        else:
+            # Not what the shapes promised: a message of the size the receiver waits for says so, the rest follows.
+            promised = known.packet()
             promised.announce(preamble._replace(changed=1))
-            works.append(self._send_packet(channel, promised, tag))
-            works += [self._isend(part, target, tag) for part in pack_header(signature, known.spec)]
+            works = [self._send_packet(channel, promised, tag)]
+            works += [self._isend(part, channel.peer, tag) for part in header]
         packet.announce(preamble)
         works.append(self._send_packet(channel, packet, tag))
-        channel.under_way.append(Sent(works, packet, known))
-        return True
+        channel.under_way.append(Sent(works, packet, fresh))
+
+    def _preamble(self, channel: Outgoing, tag: int) -> Preamble:
+        """Of a message that is copied from where it was made, and leaves now."""
+        received = 0 if channel.answers is None else channel.answers.received
+        return Preamble(tag, self._step, received, perf_counter_ns())
 
     def _route(self, edge: Edge, target: int) -> tuple[Outgoing, int]:
         key = ChannelKey.of(edge)
@@ -265,7 +294,7 @@ class GlooTransport:
         for edge in awaited:
             if edge in self._ready:
                 continue
-            channel = self._incoming[ChannelKey.of(edge)]
+            channel = self._channels[edge]
             posted = self._next(channel)
             return self._accept(channel, posted)
         raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
@@ -275,7 +304,7 @@ class GlooTransport:
         self.inbox.put(list)
 
     def take(self, edge: Edge) -> Payload:
-        if edge.slot == 0 and (room := self._incoming[ChannelKey.of(edge)].room) is not None:
+        if self._window and edge.slot == 0 and (room := self._channels[edge].room) is not None:
             room.release()
         return self._ready.pop(edge)
 

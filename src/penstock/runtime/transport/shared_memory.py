@@ -564,17 +564,11 @@ class SharedMemoryTransport:
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps until somebody writes to the pipe, or a process that owes something ends."""
-        watched: list[Any] = [self._own.pipe]
-        for receiver in self._owing:
-            if receiver.due and not receiver.gone:
-                watched.append(receiver.pidfd)
-        ready = self._own.poll(watched, seconds)
-        if self._own.pipe in ready:
-            with suppress(BlockingIOError):
-                os.read(self._own.pipe, 1 << 12)
-        for receiver in self._owing:
-            if receiver.pidfd in ready:
-                receiver.gone = True
+        owing = [receiver for receiver in self._owing if receiver.due and not receiver.gone]
+        for descriptor in self._own.poll([receiver.pidfd for receiver in owing], seconds):
+            for receiver in owing:
+                if receiver.pidfd == descriptor:
+                    receiver.gone = True
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
@@ -615,23 +609,29 @@ class OwnMemory:
         self._nonce = int.from_bytes(os.urandom(7))
         self.memory.words[_NONCE] = self._nonce
         self.asleep = self.memory.words[_ASLEEP : _ASLEEP + 1]
-        self._polled: dict[int, None] = {}
+        self._watched: list[int] = []
         self._poll = select.poll()
+        self._poll.register(self.pipe, select.POLLIN)
 
     @property
     def address(self) -> MemoryAddress:
         host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
         return MemoryAddress(host, os.getpid(), self._descriptors[0], self.wake, self.span, self._nonce)
 
-    def poll(self, watched: Sequence[int], seconds: float) -> set[int]:
-        """Those of the descriptors that are ready, once one is or the time is over."""
-        if list(self._polled) != list(watched):
-            for descriptor in self._polled:
+    def poll(self, watched: list[int], seconds: float) -> list[int]:
+        """Those of the descriptors that are ready, once one is, somebody wrote to the pipe, or the time is over."""
+        if watched != self._watched:
+            for descriptor in self._watched:
                 self._poll.unregister(descriptor)
             for descriptor in watched:
                 self._poll.register(descriptor, select.POLLIN)
-            self._polled = dict.fromkeys(watched)
-        return {descriptor for descriptor, _ in self._poll.poll(max(1, int(seconds * 1e3)))}
+            self._watched = watched
+        ready = [descriptor for descriptor, _ in self._poll.poll(max(1, int(seconds * 1e3)))]
+        if self.pipe in ready:
+            ready.remove(self.pipe)
+            with suppress(BlockingIOError):
+                os.read(self.pipe, 1 << 12)
+        return ready
 
     def close(self) -> None:
         self.asleep.release()

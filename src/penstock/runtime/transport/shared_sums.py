@@ -10,11 +10,9 @@ written; so two places are enough, and nobody writes where another one still rea
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
@@ -108,10 +106,7 @@ class SharedSums:
                     f"{', '.join(map(str, missing))}; if that is just slow, give a longer timeout; if not, it stands "
                     "still or was given other batches or calls"
                 )
-            ready = own.poll([own.pipe, *(self._receivers[rank].pidfd for rank in missing)], min(LOOK, left))
-            if own.pipe in ready:
-                with suppress(BlockingIOError):
-                    os.read(own.pipe, 1 << 12)
+            ready = own.poll([self._receivers[rank].pidfd for rank in missing], min(LOOK, left))
             gone.update(rank for rank in missing if self._receivers[rank].pidfd in ready)
 
     def close(self) -> None:

@@ -200,8 +200,17 @@ class Packet:
         self._preamble = self.buffer.numpy().data.cast("B")[:ALIGN].cast("q")
         self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
+    @cached_property
+    def _only(self) -> Tensor | None:
+        """The view of a payload's tensor, where that is one alone whose bytes lie here as they are."""
+        place = self.spec.places[0] if len(self.spec.places) == 1 and self.spec.skeleton == "0" else None
+        return self._views[0] if place is not None and place.is_plain else None
+
     def pack(self, payload: Payload) -> None:
         """Copies a payload of the packet's spec in."""
+        if self._only is not None and payload.leaves[0] is not None:
+            self._only.copy_(payload.leaves[0])
+            return
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
                 view.copy_(leaf if place.repeated is None else place.once(leaf))
@@ -218,6 +227,8 @@ class Packet:
     def unpack(self) -> Payload:
         """The payload, copied out: the packet is free again."""
         spec = self.spec
+        if self._only is not None:
+            return Payload([self._only.clone()], 0, spec.needs_grad)
         leaves: list[Tensor | None] = []
         for view, place in zip(self._views, spec.places, strict=True):
             if view is None or place is None:
