@@ -1,0 +1,110 @@
+"""Whether planning has become slower: `penstock bench plan` and `bench space` of two checkouts, in alternation.
+
+    python benchmarks/plan/before.py BEFORE speed     list scheduling, and the timing of its order
+    python benchmarks/plan/before.py BEFORE free      posing, bound and first schedule; plans within a second
+    python benchmarks/plan/before.py BEFORE tight     gaps within ten seconds under a tight cap, 8 x 32
+    python benchmarks/plan/before.py BEFORE space     the whole space of programs
+    python benchmarks/plan/before.py --table          the tables of the READMEs, from the results
+
+BEFORE is the path of a checkout of the commit to compare with, whose numba code lies in its own folders. Each call
+runs this checkout and that one in the order of `ORDER`, in processes of their own, after each has run once with little
+to do, so that nothing is compiled meanwhile; runs are added to those that are in the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+NOW = FOLDER.parent.parent
+ORDER = ("before", "now", "now", "before")
+PARTS = {
+    "speed": ("plan", "--only", "speed", "--seed", "7"),
+    "free": ("plan", "--only", "free", "--instances", "10", "--seed", "7"),
+    "tight": ("plan", "--only", "tight", "--size", "8x32", "--instances", "4", "--seed", "7"),
+    "space": ("space", "--repeats", "1"),
+}
+ORDER_OF = {"space": ("before", "now"), "tight": ("before", "now")}
+"""Of parts that take longer; the other way round the next time."""
+
+
+def results(part: str) -> Path:
+    return (FOLDER.parent / "space" if part == "space" else FOLDER) / "before.json"
+
+
+def ran(checkout: Path, part: str) -> dict[str, Any]:
+    """What one run of a checkout measured."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    with tempfile.TemporaryDirectory() as folder:
+        out, load = Path(folder) / "out.json", os.getloadavg()[0]
+        command = [sys.executable, "-m", "penstock", "bench", *PARTS[part], "--out", str(out), "--json"]
+        subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
+        said = subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
+        return {"part": part, "commit": said, "load": load, "result": json.loads(out.read_text())}
+
+
+def measure(before: Path, part: str) -> None:
+    known = json.loads(results(part).read_text()) if results(part).exists() else []
+    order = ORDER_OF.get(part, ORDER)
+    if part in ORDER_OF and len([row for row in known if row["part"] == part]) // 2 % 2:
+        order = order[::-1]
+    for which in order:
+        known.append({"which": which, **ran(before if which == "before" else NOW, part)})
+        results(part).write_text(json.dumps(known) + "\n")
+        print(which, *(f"{name} {value:.4g}" for name, value in numbers(known[-1]).items()), flush=True)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """By name, what a run says in numbers: milliseconds, seconds or a gap in percent."""
+    found: dict[str, float] = {}
+    result = row["result"]
+    if row["part"] == "speed":
+        for size in result["speed"]:
+            name = f"{size['num_ranks']} x {size['num_microbatches']}"
+            found |= {f"{name}: listed ms": size["list_ms"], f"{name}: timed ms": size["time_ms"]}
+    elif row["part"] == "space":
+        for search in result["searches"]:
+            limit = "any" if search["memory_limit"] is None else f"{search['memory_limit']:g}"
+            found[f"{search['num_ranks']} x {search['num_microbatches']}, memory {limit}: s"] = search["seconds"]
+        found["all searches: s"] = sum(search["seconds"] for search in result["searches"])
+    else:
+        for size in result[row["part"]]:
+            name, each = f"{size['num_ranks']} x {size['num_microbatches']}", size["instances"]
+            if row["part"] == "free":
+                found[f"{name}: first ms"] = median(one["fast_ms"] for one in each)
+            found |= {
+                f"{name}: mean gap %": 100 * fmean(one["gap"] for one in each),
+                f"{name}: mean s": fmean(one["seconds"] for one in each),
+            }
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By number, the median of the runs before and now."""
+    lines = ["| | before | now | now over before | runs each |", "|---|---:|---:|---:|---:|"]
+    for part in PARTS:
+        by: dict[str, list[dict[str, float]]] = {"before": [], "now": []}
+        for row in rows:
+            if row["part"] == part:
+                by[row["which"]].append(numbers(row))
+        for name in by["before"][0] if by["before"] and by["now"] else ():
+            before, now = (median(run[name] for run in by[which]) for which in ("before", "now"))
+            share = f"{now / before:.3f}" if before else "-"
+            lines.append(f"| {part}, {name} | {before:.4g} | {now:.4g} | {share} | {len(by['now'])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--table"]:
+        for each in (results("speed"), results("space")):
+            print(each.parent.name, table(json.loads(each.read_text())) if each.exists() else "", sep="\n")
+    else:
+        measure(Path(sys.argv[1]).resolve(), sys.argv[2])
