@@ -7,8 +7,8 @@
     python benchmarks/plan/before.py --table          the tables of the READMEs, from the results
 
 BEFORE is the path of a checkout of the commit to compare with, whose numba code lies in its own folders. Each call
-runs this checkout and that one in the order of `ORDER`, in processes of their own, after each has run once with little
-to do, so that nothing is compiled meanwhile; runs are added to those that are in the results.
+runs this checkout and that one in the order of `ORDER`, in processes of their own; nothing is compiled meanwhile, if
+each part has been run once before. Runs are added to those that are in the results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     result = row["result"]
     if row["part"] == "speed":
-        for size in result["speed"]:
+        for size in result["speeds"]:
             name = f"{size['num_ranks']} x {size['num_microbatches']}"
             found |= {f"{name}: listed ms": size["list_ms"], f"{name}: timed ms": size["time_ms"]}
     elif row["part"] == "space":
@@ -76,7 +76,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
             found[f"{search['num_ranks']} x {search['num_microbatches']}, memory {limit}: s"] = search["seconds"]
         found["all searches: s"] = sum(search["seconds"] for search in result["searches"])
     else:
-        for size in result[row["part"]]:
+        for size in result["families"]:
             name, each = f"{size['num_ranks']} x {size['num_microbatches']}", size["instances"]
             if row["part"] == "free":
                 found[f"{name}: first ms"] = median(one["fast_ms"] for one in each)
