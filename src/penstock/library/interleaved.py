@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.library.options import whole_multiple
-from penstock.schedule import Op, Schedule, circular
+from penstock.schedule import Schedule, circular
+from penstock.schedule.columns import B, Columns, F
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_stages: int | None = None) -> Schedule:
@@ -25,21 +28,22 @@ def interleaved(num_ranks: int, num_microbatches: int, num_stages: int | None = 
     whole_multiple("interleaved-1f1b", "microbatches", num_microbatches, "ranks", num_ranks)
     chunks = num_stages // num_ranks
     total = num_microbatches * chunks
-    rows = []
+    number = np.arange(total)
+    group, place = np.divmod(number, num_ranks * chunks)
+    chunk, within = np.divmod(place, num_ranks)
+    microbatch = group * num_ranks + within
+    columns = np.empty((3, num_ranks, 2 * total), np.int64)  # kind, stage and microbatch
     for rank in range(num_ranks):
-
-        def op(kind: str, k: int, rank: int = rank) -> Op:
-            group, place = divmod(k, num_ranks * chunks)
-            chunk, within = divmod(place, num_ranks)
-            if kind == "B":
-                chunk = chunks - 1 - chunk
-            return Op(kind, chunk * num_ranks + rank, group * num_ranks + within)
-
         warmup = min(2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks, total)
-        row = [op("F", k) for k in range(warmup)]
-        for k in range(total):
-            if warmup + k < total:
-                row.append(op("F", warmup + k))
-            row.append(op("B", k))
-        rows.append(row)
-    return Schedule.of("interleaved-1f1b", circular(num_ranks, num_stages), rows, num_microbatches)
+        forward = np.where(number < warmup, number, 2 * number - warmup)
+        backward = np.where(number < total - warmup, 2 * number + warmup + 1, number + total)
+        columns[0, rank, forward] = F
+        columns[1, rank, forward] = chunk * num_ranks + rank
+        columns[2, rank, forward] = microbatch
+        columns[0, rank, backward] = B
+        columns[1, rank, backward] = (chunks - 1 - chunk) * num_ranks + rank
+        columns[2, rank, backward] = microbatch
+    kind, stage, each = columns.reshape(3, -1)
+    ranks, first = np.repeat(np.arange(num_ranks), 2 * total), np.arange(num_ranks + 1) * (2 * total)
+    made = Columns(kind, stage, each, ranks, first)
+    return Schedule.of_columns("interleaved-1f1b", circular(num_ranks, num_stages), made, (0,) * num_microbatches)
