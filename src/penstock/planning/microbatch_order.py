@@ -206,7 +206,7 @@ class OrderSearch:
             duration=durations(plain.schedule, graph, self._even),
             change=np.array(memory_changes(graph, self._even), np.float64),
         )
-        self._known = {"crossing": plain.crossing}
+        self._known = {"sources": plain.sources, "crossing": plain.crossing}
         self._timer = self._frozen_timer(plain)
         num, stages = schedule.num_microbatches, costs.num_stages
         self._row, self._microbatch = _rows_of(plain, stages)
@@ -327,11 +327,9 @@ class OrderSearch:
     def _over(self, order: Array) -> Order:
         """The schedule over the costs in another order of microbatches."""
         taken, base = order[self._microbatch], self._lowered
-        found = replace(
-            base,
-            duration=base.duration * self._times[self._row, taken],
-            change=base.change * self._sizes[self._row, taken],
-        )
+        at = self._row, taken
+        duration, change = base.duration * self._times[at], base.change * self._sizes[at]
+        found = Order(base.schedule, base.graph, base.base, base.ints, base.missing, duration, change)
         found.__dict__.update(self._known)
         return found
 
@@ -403,6 +401,9 @@ def in_order(schedule: Schedule, order: Array) -> Schedule:
     """A valid schedule with microbatch `order[k]` in place of k, which is as valid: only names are other ones."""
     taken = order.tolist()
     declared = declare_order(schedule, taken, taken)
+    columns = schedule.columns
+    if columns is not None:
+        return declared.with_columns(columns._replace(microbatch=order[columns.microbatch]))
     rows = tuple(tuple([Op(kind, stage, taken[m]) for kind, stage, m in row]) for row in schedule.order)
     return replace(declared, order=rows)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,12 @@ class Schedule:
     ) -> Schedule:
         """A schedule of plain ops that are given as columns. `check`, `lower` and `simulate` go through these, and no
         op is made before somebody asks for one."""
-        made = cls(name, placement, (), microbatch_pipeline, max_in_flight)
-        del vars(made)["order"]
+        return cls(name, placement, (), microbatch_pipeline, max_in_flight).with_columns(columns)
+
+    def with_columns(self, columns: Columns) -> Schedule:
+        """The same schedule of other ops, or of its own in another order, given as columns."""
+        made = object.__new__(Schedule)
+        vars(made).update({f.name: vars(self)[f.name] for f in fields(self) if f.name != "order"})
         vars(made)["columns"] = columns
         return made
 
