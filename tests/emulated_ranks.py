@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from time import perf_counter_ns
 
 import penstock as ps
 from penstock.cost import Links
 from penstock.dispatch import Dispatch, Dispatcher
 from penstock.runtime.emulation.backend import EmulatedBackend
+from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import Transport
@@ -61,19 +61,11 @@ def start_worker(wiring: Wiring, rank: int, costs: ps.Costs, dispatch: str, tran
     return Worker(wiring, rank, dispatcher, EmulatedBackend(wiring, costs), transport)  # type: ignore[arg-type]
 
 
-def run_to_the_end(worker: Worker, transport: object) -> None:
+def run_to_the_end(worker: Worker, transport: Transport) -> None:
     backend = worker._backend
     assert isinstance(backend, EmulatedBackend)
     backend.begin()
-    while True:
-        worker.run_ready()
-        if worker.finished:
-            return
-        before = perf_counter_ns()
-        edges = transport.wait(worker.awaited(), worker.stuck_on)  # type: ignore[attr-defined]
-        backend.waited(before, perf_counter_ns())
-        for edge in edges:
-            worker.arrive(edge)
+    run_rank(worker, transport)
 
 
 def run_threads(

@@ -75,10 +75,10 @@ def through_lines(rank: int) -> bool:
         ranks: Any = pipe._ranks
         assert isinstance(ranks.peers, GroupPeers)
         ranks._transport.close()
-        group, channels = ranks.peers.group, lines_of(pipe._plan.wiring)
+        group, channels = ranks.peers.group, lines_of(pipe._plan.plan.wiring)
         lines = DeviceLines(group, channels, "gloo", 20.0, torch.device("cpu"))
         ranks._transport = ConditionedTransport(
-            GlooTransport(group, ranks._tags, 20.0, lines=lines), Conditions(LINKS)
+            GlooTransport(group, pipe._plan.tags, 20.0, lines=lines), Conditions(LINKS)
         )
         check_timeline(schedule, pipe.step().timeline)
         return len({line.key for line in channels}) < len(channels)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns, sleep
 
 import torch
@@ -31,6 +31,7 @@ from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
 
 _PR_SET_TIMERSLACK = 29
+Ended = Callable[[Op], None]
 
 
 class EmulatedBackend:
@@ -38,12 +39,14 @@ class EmulatedBackend:
 
     Args:
         stretch: seconds of sleep to one second of an op.
+        ended: called when an op has ended.
 
     Attributes:
         late: of every op, how long after its due moment it ended, in nanoseconds.
     """
 
-    def __init__(self, wiring: Wiring, costs: Costs, stretch: float = 1.0) -> None:
+    def __init__(self, wiring: Wiring, costs: Costs, stretch: float = 1.0, ended: Ended | None = None) -> None:
+        self._ended = ended
         self.late: list[int] = []
         self._wiring, self._costs = wiring, costs
         self._stretch = stretch
@@ -86,6 +89,8 @@ class EmulatedBackend:
         self._sleep(due)
         self._free = due
         self.began = ready if len(together) > 1 else None
+        if self._ended is not None:
+            self._ended(op)
         return [self._payload(edge) for edge in station.given]
 
     def start(self, op: Op, received: Sequence[Payload]) -> EmulatedStart:

@@ -13,22 +13,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
-from penstock.runtime.emulation.backend import EmulatedBackend, sharpen_timers
-from penstock.runtime.emulation.plan import EmulatedPlan, plan_of
-from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks
+from penstock.runtime.emulation.backend import sharpen_timers
+from penstock.runtime.emulation.ranks import Emulated, RanksStep, ThreadRanks, emulated_plan
 from penstock.runtime.emulation.ring import EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.timeline import measured_timeline
-from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import Conditions
-from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
 from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.mesh import (
@@ -71,29 +68,6 @@ class EndedReplicas:
             if not came:
                 raise DeadlineExceeded(f"{op} of replica {replica} did not end within {self._timeout:g} s")
             return self._at[replica, op]
-
-
-class _WatchedBackend(EmulatedBackend):
-    """Tells when each op has ended."""
-
-    note: Callable[[Op], None]
-
-    def run(self, station: Station, inputs: Sequence[Payload]) -> list[Payload]:
-        outputs = super().run(station, inputs)
-        self.note(station.op)
-        return outputs
-
-
-@dataclass(frozen=True)
-class _ReplicaPlan(EmulatedPlan):
-    """A plan whose ops tell when they have ended."""
-
-    note: Callable[[Op], None] = field(default=lambda op: None)
-
-    def backend(self, costs: Costs, stretch: float) -> EmulatedBackend:
-        backend = _WatchedBackend(self.wiring, costs, stretch)
-        backend.note = self.note
-        return backend
 
 
 @dataclass(frozen=True)
@@ -150,7 +124,7 @@ class EmulatedMesh:
         """Runs on other coordinates, and something else, from the next step on."""
         configuration = configuration or self.configuration
         require_mesh(configuration.schedule, self._costs, mesh, self.link_conditions)
-        plan = plan_of(configuration, self._costs)
+        plan = emulated_plan(configuration, self._costs, 0)
         self.close()
         self.mesh, self.configuration, self._plan = mesh, configuration, plan
         self._replicas = [
@@ -196,11 +170,7 @@ class EmulatedMesh:
             return run
 
         def pipeline(replica: int) -> None:
-            plan = self._plan
-            watched = _ReplicaPlan(
-                plan.configuration, plan.wiring, plan.change, note=lambda op: ended.note(replica, op)
-            )
-            steps[replica] = self._replicas[replica].step(watched, None)
+            steps[replica] = self._replicas[replica].step(self._plan, None, lambda op: ended.note(replica, op))
 
         def node(rank: int, replica: int) -> None:
             nodes[rank, replica] = self._rings_and_update(rank, replica, last[rank], final[rank], ended, rings[rank])
@@ -277,7 +247,7 @@ class EmulatedMesh:
         for _, step in sorted(steps.items()):
             rows = [[(op, int(ms(a) * 1e6), int(ms(b) * 1e6)) for op, a, b in rank.times] for rank in step.ranks]
             timelines.append(
-                measured_timeline(plan.wiring, rows, [rank.peak for rank in step.ranks], plan.dispatch.value)
+                measured_timeline(plan.plan.wiring, rows, [rank.peak for rank in step.ranks], plan.dispatch.value)
             )
         reductions: list[TimedReduction] = []
         for rank in range(self.mesh.pp):

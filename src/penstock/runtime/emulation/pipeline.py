@@ -18,8 +18,7 @@ from penstock.dispatch import Dispatch, lower
 from penstock.renamed import refuse_old
 from penstock.runtime.adapt import AdaptOptions, steer
 from penstock.runtime.compatibility import steered
-from penstock.runtime.emulation.plan import plan_of
-from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks
+from penstock.runtime.emulation.ranks import Emulated, ProcessRanks, Ranks, ThreadRanks, emulated_plan
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import dispatch_of, require_switchable
 from penstock.runtime.execute.timeline import measured_timeline
@@ -123,9 +122,10 @@ class EmulatedPipeline:
         caps = tuple(frozen_caps(graph, memory_changes(graph, costs), held))
         chosen = dispatch_of(dispatch, schedule, costs, self._choice, conditions, held)
         self.configuration = Configuration(schedule, chosen, (), caps)
-        self._plan = plan_of(self.configuration, costs)
         run = Emulated(costs, conditions, stretch, timeout, self._choice)
         peers = peers_of(mesh, schedule.num_ranks, timeout)
+        self._rank, self.number = peers.here[0], 0
+        self._plan = emulated_plan(self.configuration, costs, self._rank)
         self._ranks: Ranks = (
             ProcessRanks(run, self._plan, peers) if isinstance(peers, GroupPeers) else ThreadRanks(run, self._plan)
         )
@@ -145,10 +145,6 @@ class EmulatedPipeline:
         self.close()
 
     @property
-    def number(self) -> int:
-        return self._plan.number
-
-    @property
     def notices(self) -> list[str]:
         """What a person should know of the steering."""
         return [] if self._helm is None else list(self._helm.notices)
@@ -164,20 +160,20 @@ class EmulatedPipeline:
         Raises:
             DeadlineExceeded, PeerLost: a message did not come.
         """
-        plan = self._plan
+        plan, number = self._plan, self.number
         ranks, start, following = self._ranks.step(plan, self._helm)
         rows = [_scaled(rank.times, self.stretch) for rank in ranks]
         apart = [_scaled(rank.apart, self.stretch) for rank in ranks]
         peaks = [rank.peak for rank in ranks]
-        timeline = measured_timeline(plan.wiring, rows, peaks, plan.dispatch.value, apart)
+        timeline = measured_timeline(plan.plan.wiring, rows, peaks, plan.dispatch.value, apart)
         if following is not None:
-            self._plan = replace(following.made, number=following.number)
+            self._plan, self.number = following.made, following.number
             self.configuration = self._plan.configuration
         return EmulatedStep(
             timeline,
             (start - self._ranks.conditions.origin) / 1e6 / self.stretch,
             plan.configuration,
-            plan.number,
+            number,
             tuple(ns / 1e6 / self.stretch for rank in ranks for ns in rank.late),
             tuple(crossing for rank in ranks for crossing in rank.crossings),
         )
@@ -194,7 +190,7 @@ class EmulatedPipeline:
         plan = self._ready(configuration)
         told = self._ranks.peers.gather({"configuration": configuration.digest})
         require_same(told, "every rank must switch to the same")
-        self._plan = replace(plan, number=self._plan.number + 1)
+        self._plan, self.number = plan, self.number + 1
         self.configuration = configuration
 
     def simulated(self, steps: Sequence[EmulatedStep], base: float = 0.0) -> tuple[Timeline, ...]:
@@ -227,7 +223,7 @@ class EmulatedPipeline:
         require_switchable(configuration.schedule, self.configuration.schedule)
         self._choice.require_schedule(configuration.schedule)
         self._ranks.prepare(configuration.delegated)
-        return plan_of(configuration, self._costs)
+        return emulated_plan(configuration, self._costs, self._rank)
 
 
 def _scaled(times: Sequence[tuple[Op, int, int]], stretch: float) -> list[tuple[Op, int, int]]:

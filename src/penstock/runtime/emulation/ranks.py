@@ -11,27 +11,30 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from penstock.control import Event
+from penstock.control import Configuration, Event
 from penstock.cost import Costs, Links
+from penstock.dispatch import Dispatcher
 from penstock.runtime.adapt import Agent, MeasuredStep, Offer, Readied
 from penstock.runtime.compatibility import require_runnable
-from penstock.runtime.emulation.backend import EmulatedBackend, sharpen_timers
+from penstock.runtime.emulation.backend import EmulatedBackend, Ended, sharpen_timers
 from penstock.runtime.emulation.gang import EmulatedGang, ProcessGang, ThreadGang
-from penstock.runtime.emulation.plan import EmulatedPlan
 from penstock.runtime.errors import PeerLost
+from penstock.runtime.execute.active_plan import ActivePlan, running
+from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.consistency import require_same, schedule_digest
 from penstock.runtime.mesh.groups import meeting_groups
 from penstock.runtime.mesh.peers import GroupPeers, LocalPeers, Peers
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.bounded import BoundedTransport
-from penstock.runtime.transport.channel import Tags, expected_by_channel
+from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op
+from penstock.simulation.simulator import frozen_caps
 
 LEAD = 5_000_000
 """Nanoseconds from the moment when all ranks are ready to the start of a step, so that all start it together."""
@@ -75,7 +78,7 @@ class Ranks(Protocol):
     conditions: Conditions
     peers: Peers
 
-    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
+    def step(self, plan: ActivePlan, helm: Agent | None) -> RanksStep:
         """Runs one step."""
 
     def prepare(self, delegated: Collection[tuple[int, int]]) -> None:
@@ -83,6 +86,27 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """Ends the transports."""
+
+
+def emulated_plan(configuration: Configuration, costs: Costs, rank: int) -> ActivePlan:
+    """Works a configuration out, as `rank` runs it.
+
+    Raises:
+        ScheduleError: a cap is below what the schedule's own order needs.
+    """
+    plan = running(configuration, (), rank, Tags.of(configuration.schedule), costs)
+    frozen_caps(plan.plan.wiring.graph, plan.plan.memory_change, configuration.caps)
+    return plan
+
+
+def _worker(
+    run: Emulated, plan: ActivePlan, rank: int, transport: Transport, stretch: float, ended: Ended | None = None
+) -> tuple[Worker, EmulatedBackend]:
+    """A rank at the begin of a step, and what runs its ops."""
+    step = plan.plan
+    backend = EmulatedBackend(step.wiring, run.costs, stretch, ended)
+    dispatcher = Dispatcher(step.wiring.graph, rank, plan.dispatch, step.memory_change, step.caps[rank])
+    return Worker(step.wiring, rank, dispatcher, backend, transport), backend
 
 
 def _run_rank(
@@ -95,15 +119,7 @@ def _run_rank(
     backend.begin(worker.rank, meeting)
     stream = worker.run_apart(transport.wake)
     try:
-        while True:
-            worker.run_ready()
-            if worker.finished:
-                break
-            before = time.perf_counter_ns()
-            edges = transport.wait(worker.awaited(), worker.stuck_on)
-            backend.waited(before, time.perf_counter_ns())
-            for edge in edges:
-                worker.arrive(edge)
+        run_rank(worker, transport)
     finally:
         if stream is not None:
             stream.close()
@@ -121,7 +137,7 @@ def _measured(
 class ThreadRanks:
     """All ranks in this process, a thread each."""
 
-    def __init__(self, run: Emulated, plan: EmulatedPlan) -> None:
+    def __init__(self, run: Emulated, plan: ActivePlan) -> None:
         self._run = run
         self.peers: Peers = LocalPeers(plan.schedule.num_ranks)
         self.conditions = conditions = Conditions(run.conditions, run.stretch)
@@ -132,9 +148,10 @@ class ThreadRanks:
             depth = run.choice.depth
             self._transports.append(made if depth is None else BoundedTransport(made, depth))
 
-    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
+    def step(self, plan: ActivePlan, helm: Agent | None, ended: Ended | None = None) -> RanksStep:
+        """Runs one step. `ended` is called at the end of each op."""
         run, boxes, transports = self._run, self._boxes, self._transports
-        workers = [plan.worker(rank, transports[rank], run.costs, run.stretch) for rank in self.peers.here]
+        workers = [_worker(run, plan, rank, transports[rank], run.stretch, ended) for rank in self.peers.here]
         meeting = ThreadGang(run.timeout)
         found: dict[int, RankStep] = {}
         errors: list[BaseException] = []
@@ -184,7 +201,7 @@ class ThreadRanks:
 class ProcessRanks:
     """One process a rank; this is one of them."""
 
-    def __init__(self, run: Emulated, plan: EmulatedPlan, peers: GroupPeers) -> None:
+    def __init__(self, run: Emulated, plan: ActivePlan, peers: GroupPeers) -> None:
         require_runnable(plan.schedule)
         Conditions(run.conditions).require_own_queues()
         self._run = run
@@ -202,16 +219,15 @@ class ProcessRanks:
         }
         require_same(peers.gather(told), "every rank must make the same ps.emulate(...)")
         self._indices = num_indices(schedule)
-        self._tags = Tags.of(schedule)
         self.conditions = Conditions(Links())
         given = None if run.conditions == Links() else self.conditions
         self._transport = run.choice.make(
-            peers, self._tags, run.timeout, plan.wiring, plan.dispatch, torch.device("cpu"), given
+            peers, plan.tags, run.timeout, plan.plan.wiring, plan.dispatch, torch.device("cpu"), given
         )
         self._step(plan, stretch=0.0)  # connects the ranks and tells them all shapes, which later steps need not do
         self.conditions.start(run.conditions, run.stretch, self._moment())
 
-    def step(self, plan: EmulatedPlan, helm: Agent | None) -> RanksStep:
+    def step(self, plan: ActivePlan, helm: Agent | None) -> RanksStep:
         mine, start = self._step(plan, self._run.stretch)
         offer = None
         if helm is not None:
@@ -224,15 +240,13 @@ class ProcessRanks:
             [RankStep(*rank) for rank, _ in told], start, helm.settle(offers) if helm is not None else None
         )
 
-    def _step(self, plan: EmulatedPlan, stretch: float) -> tuple[RankStep, int]:
+    def _step(self, plan: ActivePlan, stretch: float) -> tuple[RankStep, int]:
         transport, rank = self._transport, self._rank
-        worker, backend = plan.worker(rank, transport, self._run.costs, stretch)
-        edges = ((edge, plan.wiring.sender(edge, rank)) for edge in plan.wiring.expected(rank))
-        expected = expected_by_channel(edges, self._tags)
+        worker, backend = _worker(self._run, plan, rank, transport, stretch)
         signatures = ["emulated"] * self._indices
         threaded = plan.dispatch.is_dynamic or bool(plan.schedule.asynchronous)
         self._run.choice.route(transport, plan.configuration.delegated)
-        transport.begin(expected, signatures, zlib.crc32(b"emulated"), threaded, {})
+        transport.begin(plan.plan.expected, signatures, zlib.crc32(b"emulated"), threaded, plan.plan.window)
         start = self._moment() + LEAD
         found = _run_rank(worker, backend, transport, start, self._meeting)
         transport.end()

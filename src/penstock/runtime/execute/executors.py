@@ -7,6 +7,7 @@ run_local    rank 0 runs what is ready -> rank 1 runs what is ready -> ... -> ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.worker import Worker
@@ -24,7 +25,10 @@ def run_rank(worker: Worker, transport: Transport) -> None:
         worker.run_ready()
         if worker.finished:
             return
-        for edge in transport.wait(worker.awaited(), worker.stuck_on):
+        start = perf_counter_ns()
+        edges = transport.wait(worker.awaited(), worker.stuck_on)
+        worker.waited(start, perf_counter_ns())
+        for edge in edges:
             worker.arrive(edge)
 
 

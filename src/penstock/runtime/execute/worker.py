@@ -120,6 +120,10 @@ class Worker:
         """Where this rank shares its thread: waits for the first of its asynchronous ops; whether there was one."""
         return self._stream is not None and self._stream.settle()
 
+    def waited(self, start: int, end: int) -> None:
+        """Takes note that the executor waited for messages (ns of the monotonic clock)."""
+        self._backend.waited(start, end)
+
     def arrive(self, edge: Edge) -> None:
         """Takes note of a message that the executor waited for."""
         self.dispatcher.arrive(self._number[edge.consumer])

@@ -31,6 +31,9 @@ class Backend(Protocol):
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         """Starts an asynchronous op, given what its incoming edges brought, tokens too."""
 
+    def waited(self, start: int, end: int) -> None:
+        """Takes note that the rank waited for messages, from `start` to `end` in nanoseconds of that clock."""
+
 
 class OpTable:
     """A backend put together of handlers."""
@@ -46,3 +49,6 @@ class OpTable:
         if self._start is None:
             raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
         return self._start(op, received)
+
+    def waited(self, start: int, end: int) -> None:
+        """Real ops take their time whenever they start."""

@@ -30,5 +30,8 @@ class NullBackend:
         self.ran.append(station.op)
         return [Payload([], edge) for edge in station.given]
 
+    def waited(self, start: int, end: int) -> None:
+        """Nothing here takes time."""
+
     def start(self, op: Op, received: Sequence[Payload]) -> Started:
         raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
