@@ -7,15 +7,14 @@ rank: report ------> store -----> rank 0: coordinator --> controller_process (`p
 agent            each process's part                report, report_collector   what a rank measured, put together
 coordinator      rank 0's part                      controller_process         the controller, beside the training
 vote             all run a new plan, or none        rendezvous                 which store, and by whose clock
-options, start   what the user says                 run_log                    what is kept of it, in a folder
+options          what the user says                 run_log                    what is kept of it, in a folder
 store/           queues of bytes between ranks      store_client               retries, and how long it was silent
 first_costs      costs read off the first iterations
 """
 
-from penstock.runtime.adapt.agent import Agent, Readied
+from penstock.runtime.adapt.agent import Agent, Readied, steer
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
-from penstock.runtime.adapt.start import steer
 from penstock.runtime.adapt.vote import Offer
 
 __all__ = ["Agent", "MeasuredStep", "Offer", "Readied", "AdaptOptions", "steer"]

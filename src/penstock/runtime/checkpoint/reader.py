@@ -1,11 +1,11 @@
-"""Reading a checkpoint: any names, from whichever shards hold them."""
+"""Reading a checkpoint: any names, from whichever shards hold them, if it is of the model that wants to read it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,10 +17,14 @@ from penstock.runtime.checkpoint.errors import CheckpointError, DamagedCheckpoin
 from penstock.runtime.checkpoint.index import INDEX, JSON, STEP, Index, IndexEntry, read_regular
 from penstock.runtime.checkpoint.shard import DTYPES, checksum
 
-__all__ = ["Reader", "TensorSource", "problem_of"]
+__all__ = ["Kind", "Reader", "TensorSource", "match", "problem_of"]
 
 
 MOST_OPEN = 32
+SHOWN = 3
+"""Names that an error lists of each kind."""
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
 
 
 class TensorSource(Protocol):
@@ -157,3 +161,44 @@ def problem_of(path: Path, size: int) -> str | None:
     if found.st_size != size:
         return f"shard {path} has {found.st_size} bytes, the index says {size}: it is truncated or was replaced"
     return None
+
+
+def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> None:
+    """Compares a checkpoint's names, shapes and types with those expected, where they begin with `prefix`.
+
+    Raises `CheckpointError` that lists the first few missing, unexpected and different names.
+    """
+    wanted = {name: kind for name, kind in expected.items() if name.startswith(prefix)}
+    held = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names() if name.startswith(prefix)}
+    differences = [
+        _list("missing", [name for name in wanted if name not in held]),
+        _list("unexpected", [name for name in held if name not in wanted]),
+        _list(
+            "of another shape",
+            [
+                f"{name} {held[name][0]} here, {shape} wanted"
+                for name, (shape, _) in wanted.items()
+                if name in held and held[name][0] != shape
+            ],
+        ),
+        _list(
+            "of another type",
+            [
+                f"{name} {held[name][1]} here, {dtype} wanted"
+                for name, (_, dtype) in wanted.items()
+                if name in held and held[name][1] != dtype
+            ],
+        ),
+    ]
+    if any(differences):
+        raise CheckpointError(
+            f"checkpoint {reader.path} is of another model ({len(held)} tensors, {len(wanted)} wanted): build the "
+            f"model it was written with, or choose another checkpoint\n{'; '.join(filter(None, differences))}"
+        )
+
+
+def _list(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:SHOWN])}{more}"
