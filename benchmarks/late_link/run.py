@@ -1,10 +1,10 @@
 """The last link of eight ranks 60 ms late: frozen, dispatched and re-planned, on emulated devices. See README.md.
 
-    python benchmarks/late_link/run.py --plan                       plans, and writes schedules/ and plans.json
+    python benchmarks/late_link/run.py --plan [CASE ...]            plans, and writes schedules/ and plans.json
     python benchmarks/late_link/run.py --emulate [CASE ...]         runs cases, and writes them to results.json
     python benchmarks/late_link/run.py --readme                     writes the README's table from the two files
 
-The first takes about a minute, the second about six, of which it mostly sleeps.
+The first takes about two minutes, the second about nine, of which it mostly sleeps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,17 @@ CAPS = (12, 10, 8)
 """Forwards in flight on each rank, their activations freed by W."""
 WARMUP = "warm-ups"
 """The case whose ranks hold what the frozen order with warm-ups 2(S - i) - 1 holds, half of it freed by I."""
-CASES = (WARMUP, *map(str, CAPS))
+OFFLOADED, HALVED = "8 and host memory", "8 halved and host memory"
+"""Eight activations on each rank and eight more in its host memory: freed by W, and half of each by I."""
+HOST = {OFFLOADED: 8.0, HALVED: 8.0}
+HOST_MS = 5.0
+CASES = (WARMUP, *map(str, CAPS), *HOST)
+NAMES = {
+    WARMUP: "of warm-ups",
+    **{str(cap): f"{cap} in flight" for cap in CAPS},
+    OFFLOADED: "8 in flight, 8 in host memory",
+    HALVED: "8, half freed by I, 8 in host memory",
+}
 WAYS = (
     ("undelayed", "without delay", "frozen"),
     ("frozen", "planned without the delay", "frozen"),
@@ -45,30 +56,32 @@ PLAN_SECONDS, UNDELAYED_SECONDS = 30.0, 5.0
 
 
 def costs_of(case: str) -> ps.Costs:
-    return ps.Costs.uniform(NUM_RANKS, MS, MS, MS, freed_by_input=0.5 if case == WARMUP else 0.0)
+    costs = ps.Costs.uniform(NUM_RANKS, MS, MS, MS, freed_by_input=0.5 if case in (WARMUP, HALVED) else 0.0)
+    return replace(costs, other={"OFFLOAD": HOST_MS, "RELOAD": HOST_MS}) if case in HOST else costs
 
 
 def path_of(case: str, delayed: bool) -> Path:
-    return FOLDER / "schedules" / f"{case}-{'late' if delayed else 'undelayed'}.json"
+    return FOLDER / "schedules" / f"{case.replace(' ', '-')}-{'late' if delayed else 'undelayed'}.json"
 
 
-def planned() -> dict[str, Any]:
-    """The schedules of all cases, and the bounds that were proved."""
+def planned(cases: Sequence[str]) -> dict[str, Any]:
+    """The schedules of cases, and the bounds that were proved."""
     found: dict[str, Any] = {}
     (FOLDER / "schedules").mkdir(exist_ok=True)
-    for case in CASES:
+    for case in cases:
         costs = costs_of(case)
         if case == WARMUP:
             before = ps.build("zb", NUM_RANKS, NUM_MICROBATCHES)
             held = list(ps.simulate(before, costs).peak_activations)
             p = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, LATE, memory_limit=held, time_limit=PLAN_SECONDS)
         else:
-            held = [float(case)] * NUM_RANKS
-            cap = int(case)
-            before = ps.plan(
-                costs, NUM_RANKS, NUM_MICROBATCHES, max_in_flight=cap, time_limit=UNDELAYED_SECONDS
-            ).schedule
-            p = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, LATE, max_in_flight=cap, time_limit=PLAN_SECONDS)
+            cap = int(case.split()[0])
+            held = [float(cap)] * NUM_RANKS
+            limit = {"memory_limit" if case == HALVED else "max_in_flight": cap}
+            before = ps.plan(costs, NUM_RANKS, NUM_MICROBATCHES, **limit, time_limit=UNDELAYED_SECONDS).schedule
+            p = ps.plan(
+                costs, NUM_RANKS, NUM_MICROBATCHES, LATE, **limit, offload=HOST.get(case), time_limit=PLAN_SECONDS
+            )
         ps.save(before, path_of(case, delayed=False))
         ps.save(p.schedule, path_of(case, delayed=True))
         found[case] = {"memory_limit": held, "lower_bound": p.lower_bound, "makespan": p.makespan, "how": p.how}
@@ -104,41 +117,50 @@ def medians(results: dict[str, Any], case: str) -> dict[str, float]:
 
 
 def table(plans: dict[str, Any], results: dict[str, Any]) -> str:
-    """Medians; over the undelayed run as measured, over the bound, and what the simulator says."""
+    """Medians of the cases that were run; over the undelayed run as measured, over the bound, and simulated."""
     lines = [
         "| memory | order | dispatch | simulated ms | measured ms | over undelayed, measured | over the bound |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for case in CASES:
+    for case in (case for case in CASES if case in results["cases"]):
         measured, bound = medians(results, case), plans["cases"][case]["lower_bound"]
         for name, order, dispatch in WAYS:
             ms, over = measured[name], "" if name == "undelayed" else f"{measured[name] / bound - 1:+.1%}"
-            memory = f"of {case}" if case == WARMUP else f"{case} in flight"
+            simulated = results["cases"][case][name]["simulated"]
             lines.append(
-                f"| {memory} | {order} | {dispatch} | {results['cases'][case][name]['simulated']:g} | {ms:.0f} | "
+                f"| {NAMES[case]} | {order} | {dispatch} | {simulated:g} | {ms:.0f} | "
                 f"{ms / measured['undelayed']:.3f} | {over} |"
             )
     return "\n".join(lines)
 
 
+def write(path: Path, option: str, commit: str, cases: dict[str, Any]) -> None:
+    """Writes cases over those in a file, and the commit of each."""
+    before = json.loads(path.read_text()) if path.exists() else {"cases": {}, "commits": {}}
+    found = {
+        "command": f"python benchmarks/late_link/run.py {option}",
+        "commits": before["commits"] | dict.fromkeys(cases, commit),
+        "num_processors": os.cpu_count(),
+        "stretch": STRETCH,
+        "num_steps": NUM_STEPS,
+        "cases": before["cases"] | cases,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--plan", nargs="*", choices=CASES, metavar="CASE")
     parser.add_argument("--emulate", nargs="*", choices=CASES, metavar="CASE")
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=True)
-    head = {"commit": commit.stdout.strip(), "num_processors": os.cpu_count()}
     plans, results = FOLDER / "plans.json", FOLDER / "results.json"
-    if asked.plan:
-        command = "python benchmarks/late_link/run.py --plan"
-        plans.write_text(json.dumps({"command": command, **head, "cases": planned()}, indent=1) + "\n")
+    if asked.plan is not None:
+        write(plans, "--plan", commit.stdout.strip(), planned(asked.plan or CASES))
     if asked.emulate is not None:
-        command = "python benchmarks/late_link/run.py --emulate"
-        before = json.loads(results.read_text())["cases"] if results.exists() else {}
-        cases = before | emulated(json.loads(plans.read_text())["cases"], asked.emulate or CASES)
-        found = {"command": command, **head, "stretch": STRETCH, "num_steps": NUM_STEPS, "cases": cases}
-        results.write_text(json.dumps(found, indent=1) + "\n")
+        measured = emulated(json.loads(plans.read_text())["cases"], asked.emulate or CASES)
+        write(results, "--emulate", commit.stdout.strip(), measured)
     if asked.readme:
         readme = FOLDER / "README.md"
         text, _, rest = readme.read_text().partition("<!-- results -->\n")
