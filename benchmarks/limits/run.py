@@ -1,21 +1,24 @@
 """How long `ps.plan` takes beside the limit it was given, in processes of their own.
 
-    python benchmarks/limits/run.py 8x32                   measures one size, and rewrites its part of results.json
-    python benchmarks/limits/run.py --table                prints the table of README.md from results.json
+    python benchmarks/limits/run.py 8x32 warm              measures one size and cache, its part of results.json
+    python benchmarks/limits/run.py 128x1024 cold --limit 10           the same for one limit
+    python benchmarks/limits/run.py --readme               writes the table of README.md from results.json
 
 The problem is `penstock bench plan`'s under a tight cap: uneven stages, one slow link, as many activations in flight
 on a rank as there are ranks. *Warm*: numba's machine code is on disk, as `make install` leaves it, and the process
 loads it. *Cold*: NUMBA_CACHE_DIR is an empty folder, as after an installation without that. Each number is the first
-plan of its process, from the call to its return.
+plan of its process, from the call to its return; the process that the plan starts to compile is ended then.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
 LIMITS = (2.0, 10.0)
 CACHES = ("warm", "cold")
-REPEATS = 3
+REPEATS = {"warm": 3, "cold": 1}
 SEED = 7
 
 ONE = """
@@ -36,8 +39,10 @@ costs, links = draw(num_ranks, np.random.default_rng([seed, num_ranks]))
 before = time.perf_counter()
 p = ps.plan(costs, num_ranks, num_microbatches, links, max_in_flight=num_ranks, time_limit=limit)
 elapsed = time.perf_counter() - before
-from penstock.planning.compile_ahead import wait_for_children
-wait_for_children()
+from penstock.planning import compile_ahead
+for child in compile_ahead._children:
+    child.kill()
+    child.wait()
 print(json.dumps({"elapsed": elapsed, "gap": p.gap, "how": p.how}))
 """
 
@@ -52,22 +57,23 @@ def measured(num_ranks: int, num_microbatches: int, limit: float, cache: str) ->
     return found
 
 
-def rows(num_ranks: int, num_microbatches: int) -> list[dict[str, Any]]:
-    """Every limit and cache of one size."""
-    subprocess.run([sys.executable, "-m", "penstock.planning.compile_ahead"], check=True, capture_output=True)
+def rows(num_ranks: int, num_microbatches: int, cache: str, limits: Sequence[float]) -> list[dict[str, Any]]:
+    """Limits of one size and cache."""
+    if cache == "warm":
+        subprocess.run([sys.executable, "-m", "penstock.planning.compile_ahead"], check=True, capture_output=True)
     found = []
-    for cache in CACHES:
-        for limit in LIMITS:
-            runs = [measured(num_ranks, num_microbatches, limit, cache) for _ in range(REPEATS)]
-            found.append(
-                {
-                    "num_ranks": num_ranks,
-                    "num_microbatches": num_microbatches,
-                    "cache": cache,
-                    "time_limit": limit,
-                    **{name: [run[name] for run in runs] for name in runs[0]},
-                }
-            )
+    for limit in limits:
+        runs = [measured(num_ranks, num_microbatches, limit, cache) for _ in range(REPEATS[cache])]
+        found.append(
+            {
+                "num_ranks": num_ranks,
+                "num_microbatches": num_microbatches,
+                "cache": cache,
+                "time_limit": limit,
+                "load": os.getloadavg()[0],
+                **{name: [run[name] for run in runs] for name in runs[0]},
+            }
+        )
     return found
 
 
@@ -85,23 +91,40 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def name_of(row: dict[str, Any]) -> tuple[int, int, str, float]:
+    return row["num_ranks"], row["num_microbatches"], row["cache"], row["time_limit"]
+
+
 def main() -> None:
     path = FOLDER / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    if sys.argv[1:] == ["--table"]:
-        print(table(results))
-        return
     sizes = {f"{ranks}x{num}": (ranks, num) for ranks, num in SIZES}
-    size = sizes[sys.argv[1]]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    kept = [row for row in results["rows"] if (row["num_ranks"], row["num_microbatches"]) != size]
-    new = [{**row, "commit": commit} for row in rows(*size)]
-    results = {
-        "command": "python benchmarks/limits/run.py SIZE",
-        "num_processors": os.cpu_count(),
-        "rows": sorted([*kept, *new], key=lambda row: (row["num_ranks"], row["cache"] == "cold", row["time_limit"])),
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", choices=sizes)
+    parser.add_argument("cache", nargs="?", choices=CACHES)
+    parser.add_argument("--limit", type=float, choices=LIMITS)
+    parser.add_argument("--readme", action="store_true")
+    asked = parser.parse_args()
+    if asked.size and asked.cache:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        made = rows(*sizes[asked.size], asked.cache, [asked.limit] if asked.limit else LIMITS)
+        new = {name_of(row): {**row, "commit": commit} for row in made}
+        kept = {name_of(row): row for row in results["rows"]}
+        results = {
+            "command": "python benchmarks/limits/run.py SIZE CACHE",
+            "num_processors": os.cpu_count(),
+            "rows": [
+                row for _, row in sorted((kept | new).items(), key=lambda item: (item[0][:2], item[0][2:][::-1]))
+            ],
+        }
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    if asked.readme:
+        readme = FOLDER / "README.md"
+        text, _, rest = readme.read_text().partition("<!-- results -->\n")
+        _, end, after = rest.partition("<!-- end of results -->")
+        readme.write_text(f"{text}<!-- results -->\n{table(results)}\n{end}{after}")
 
 
 if __name__ == "__main__":
