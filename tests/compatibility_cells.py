@@ -62,6 +62,7 @@ SHAPES = {
     "pp 2 dp 2": (2, 2, 1),
     "pp 2 tp 2": (2, 1, 2),
     "pp 2 dp 2 tp 2": (2, 2, 2),
+    "tp 2": (1, 1, 2),
 }
 """By mesh the processes along pp, dp and tp. Where there is one along pp, each has all ranks of its pipeline."""
 
@@ -337,7 +338,7 @@ def place_of(cell: Cell) -> Any:
 
     pp, dp, tp = cell.shape
     if pp == 1:
-        return init_device_mesh("cpu", (dp,), mesh_dim_names=("dp",))
+        return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
