@@ -48,7 +48,6 @@ def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)
 
 
-@pytest.mark.xfail(strict=True, reason="updates as ops exclude shards")
 def test_updates_of_shards() -> None:
     assert not _ended(SHARDED)
 

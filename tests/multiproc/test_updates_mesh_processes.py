@@ -40,12 +40,17 @@ def beside_the_loop(rank: int) -> dict[str, list[str]]:
     }
 
 
-def goes_on(rank: int, folder: str) -> dict[str, list[str]]:
-    """Amid a window: from a checkpoint, and handed over, to what was never interrupted."""
-    groups = mesh()
+def goes_on(rank: int, folder: str, shards: bool = False) -> dict[str, list[str]]:
+    """Amid a window: from a checkpoint, and handed over, to what was never interrupted.
+
+    Args:
+        shards: of the stages, and no replicas.
+    """
+    groups = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")) if shards else mesh()
+    cut = tie_runs.by_columns if shards else None
     found: dict[str, list[str]] = {}
     for name in ("amdp", "pipedream-2bw"):
-        for sharding in ("none", "zero1"):
+        for sharding in ("none",) if shards else ("none", "zero1"):
 
             def made(name: str = name, sharding: str = sharding) -> ps.Pipeline:
                 schedule = ps.build(name, 2, 8, window=4)
@@ -57,28 +62,29 @@ def goes_on(rank: int, folder: str) -> dict[str, list[str]]:
                     optimizer=runs.ADAM,
                     mesh=groups,
                     timeout=20,
-                    parallel=ps.ParallelOptions(sharding=sharding),
+                    parallel=ps.ParallelOptions(sharding=sharding, parallelize=cut),
                 )
 
             whole, first, loaded, then = made(), made(), made(), made()
-            data = loop.batches(16, 4)
+            data = loop.batches(8 if shards else 16, 4)
             whole.step(*data[0], update=False)
             first.step(*data[0], update=False)
-            loaded.load(first.save(Path(folder) / f"{name} {sharding}"))
+            loaded.load(first.save(Path(folder) / f"{name} {sharding} {shards}"))
             first.hand_over(then)
             for number, batch in enumerate(data[1:], start=1):
                 for pipe in (whole, loaded, then):
                     pipe.step(*batch, update=number % 2 == 1)
-            values = [{n: p.detach() for n, p in pipe.named_parameters()} for pipe in (whole, loaded, then)]
-            found[f"loaded {name} {sharding}"] = runs.unlike(values[0], values[1])
-            found[f"handed over {name} {sharding}"] = runs.unlike(values[0], values[2])
+            pipes = (whole, loaded, then)
+            values = [{n: gathered(p.detach()).clone() for n, p in pipe.named_parameters()} for pipe in pipes]
+            found[f"loaded {name} {sharding} {shards}"] = runs.unlike(values[0], values[1])
+            found[f"handed over {name} {sharding} {shards}"] = runs.unlike(values[0], values[2])
             for pipe in (whole, first, loaded, then):
                 pipe.close()
     return found
 
 
 def everything(rank: int, folder: str) -> dict[str, list[str]]:
-    return beside_the_loop(rank) | goes_on(rank, folder)
+    return beside_the_loop(rank) | goes_on(rank, folder) | goes_on(rank, folder, shards=True)
 
 
 def test_updates_over_replicas(tmp_path: Path) -> None:

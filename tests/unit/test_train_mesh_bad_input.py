@@ -41,10 +41,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
     "asynchronous and fully sharded": ("--schedule amdp --dp 2 --sharding fsdp", ["amdp", "give --sharding zero1"]),
     "asynchronous replicas in one process": ("--schedule amdp --dp 2 --in-process", ["leave out --in-process"]),
-    "asynchronous shards": (
-        "--schedule vnag --tp 2",
-        ["vnag", "versions of whole parameters", "--tp 2 shares layers out"],
-    ),
     "delegates of a mesh": (
         "--adapt --delegates 2 --dp 2",
         ["--delegates", "moves nodes", "leave it out, or --dp 2"],

@@ -85,13 +85,6 @@ UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule pr
 REFUSALS = (
     Refusal(
         UPDATES,
-        "tensor-parallel shards (tp)",
-        "updates keep versions of whole parameters, and each shard has parts of them",
-        "leave tp out, or use a schedule without updates as ops",
-        lambda c: c.has_updates and c.num_shards > 1,
-    ),
-    Refusal(
-        UPDATES,
         'sharding="fsdp" over replicas',
         "after each, all replicas would have to gather what it stepped, as the next op reads it",
         'use sharding="zero1", which shares out the optimizer\'s state alone',

@@ -147,7 +147,12 @@ class State:
         tensors, meta = self._all()
         writes = {name: tensor for name, tensor in tensors.items() if self._writes(name)}
         helps = {name: t for name, t in tensors.items() if name not in writes and is_sharded(t)}
-        return CheckpointShare(writes | (self._updating.tensors() if self._updating is not None else {}), helps, meta)
+        for name, tensor in ({} if self._updating is None else self._updating.tensors()).items():
+            if self._updating is not None and self._updating.is_first_shard:
+                writes[name] = tensor
+            elif is_sharded(tensor):
+                helps[name] = tensor
+        return CheckpointShare(writes, helps, meta)
 
     def extra(self) -> dict[str, dict[str, Tensor]]:
         """By its base `extra/NAME@HOLDER` the extra state of each module here. Raises CheckpointError."""
@@ -164,7 +169,7 @@ class State:
         tensors, meta = self._all()
         found = {name: whole(tensor) for name, tensor in tensors.items()}
         if self._updating is not None:
-            found |= self._updating.tensors()
+            found |= {name: whole(tensor) for name, tensor in self._updating.tensors().items()}
         for packed in self.extra().values():
             found |= packed
         return found, meta

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.stage.recompute import Place, copy_of
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
 @dataclass
@@ -85,9 +86,13 @@ class CopyStates:
             return
         then = self._aside.pop(pipeline)
         buffers = {place: place[0]._buffers.get(place[1]) for place in then.buffers}
-        before = _Aside([p.grad for p in self._parameters], [p.data for p in self._separate], buffers)
+        weights = [p.data.clone() if is_sharded(p) else p.data for p in self._separate]
+        before = _Aside([p.grad for p in self._parameters], weights, buffers)
         for parameter, weight in zip(self._separate, then.weights, strict=True):
-            parameter.data = weight
+            if is_sharded(parameter):  # cannot be pointed elsewhere
+                memory(parameter).copy_(local(weight))
+            else:
+                parameter.data = weight
         for parameter, gradient in zip(self._parameters, then.gradients, strict=True):
             parameter.grad = gradient
         for (module, name), buffer in then.buffers.items():

@@ -40,7 +40,7 @@ from penstock.runtime.parameters.buckets import (
 from penstock.runtime.parameters.fsdp import ShardedParameters
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.stage.registered_ops import OpFunction
-from penstock.runtime.tensors.dtensor import local
+from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.schedule import Schedule
 
 
@@ -167,14 +167,16 @@ class Replicas:
         return self._peers.here[0] == 0
 
     def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sums over all replicas, where updates are ops; every replica must call it for the same parameters."""
+        """The sums over all replicas, where updates are ops, of shards what lies here; every replica must call it for
+        the same parameters.
+        """
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else as_shard(local(gradient), parameter)
         buckets = [GradientBucket(part, self._peers, None) for part in cut_into_buckets(parameters, lambda _: None)]
         for bucket, work in [(bucket, bucket.start()) for bucket in buckets]:
             self._wait(work, "a sum of gradients over the replicas")
             bucket.unpack()
-        found = [parameter.grad for parameter in parameters]
+        found = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         return found

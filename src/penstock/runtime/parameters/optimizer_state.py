@@ -54,7 +54,9 @@ class OptimizerState:
             model.require_trainable()
         self.replicas = replicas_of(model, mesh, schedule, timeout)
         self.replicas.share_all()
-        self.updating = Updating(schedule, model, zero, self.replicas) if schedule.updates is not None else None
+        self.updating = None
+        if schedule.updates is not None:
+            self.updating = Updating(schedule, model, zero, self.replicas, mesh.shard == 0)
         self.optimizer = self._make_optimizer(optimizer)
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:

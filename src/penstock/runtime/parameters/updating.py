@@ -20,6 +20,7 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.versions import CopyWeights, rule_of
 from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.stage.stage import Copy
+from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wiring import twins_of
 from penstock.schedule import Schedule
@@ -36,19 +37,26 @@ class Updating:
     Attributes:
         copies: of the stages here. weights: of each copy. rule: by which ops read them.
         zero: only the owner's copy of a stage has the optimizer's state.
-        replicas: with whom updates sum up gradients.
+        replicas: with whom updates sum up gradients. is_first_shard: of those who hold these stages together.
         leaves_open: the last window of the step that runs goes on in the next one.
 
     Raises:
         RuntimeFailure, ScheduleError: the rule does not go with the schedule.
     """
 
-    def __init__(self, schedule: Schedule, model: LocalModel, zero: bool, replicas: Replicas | NoReplicas) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: LocalModel,
+        zero: bool,
+        replicas: Replicas | NoReplicas,
+        is_first_shard: bool = True,
+    ) -> None:
         if schedule.updates is None or schedule.windows is None:
             raise RuntimeFailure(f"{schedule.name} has no updates")
         copies = model.copies
         self.schedule, self.copies, self.zero, self._model = schedule, copies, zero, model
-        self.replicas = replicas
+        self.replicas, self.is_first_shard = replicas, is_first_shard
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule, zero)
@@ -98,6 +106,8 @@ class Updating:
             for name, parameter in self.copies.here[key].named_parameters():
                 master = self.weights[key].masters.get(name)
                 found.setdefault(id(parameter), []).extend([] if master is None else [master])
+        for given, those in self._model.stand_ins().items():  # what was cut into shards
+            found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
 
     def make_optimizer(self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None) -> Optimizer | None:
@@ -142,12 +152,16 @@ class Updating:
                 parameters = weights.stepped()
                 sums = self.replicas.summed(parameters, [p.grad for p in parameters])
                 for parameter, gradient in zip(parameters, sums, strict=True):
-                    parameter.grad = gradient if self.replicas.is_first else None
+                    kept = self.replicas.is_first and gradient is not None
+                    parameter.grad = as_shard(local(gradient), parameter) if kept else None
         self._model.share_tied_values()
         for slot, tie in enumerate(self._model.ties, start=1):
             name, like = self._owned_name(slot), self._model.tied.parameter(slot)
             mine = [weights for (_, stage), weights in self.weights.items() if stage == tie.owner]
-            older = self._model.spread(tie, mine[0].older(name) if mine else None, like) if self.rule.keeps else None
+            older = mine[0].older(name) if mine else None
+            if older is not None:
+                older = as_shard(older, like)
+            older = self._model.spread(tie, older, like) if self.rule.keeps else None
             self._bring_to(slot, self.num_updates, older)
 
     def _bring_to(self, slot: int, num_updates: int, older: Tensor | None) -> None:

@@ -27,10 +27,24 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
+def memory(tensor: Tensor) -> Tensor:
+    """What lies in this process, on the same memory, with a version counter of its own: writing there is no change of
+    what autograd has saved.
+    """
+    return local(tensor.detach()).data
+
+
 def whole(tensor: Any) -> Tensor:
     """The whole tensor. Every process that has a shard of it must call this, in the same order."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
+
+
+def laid_like(tensor: Any, like: Any) -> Any:
+    """A tensor as `like` lies over the mesh. Where it lies otherwise, every process that has a part must call it."""
+    if not is_sharded(tensor) or placements_of(tensor) == placements_of(like):
+        return tensor
+    return tensor.redistribute(placements=like.placements)
 
 
 def shard_like(full: Tensor, like: Any) -> Tensor:

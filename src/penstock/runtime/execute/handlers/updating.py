@@ -19,6 +19,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.handlers.backend import Handler
 from penstock.runtime.parameters.updating import Updating
 from penstock.runtime.parameters.versions import CopyWeights
+from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import Station
 from penstock.schedule import Op
@@ -56,7 +57,11 @@ class UpdatingOps:
         self._select = updating.copies.select
         self._windows, self._zero = schedule.windows, updating.zero
         self._open = self._windows.num_updates - 1 if updating.leaves_open else None
-        self._memory = {p.untyped_storage().data_ptr() for key in weights for p in self._of(*key).stage.parameters()}
+        self._memory = {
+            local(p.detach()).untyped_storage().data_ptr()
+            for key in weights
+            for p in self._of(*key).stage.parameters()
+        }
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
         self.handlers: dict[str, Handler] = {kind: self._around(handler) for kind, handler in inner.items()}

@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions import step as steps
 from penstock.runtime.parameters.versions.gradients import Gradients, WindowGradients, num_bytes
-from penstock.runtime.parameters.versions.held import HeldVersions
+from penstock.runtime.parameters.versions.held import HeldVersions, versions_of
 from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.parameters.versions.written import WrittenVersion
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
 
 
@@ -73,7 +74,9 @@ class CopyWeights:
         self._tied = frozenset(tied)
         self._parameters = {name: p for name, p in self.own() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.
-        self.masters = {name: Parameter(p.data) for name, p in self._parameters.items()} if owns else {}
+        predicts = owns and rule.most_steps(schedule, index) > 0
+        apart = rule.keeps or predicts
+        self.masters = {name: _master_of(p, apart) for name, p in self._parameters.items()} if owns else {}
         self._owns = owns
         self.mismatch: dict[int, int] = {}
         self._ahead = rule.ahead(schedule, index)
@@ -81,9 +84,8 @@ class CopyWeights:
         self._gradients = WindowGradients(parameters)
         self._weights: HeldVersions | WrittenVersion
         if rule.keeps:
-            self._weights = HeldVersions(parameters, masters)
+            self._weights = versions_of(parameters, masters)
         else:
-            predicts = owns and rule.most_steps(schedule, index) > 0
             self._weights = WrittenVersion(parameters, masters, self._predict if predicts else None)
         self._reads: dict[int, tuple[Read, int]] = {}
         self._optimizer: Optimizer | None = None
@@ -168,10 +170,11 @@ class CopyWeights:
     # -- updates ---------------------------------------------------------------------------------------------
 
     def gradients(self, update: int) -> Gradients:
-        """This copy's sum over the window of an update, in parameter order, which it holds no more."""
+        """This copy's sum over an update's window, in parameter order, which it holds no more; of shards its part."""
         if self._left_open(update):
             return [None] * len(self._parameters)
-        return self._gradients.take(update)
+        found = zip(self._gradients.take(update), self._parameters.values(), strict=True)
+        return [None if g is None else local(laid_like(g, parameter)) for g, parameter in found]
 
     def reduced(self, parts: Sequence[Gradients]) -> Gradients:
         """The sum of all copies' gradients, pipelines in order."""
@@ -193,7 +196,7 @@ class CopyWeights:
             )
         total = steps.summed(parts)
         if self._clip_norm is not None:
-            total = steps.clipped(total, self._clip_norm)
+            total = steps.clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
         self._weights.advance(self._rule.oldest(self.num_updates + 1))
         steps.step(self._optimizer, list(self.masters.values()), total, rate)
@@ -254,7 +257,7 @@ class CopyWeights:
             for name, parameter in self.own():
                 if name in values and not parameter.requires_grad:
                     parameter.copy_(values[name])
-            own = [values.get(name, parameter.data) for name, parameter in self._parameters.items()]
+            own = [values.get(name, parameter.detach()) for name, parameter in self._parameters.items()]
             self._weights.fill(own, self._rule.oldest(self.num_updates))
 
     def state(self) -> dict[str, Tensor]:
@@ -264,7 +267,8 @@ class CopyWeights:
         "gradients/NAME": the sum so far of a window left open.
         """
         older = self._weights.older() or []
-        state = {f"versions/{name}": tensor for name, tensor in zip(self._parameters, older, strict=False)}
+        held = zip(self._parameters.items(), older, strict=False)
+        state = {f"versions/{name}": as_shard(tensor, parameter) for (name, parameter), tensor in held}
         for name, gradient in zip(self._parameters, self._gradients.now(), strict=True):
             if gradient is not None:
                 state[f"gradients/{name}"] = gradient
@@ -279,12 +283,17 @@ class CopyWeights:
             RuntimeFailure: another shape than the parameter's.
         """
         self._require_fitting(state)
-        older = [state.get(f"versions/{name}") for name in self._parameters]
+        older = [
+            None if (found := state.get(f"versions/{name}")) is None else own_shard(found, parameter)
+            for name, parameter in self._parameters.items()
+        ]
         present = [tensor for tensor in older if tensor is not None]
         self._weights.set_older(present if present and len(present) == len(older) else None)
         for name, parameter in self._parameters.items():
             gradient = state.get(f"gradients/{name}")
-            parameter.grad = None if gradient is None else torch.empty_like(parameter).copy_(gradient).detach()
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = torch.empty_like(parameter).copy_(own_shard(gradient, parameter)).detach()
 
     def bytes(self) -> dict[str, int]:
         """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
@@ -331,7 +340,8 @@ class CopyWeights:
             )
         group = self._groups[id(master)]
         rate = group["lr"] if self._rates is None else self._rates[self.num_updates - self._first]
-        self._rule.predict(out, master.data, num_steps, float(rate), group, self._optimizer.state.get(master, {}))
+        state = {key: local(value) for key, value in self._optimizer.state.get(master, {}).items()}
+        self._rule.predict(out, memory(master), num_steps, float(rate), group, state)
 
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1
@@ -350,3 +360,11 @@ class CopyWeights:
                     f"the checkpoint's {key!r} has shape {tuple(tensor.shape)}, the parameter "
                     f"{tuple(parameter.shape)}; load it into the model it was saved from"
                 )
+
+
+def _master_of(parameter: Parameter, apart: bool) -> Parameter:
+    """What the optimizer steps in its place: on the same memory, or on its own where it is a shard and `apart`."""
+    if not is_sharded(parameter):
+        return Parameter(parameter.data)
+    values = memory(parameter)
+    return Parameter(as_shard(values.clone() if apart else values, parameter))

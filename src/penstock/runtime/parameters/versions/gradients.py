@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
+from penstock.runtime.tensors.dtensor import local
+
 Gradients = list[Tensor | None]
 """One a parameter, in their order; None where a window gave none."""
 
@@ -71,5 +73,5 @@ class WindowGradients:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all elements of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Bytes of all elements of tensors that lie in this process."""
+    return sum(local(t).numel() * t.element_size() for t in tensors)

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.versions.read import Read
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 
 class HeldVersions:
@@ -62,14 +63,17 @@ class HeldVersions:
         """Points the parameters at a version."""
         if read.version == self._bound:
             return
+        self._require(read)
+        for parameter, tensor in zip(self._parameters, self._versions[read.version], strict=True):
+            parameter.data = tensor
+        self._bound = read.version
+
+    def _require(self, read: Read) -> None:
         if read.version not in self._versions:
             raise RuntimeFailure(
                 f"an op is to read the weights after {read.version} updates, and this copy of the stage holds those "
                 f"after {', '.join(map(str, sorted(self._versions)))}; the order does not fit the rule of its updates"
             )
-        for parameter, tensor in zip(self._parameters, self._versions[read.version], strict=True):
-            parameter.data = tensor
-        self._bound = read.version
 
     def hold(self, read: Read) -> None:
         self._users[read.version] = self._users.get(read.version, 0) + 1
@@ -119,7 +123,7 @@ class HeldVersions:
         """Between passes, even after one that broke off: the newest version has these values."""
         self.end(oldest)
         for tensor, value in zip(self.newest_values(), values, strict=True):
-            tensor.copy_(value)
+            tensor.copy_(local(value))
 
     def older(self) -> list[Tensor] | None:
         """The version before the newest, where it is held."""
@@ -129,7 +133,7 @@ class HeldVersions:
         self._versions = {self.newest: self._versions[self.newest]}
         if values is not None:
             self._versions[self.newest - 1] = [
-                torch.empty_like(t).copy_(v) for t, v in zip(self.newest_values(), values, strict=True)
+                torch.empty_like(t).copy_(local(v)) for t, v in zip(self.newest_values(), values, strict=True)
             ]
 
     def renumber(self, newest: int) -> None:
@@ -144,3 +148,58 @@ class HeldVersions:
             self.bind(Read(self.newest))
         for version in gone:
             del self._versions[version]
+
+
+def versions_of(parameters: Sequence[Parameter], masters: Sequence[Parameter]) -> HeldVersions:
+    """The versions of one copy; masters of shards have memory of their own."""
+    kind = CopiedVersions if any(map(is_sharded, parameters)) else HeldVersions
+    return kind(parameters, masters)
+
+
+class CopiedVersions(HeldVersions):
+    """The same where parameters are shards, which cannot be pointed elsewhere: what an op reads is copied to them.
+
+    Before a backward its version is copied back to where the forward found it. The newest has memory of its own, the
+    masters' where there are some, so that there is one set more than versions.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], masters: Sequence[Parameter]) -> None:
+        super().__init__(parameters, masters)
+        self._newest = [memory(each) for each in masters] or [memory(p).clone() for p in parameters]
+        self._versions = {0: self._newest}
+
+    @property
+    def num_beside(self) -> int:
+        return self.most
+
+    def begin(self) -> None:
+        self._users.clear()
+        self.bind(Read(self.newest))
+        for tensor, parameter in zip(self._newest, self._parameters, strict=True):
+            tensor.copy_(memory(parameter))
+        self.most = len(self._versions)
+
+    def bind(self, read: Read) -> None:
+        if read.version == self._bound:
+            return
+        self._require(read)
+        for parameter, tensor in zip(self._parameters, self._versions[read.version], strict=True):
+            memory(parameter).copy_(tensor)
+        self._bound = read.version
+
+    def advance(self, oldest: int, values: Sequence[Tensor] | None = None) -> None:
+        self._drop(oldest)
+        stays = self.newest >= oldest or self.newest in self._users
+        del self._versions[self.newest]
+        if stays:
+            self._versions[self.newest] = [tensor.clone() for tensor in self._newest]
+        for tensor, value in zip(self._newest, values or (), strict=values is not None):
+            tensor.copy_(value)
+        self.newest += 1
+        self._versions[self.newest] = self._newest
+        self.most = max(self.most, len(self._versions))
+
+    def fill(self, values: Sequence[Tensor], oldest: int) -> None:
+        super().fill(values, oldest)
+        for parameter, tensor in zip(self._parameters, self._newest, strict=True):
+            memory(parameter).copy_(tensor)

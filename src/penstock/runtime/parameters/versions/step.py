@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.parameters.versions.gradients import Gradients
+from penstock.runtime.tensors.dtensor import as_shard, whole
 
 
 def summed(parts: Sequence[Gradients]) -> Gradients:
@@ -25,12 +26,15 @@ def summed(parts: Sequence[Gradients]) -> Gradients:
     return total
 
 
-def clipped(gradients: Gradients, max_norm: float) -> Gradients:
-    """Scaled so that the norm over all of them is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    present = [g for g in gradients if g is not None]
+def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:
+    """Scaled so that the norm over all of them is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Of masters that are shards, all who hold them work the norm out together.
+    """
+    present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
     if not present:
         return gradients
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in present]))
+    norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in present]))
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return [None if g is None else g * factor for g in gradients]
 
@@ -42,7 +46,7 @@ def step(optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradient
         rate: learning rate of this step; that of the optimizer's groups where None.
     """
     for master, gradient in zip(masters, gradients, strict=True):
-        master.grad = gradient
+        master.grad = None if gradient is None else as_shard(gradient, master)
     try:
         if any(gradient is not None for gradient in gradients):
             with learning_rate(optimizer, rate):

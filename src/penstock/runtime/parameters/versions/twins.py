@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.parameters.versions.gradients import num_bytes
-from penstock.runtime.parameters.versions.held import HeldVersions
+from penstock.runtime.parameters.versions.held import HeldVersions, versions_of
 from penstock.runtime.parameters.versions.read import Read, Spot
 from penstock.runtime.parameters.versions.rule import VersionRule
 from penstock.runtime.parameters.versions.written import WrittenVersion
+from penstock.runtime.tensors.dtensor import is_sharded, own_shard
 
 
 class TwinVersions:
@@ -34,7 +35,7 @@ class TwinVersions:
     def __init__(self, leaves: Mapping[str, Parameter], rule: VersionRule) -> None:
         self._rule, self._leaves = rule, dict(leaves)
         self._held: dict[str, HeldVersions | WrittenVersion] = {
-            name: HeldVersions([leaf], []) if rule.keeps else WrittenVersion([leaf], [])
+            name: versions_of([leaf], []) if rule.keeps else WrittenVersion([leaf], [])
             for name, leaf in leaves.items()
         }
         self._reads: dict[int, dict[str, Read]] = {}
@@ -86,9 +87,14 @@ class TwinVersions:
     # Between passes.
 
     def stand_at(self, name: str, newest: int, older: Tensor | None) -> None:
-        """The owner's stage has made `newest` updates; `older` is what the last one stepped, where that is held."""
+        """The owner's stage has made `newest` updates; `older` is what the last one stepped, where that is held.
+
+        Of a shard it is the part here, or the whole.
+        """
         held = self._held[name]
         held.renumber(newest)
+        if older is not None and not is_sharded(older):
+            older = own_shard(older, self._leaves[name])
         held.set_older(None if older is None else [older])
 
     def fill(self, name: str, value: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.parameters.versions.read import Read
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
@@ -27,7 +28,8 @@ class WrittenVersion:
     Args:
         parameters: the module's, those with gradients.
         masters: what the optimizer steps, in the same order; none on a copy without its state.
-        predict: where ops read predictions, what makes them; masters then have memory of their own.
+        predict: where ops read predictions, what makes them; masters then have memory of their own, shards from the
+            start.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class WrittenVersion:
         self._holds = Read(0)
         if predict is not None:
             for master in masters:
-                master.data = master.data.clone()
+                if not is_sharded(master):
+                    master.data = master.data.clone()
 
     @property
     def oldest(self) -> int:
@@ -60,8 +63,8 @@ class WrittenVersion:
         self.bind(Read(self.newest))
         for parameter, master in zip(self._parameters, self._masters, strict=False):
             if self._predict is not None:
-                master.data.copy_(parameter.data)
-            else:
+                memory(master).copy_(memory(parameter))
+            elif not is_sharded(parameter):  # a shard's memory never moves
                 master.data = parameter.data
         self._holds = Read(self.newest)
 
@@ -72,9 +75,9 @@ class WrittenVersion:
         with torch.no_grad():
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 if read.steps:
-                    self._predict(parameter.data, master, read.steps)
+                    self._predict(memory(parameter), master, read.steps)
                 else:
-                    parameter.data.copy_(master)
+                    memory(parameter).copy_(memory(master))
         self._holds = read
 
     def hold(self, read: Read) -> None:
@@ -88,10 +91,10 @@ class WrittenVersion:
         self.newest += 1
         if values is not None:
             for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.data.copy_(value)
+                memory(parameter).copy_(local(value))
 
     def newest_values(self) -> list[Tensor]:
-        return [each.data for each in (self._masters or self._parameters)]
+        return [memory(each) for each in (self._masters or self._parameters)]
 
     def end(self, oldest: int) -> None:
         """A pass ended: the parameters hold the newest version."""
@@ -101,7 +104,7 @@ class WrittenVersion:
         """Between passes, even after one that broke off: the newest version has these values."""
         for each in (self._parameters, self._masters):
             for parameter, value in zip(each, values, strict=False):
-                parameter.data.copy_(value)
+                memory(parameter).copy_(local(value))
         self._holds = Read(self.newest)
 
     def older(self) -> list[Tensor] | None:
