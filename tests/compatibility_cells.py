@@ -12,10 +12,12 @@ every sum is made in the order of one process all bits must be the same.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +137,18 @@ class Cell:
         plain = Cell()
         changed = {k: v for k, v in asdict(self).items() if v != getattr(plain, k)}
         return "Cell(" + ", ".join(f"{k}={v!r}" for k, v in changed.items()) + ")"
+
+
+def read_cells() -> list[Cell]:
+    """The cells of the covering array."""
+    path = Path(__file__).parents[1] / "benchmarks" / "compatibility" / "cells.json"
+    return [Cell(**each) for each in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def some_cells(num_processes: int, num: int) -> list[Cell]:
+    """So many of those with a number of processes that are to run, from all over the array."""
+    cells = [cell for cell in read_cells() if cell.num_processes == num_processes and cell.refusal is None]
+    return [cells[place * len(cells) // num] for place in range(num)]
 
 
 # Schedules.

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import penstock
-from compatibility_cells import FEATURES, Cell, run_cell
+from compatibility_cells import FEATURES, Cell, read_cells, run_cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.bench.machine import machine
@@ -142,10 +142,6 @@ def missing(cells: Sequence[Cell]) -> list[Tuple]:
     return sorted(left)
 
 
-def read() -> list[Cell]:
-    return [Cell(**each) for each in json.loads(CELLS.read_text())["cells"]]
-
-
 # Running.
 
 
@@ -211,7 +207,7 @@ def main() -> None:
         refused = sum(refusal_of(cell.combination) is not None for cell in cells)
         print(f"wrote {CELLS}: {len(cells)} cells, {refused} that the table refuses, {len(missing(cells))} missing")
         return
-    cells = read()
+    cells = read_cells()
     if given.cell is not None:
         chosen = [cells[number] for number in given.cell]
         for cell, outcome in zip(chosen, run_all(chosen), strict=True):

@@ -44,6 +44,14 @@ def _ended(chosen: dict[str, Cell]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.parametrize(("num_processes", "num"), [(2, 12), (4, 20), (8, 8)])
+def test_cells_of_the_array_are_the_plain_loop(num_processes: int, num: int) -> None:
+    """With those in one process (tests/unit/test_compatibility.py) 60 of them."""
+    chosen = cells.some_cells(num_processes, num)
+    outcomes = between_processes(num_processes, chosen, run_cell)
+    assert not {str(c): o.detail for c, o in zip(chosen, outcomes, strict=True) if o.kind != "same"}
+
+
 def test_mistakes_that_were_there_once() -> None:
     assert not _ended(MENDED)
 

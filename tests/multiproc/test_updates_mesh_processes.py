@@ -12,6 +12,7 @@ import asynchronous_runs as runs
 import penstock as ps
 import tie_runs
 import tied_updates_loop as loop
+from penstock.runtime.tensors.dtensor import whole as gathered
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

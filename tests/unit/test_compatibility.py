@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import compatibility_cells as cells
 import penstock as ps
 import tie_runs
 from packed import packed
@@ -132,3 +133,23 @@ def test_dispatch_of_a_schedule_with_updates_is_switched_while_it_runs_and_its_o
     with pytest.raises(RuntimeFailure, match="updates in the order, which nothing may change"):
         pipe.reconfigure(replace(pipe.configuration, schedule=ps.build("amdp", 4, 16, window=4, max_mismatch=0)))
     pipe.close()
+
+
+def test_cells_of_the_covering_array_that_the_table_refuses() -> None:
+    """Each in the words of its row; where all ranks are in one process, where the pipeline is made."""
+    refused = [cell for cell in cells.read_cells() if cell.refusal is not None]
+    assert refused
+    for cell in refused:
+        row = cell.refusal
+        assert row is not None
+        with pytest.raises(RuntimeFailure) as error:
+            require_compatible(cell.combination)
+        assert row.why in str(error.value)
+        if cell.num_processes == 1:
+            assert cells.run_cell(cell) == cells.Outcome("refused", f"{row.one} and {row.other}")
+
+
+def test_cells_of_the_covering_array_in_one_process_are_the_plain_loop() -> None:
+    chosen = cells.some_cells(1, 20)
+    ended = {str(cell): cells.run_cell(cell) for cell in chosen}
+    assert not {cell: outcome for cell, outcome in ended.items() if outcome.kind != "same"}
