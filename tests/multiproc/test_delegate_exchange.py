@@ -14,7 +14,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions
 from penstock.runtime.transport.delegate import DelegateTransport
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = [pytest.mark.multiproc]
 
 
 def values(outcomes: list[Ended]) -> list[Any]:

@@ -19,7 +19,6 @@ from processes import run_ranks
 
 pytestmark = [
     pytest.mark.multiproc,
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net"),
 ]
 

@@ -19,7 +19,7 @@ import pytest
 from penstock.runtime.launch import launch
 from processes import forkserver
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = [pytest.mark.multiproc]
 
 NUM_RANKS = 3
 SOON = 10.0

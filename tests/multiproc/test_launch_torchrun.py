@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = [pytest.mark.multiproc]
 
 HEAD = """
 import os, sys

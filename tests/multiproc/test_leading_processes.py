@@ -15,7 +15,7 @@ from penstock.models import CrossEntropy, GPTConfig, gpt_stage, parallelize
 from penstock.runtime import partition
 from processes import run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = [pytest.mark.multiproc]
 
 CONFIG = GPTConfig(vocab_size=19, context=8, depth=6, width=16, num_heads=4)
 TOKENS = torch.arange(8 * 9).reshape(8, 9) * 7 % 19

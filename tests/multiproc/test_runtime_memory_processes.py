@@ -16,7 +16,7 @@ from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.wire_format import Packet
 from processes import run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = [pytest.mark.multiproc]
 
 
 class Peaks:

@@ -17,7 +17,7 @@ from penstock.tune.errors import RanksFailed
 from penstock.tune.transfer import SIZES
 from penstock.tune.work import run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
 
