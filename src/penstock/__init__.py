@@ -8,7 +8,7 @@
 
 What planning, proving, drawing and running need lies here; the rest in the submodules (`ps.program`, `ps.passes`,
 `ps.runtime`, ...), which are imported when they are first used. `ps.Pipeline`, its options, `ps.emulate`, `ps.split`
-and `ps.StepResult` are the runtime's, and import torch then.
+and `ps.StepResult` are the runtime's, and import torch then: `pip install 'penstock[torch]'`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from penstock.cost import CostError, Costs, Links, Mesh
+from penstock.extras import what_to_install
 from penstock.formats import load, save
 from penstock.library import build
 from penstock.planning import Plan, plan
@@ -82,7 +83,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all that is not imported above is the runtime's
-        return getattr(import_module("penstock.runtime"), name)
+        try:
+            return getattr(import_module("penstock.runtime"), name)
+        except ModuleNotFoundError as error:
+            if needed := what_to_install(error):
+                raise ModuleNotFoundError(f"ps.{name}: {needed}", name=error.name) from None
+            raise
     if name in _submodules():
         return import_module(f"penstock.{name}")
     raise missing(name, __all__)

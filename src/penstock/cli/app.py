@@ -12,7 +12,6 @@ app = typer.Typer(
     name="penstock",
     help="Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch.",
     epilog="Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -29,7 +28,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Plans, proves, draws and runs pipeline-parallel training schedules for PyTorch."""

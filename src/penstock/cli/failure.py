@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cost import CostError
+from penstock.extras import what_to_install
 from penstock.schedule import ScheduleError
 
 INVALID, MISUSE = 1, 2
@@ -58,6 +59,8 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure(MISUSE, str(error), "usage")
     if type(error).__module__.startswith("penstock."):  # errors of layers that would be slow to import here
         return Failure(getattr(error, "exit_code", MISUSE), str(error), getattr(error, "rule", None))
+    if (needed := what_to_install(error)) is not None:
+        return Failure(MISUSE, needed, "install")
     if isinstance(error, OSError) and error.filename is not None:
         return Failure(MISUSE, f"{error.filename}: {error.strerror or error}", "file")
     return None

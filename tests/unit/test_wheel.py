@@ -1,0 +1,124 @@
+"""The wheel in an environment of its own, outside the checkout: first without torch, then with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTED_APART = ("numpy", "numba", "llvmlite", "pip", "setuptools", "pkg_resources", "wheel")
+MOST_BYTES = 60e6
+
+
+def pip(python: str | Path, *arguments: str | Path) -> None:
+    done = subprocess.run(
+        [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+        capture_output=True, text=True, check=False, env=outside(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def outside() -> dict[str, str]:
+    """The environment without what would find the checkout, and without a place for machine code: to compile it would
+    keep this machine busy for a minute."""
+    left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK"))}
+    return left | {"NUMBA_CACHE_DIR": os.devnull, "XDG_CACHE_HOME": os.devnull}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an environment with the wheel and what it requires, without extras."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # From a copy: building leaves folders beside the sources.
+    copy = folder / "checkout"
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-r", ROOT / name, target], check=True)
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, copy)
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
+    (wheel,) = folder.glob("penstock-*.whl")
+    pip(folder / "env/bin/python", "install", "-c", ROOT / "constraints.txt", wheel)
+    return folder / "env"
+
+
+def penstock(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [installed / "bin/penstock", *words],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=outside(),
+    )
+
+
+def test_it_plans_proves_and_draws_without_torch(installed: Path) -> None:
+    planned = penstock(installed, "plan", "--ranks", "4", "--microbatches", "8", "--time", "1", "--out", "plan.json")
+    assert planned.returncode == 0, planned.stderr
+    assert penstock(installed, "check", "plan.json").stdout.startswith("plan.json: valid")
+    for picture in ("plan.svg", "plan.html"):
+        assert penstock(installed, "show", "plan.json", "--out", picture).returncode == 0
+        assert (installed / picture).stat().st_size > 1000
+    assert penstock(installed, "simulate", "zb-v", "--ranks", "4", "--microbatches", "8").returncode == 0
+    refused = penstock(installed, "train", "--steps", "1")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "penstock: this needs torch, which is not installed: python -m pip install 'penstock[torch]'\n"
+    )
+
+
+def test_what_it_requires_is_small(installed: Path) -> None:
+    (site,) = installed.glob("lib/python*/site-packages")
+    others = [each for each in site.iterdir() if not each.name.startswith((*COUNTED_APART, "penstock"))]
+    held = sum(file.stat().st_size for each in others for file in [each, *each.rglob("*")] if file.is_file())
+    assert 1e6 < held < MOST_BYTES
+
+
+def test_its_metadata_is_whole(installed: Path) -> None:
+    (found,) = installed.glob("lib/python*/site-packages/penstock-*.dist-info")
+    metadata = PathDistribution(found).metadata
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert [
+        each for each in metadata.get_all("Requires-Dist") or [] if 'extra == "torch"' in each and "torch>" in each
+    ]
+    assert len(metadata.get_all("Classifier") or []) > 5
+
+
+def test_it_trains_where_torch_is(installed: Path) -> None:
+    """Torch is lent by this environment: to install it again would take minutes."""
+    (site,) = installed.glob("lib/python*/site-packages")
+    lent = site / "lent.pth"
+    lent.write_text(sysconfig.get_path("purelib") + "\n")
+    try:
+        words = [
+            "train",
+            "--ranks",
+            "2",
+            "--steps",
+            "2",
+            "--preset",
+            "nano",
+            "--in-process",
+            "--out",
+            "run",
+            "--json",
+        ]
+        done = penstock(installed, *words)
+        where = subprocess.run(
+            [installed / "bin/python", "-c", "import penstock, torch; print(penstock.__file__)"],
+            capture_output=True, text=True, check=True, cwd=installed, env=outside(),
+        )  # fmt: skip
+    finally:
+        lent.unlink()
+    assert done.returncode == 0, done.stderr
+    assert where.stdout.startswith(str(installed))
