@@ -167,7 +167,7 @@ def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> 
     )
     lines: list[str] = []
     controller = Controller(job, log=lines.append)
-    made, by_dead_link, number = [], 0, 0
+    made, by_dead_link, dropped, number = [], 0, 0, 0
     levels = dict.fromkeys(SMALL_LINKS, 1.0)
     factors = [1.0, 1.0, 1.0]
 
@@ -200,6 +200,7 @@ def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> 
             waiting = controller.waiting
             if waiting is not None and data.draw(st.booleans()):
                 event = Switched if data.draw(st.booleans()) else Dropped
+                dropped += event is Dropped and made[-1].action is Action.TAKE_BACK
                 feed(event(waiting.number))
     for decision in made:
         configuration = decision.configuration
@@ -208,7 +209,7 @@ def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> 
         assert fits(configuration, SMALL_COSTS)
     taken_back = sum(each.action is Action.TAKE_BACK for each in made)
     assert len(made) - by_dead_link - taken_back <= most_decisions(number)
-    assert taken_back <= len(made) / 2
+    assert taken_back - dropped <= len(made) / 2  # one that was dropped is tried again
     assert replay(lines) == tuple(made)
 
 

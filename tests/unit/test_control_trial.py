@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.control import (
     Configuration,
     Controller,
     Decision,
+    Dropped,
     IterationEnded,
     Job,
     Switched,
@@ -126,6 +128,22 @@ def test_a_change_that_stayed_and_turns_out_slower_is_taken_back_to_what_ran_bef
     back = next(each for each in machine.made if each.action is Action.TAKE_BACK)
     assert back.configuration == JOB.start
     assert replay(machine.lines) == tuple(machine.made)
+
+
+def test_a_change_that_ranks_cannot_take_back_is_not_taken_back_at_every_step() -> None:
+    """What ranks drop leaves them in peace for a while, be it the way back."""
+    machine = Machine()
+    machine.run(12, {}, as_simulated({}))
+    backs: list[int] = []
+    for _ in range(60):
+        waiting = machine.controller.waiting
+        if waiting is not None and waiting.action is Action.TAKE_BACK:
+            backs.append(waiting.iteration)
+            machine.made += machine.controller.feed(Dropped(waiting.number))
+        machine.run(1, LATE, lambda now: 700.0 if now == JOB.start else 790.0, lag=0)
+    assert len(backs) >= 3
+    peace = machine.controller.sensitivity.fall // 2
+    assert all(after - before >= peace for before, after in pairwise(backs))
 
 
 def test_it_is_tried_again_where_the_cause_has_clearly_changed() -> None:

@@ -247,7 +247,7 @@ class Controller:
         back = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
         self._due = self._due or bool(news) or self._is_age_to_look() or back
         if self._revert is not None and self._waiting is None:
-            return self._take_back(self._revert)
+            return None if self._is_left_in_peace(event.number) else self._take_back(self._revert)
         if self._trial is not None and self._trial.is_open and not self._trial.void:
             return None  # until it is known what the last change brought, nothing else is changed
         before, began = self._rate, max((change.num_iterations for change in news), default=1)
@@ -257,10 +257,14 @@ class Controller:
         self.lost += self._rate + (began - 1) * max(0.0, self._rate - before)
         if self._waiting is not None:
             return None
-        if event.number < self._quiet_until:
-            self._explain(Obstacle.PAUSE, "the ranks could not all take the last change, and are left in peace")
-            return None
-        return self._decide(news)
+        return None if self._is_left_in_peace(event.number) else self._decide(news)
+
+    def _is_left_in_peace(self, iteration: int) -> bool:
+        """Whether it is too soon after a change that the ranks dropped, be it one that was to be taken back."""
+        if iteration >= self._quiet_until:
+            return False
+        self._explain(Obstacle.PAUSE, "the ranks could not all take the last change, and are left in peace")
+        return True
 
     def _note_causes(self, news: Sequence[LinkChange | ComputeChange]) -> None:
         """Keeps what is late since when, with the bound above which it still is; a new one voids an open trial."""
