@@ -31,6 +31,9 @@ from penstock.runtime.transport.layer import TransportLayer
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.transfer_record import CrossingLog, TransferRecord
 
+KNOWN = 64
+"""Messages of each rank of which it is remembered when they were sent, for records that come after them."""
+
 
 class Conditions:
     """Link conditions at work. They may be changed between steps.
@@ -128,6 +131,7 @@ class ConditionedTransport(TransportLayer):
         self._ready: dict[Edge, Payload] = {}
         self._num_carried = 0
         self._woken = False
+        self._known: dict[int, deque[tuple[int, int, int]]] = {}
         self._log = CrossingLog()
 
     def begin(
@@ -177,25 +181,27 @@ class ConditionedTransport(TransportLayer):
         """Takes in what was carried here."""
         if not edges:
             return
+        # Records first: what they are of has then come in, if not with `edges`.
+        records = self.inner.crossings()
         found = []
-        for edge in edges:
+        for edge in [*edges, *self.inner.arrivals()]:
             payload = self._ready[edge] = self.inner.take(edge)
-            found.append((edge, Stamp.take_off(payload), size_of(payload)))
+            stamp, size = Stamp.take_off(payload), size_of(payload)
+            found.append((edge, stamp, size))
+            self._known.setdefault(stamp.source, deque(maxlen=KNOWN)).append((stamp.sent, stamp.due, size))
         arrived = {}
-        for record in self.inner.crossings():
+        for record in records:
             # A rank sends one message after the other, so it is the latest that was not handed over later.
-            same = [one for one in found if one[1].source == record.source and one[1].sent <= record.sent]
-            if not same:
-                self._log.add(record)
-                continue
-            edge, stamp, size = max(same, key=lambda one: one[1].sent)
-            if stamp.due > stamp.sent:
-                arrived[edge] = record.arrived
-            else:
-                self._log.add(record._replace(num_bytes=size))
+            known = [one for one in self._known.get(record.source, ()) if one[0] <= record.sent]
+            if known:
+                sent, due, size = max(known)
+                if due > sent:
+                    arrived[record.source, sent] = record.arrived
+                else:
+                    self._log.add(record._replace(num_bytes=size))
         for edge, stamp, size in found:
             due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
-            moment = max(due, arrived.get(edge, 0))
+            moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
             record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
             held = HeldArrival(due, self._num_carried, edge, record if stamp.due > stamp.sent else None)
             heapq.heappush(self._waiting, held)
