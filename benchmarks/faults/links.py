@@ -5,17 +5,17 @@
 A cell is
 
 - a transport: "gloo", by which "host" goes between hosts too, or "delegate";
-- a mesh: pp (a rank on each of two hosts), or pp x dp (four ranks on two hosts, so that both the links of a pipeline and
-  those between its replicas cross);
+- a mesh: pp (a rank on each of two hosts), or pp x dp (four ranks on two hosts, so that both the links of a pipeline
+  and those between its replicas cross);
 - a network: 0, on which gloo meets, sums and agrees and "gloo" carries messages, or 1, which delegates prefer;
-- how it is cut: "interface" (of one of the hosts, whose kernel knows at once) or "silent" (the network carries nothing,
-  and nobody is told).
+- how it is cut: "interface" (of one of the hosts, whose kernel knows at once) or "silent" (the network carries
+  nothing, and nobody is told).
 
-In each cell one training is run `count` + 1 times by the same processes: first without a fault, then each time with one
-at a random moment after its first step, while a message is on its way (more than 20 kB crossed that cell's network
-within 5 ms; where that network carries no messages, at any moment). Networks carry 200 Mbit/s; a message from stage to
-stage is 2 MiB and takes 84 ms, and a step has 8 of them in each pipeline. A run has 4 steps. The network comes back when
-the run has ended.
+In each cell one training is run `count` + 1 times by the same processes: first without a fault, then each time with
+one at a random moment after its first step, while a message is on its way (more than 20 kB crossed that cell's
+network within 5 ms; where that network carries no messages, at any moment). Networks carry 200 Mbit/s; a message from
+stage to stage is 2 MiB and takes 84 ms, and a step has 8 of them in each pipeline. A run has 4 steps. The network
+comes back when the run has ended.
 
 A run is right if it ended on every rank with losses and parameters that are bitwise those of the run without a fault.
 Told besides: the longest step beside the median of the run without faults, and in how many runs the fault came before

@@ -50,6 +50,11 @@ class Lifetime:
             )
             raise
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether processes are at different places for good."""
+        return self._ended is not None and "is broken" in self._ended
+
     def require_open(self) -> None:
         """Raises RuntimeFailure where it is broken or closed, and says how to go on."""
         if self._ended is not None:
@@ -57,6 +62,6 @@ class Lifetime:
 
     def close(self) -> None:
         """Takes back what was put in place, once, all of it even where some of that fails."""
-        if self._ended is None or "is broken" not in self._ended:
+        if not self.is_broken:
             self._ended = f"{self._what} was closed; make a new one"
         self._undo.close()

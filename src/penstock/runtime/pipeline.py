@@ -70,6 +70,7 @@ from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.conditioned import Conditions
+from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
@@ -204,10 +205,13 @@ class Pipeline:
         self._notices = Notices(self._peers)
         self._life = Lifetime("this pipeline")
         self._transport: Transport | None = None
+        self._failover: Failover | None = None
         self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._told_of_stays = False
         with kept_groups(optimizer), self._life.making() as on_close:
+            self._failover = guard(place, choice.delegates.interfaces, timeout)
+            on_close(self._end_failover)
             self._model = held = LocalModel(
                 sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
             )
@@ -232,7 +236,7 @@ class Pipeline:
             if isinstance(self._peers, GroupPeers):
                 wiring = self._running.plan.wiring
                 self._transport = self._choice.make(
-                    self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions
+                    self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions, self._failover
                 )
                 on_close(self._transport.close)
             given = self._peers, start, known, self._choice, self._ready
@@ -501,6 +505,7 @@ class Pipeline:
         memory = self._transport if isinstance(self._transport, SharedMemoryTransport) else None
         outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last, memory)
         self._notices.note(self._helm.notices if self._helm is not None else ())
+        self._notices.note(self._failover.notices if self._failover is not None else ())
         result, following = outcome.share(batch, helm, self._notices)
         if following is not None:
             self._switch(following)
@@ -599,6 +604,10 @@ class Pipeline:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _end_failover(self) -> None:
+        if self._failover is not None:
+            self._failover.close(parts=not self._life.is_broken)
 
     def _leave_model(self) -> None:
         self._model.close()

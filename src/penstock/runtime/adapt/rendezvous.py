@@ -19,7 +19,7 @@ from penstock.runtime.adapt.store import InProcessStore, Store, StoreLost, open_
 from penstock.runtime.adapt.store.tcp import TcpStore
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.clock import ahead_of_first, clock_name
-from penstock.runtime.mesh.interfaces import addresses_for, listen, network_name
+from penstock.runtime.mesh.interfaces import addresses_for, listen, local_addresses, named, network_name
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 
 
@@ -120,12 +120,13 @@ def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
     if host and port.isdecimal():
         try:
             TcpStore(host, int(port)).close()
-            return None, f"tcp://{host}:{port}"
+            return None, f"tcp://{','.join([host, *_also_at(host, int(port))])}:{port}"
         except StoreLost:
             pass
     address = _own_address(networks)
+    several = local_addresses() if named() and len(set(networks)) > 1 else ()
     try:
-        listener = listen(0, address)
+        listener = listen(0, "0.0.0.0" if len(several) > 1 else address)
     except OSError as error:
         raise RuntimeFailure(f"a store for steering cannot listen on {address}: {error.strerror}") from None
     port = listener.getsockname()[1]
@@ -137,7 +138,23 @@ def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
         timeout=timedelta(seconds=30),
         master_listen_fd=listener.detach(),  # by itself it would listen on all addresses of the host
     )
+    if len(several) > 1:
+        return server, f"tcp://{','.join(several)}:{port}"
     return server, f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def _also_at(host: str, port: int) -> list[str]:
+    """Other addresses of this host by which the store at `host:port` is reached too, if it is here."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        known = socket.gethostbyname(host)
+        here = local_addresses() if named() else ()
+        for address in here if known in here else ():
+            with contextlib.suppress(StoreLost):
+                if address != known:
+                    TcpStore(address, port).close()
+                    found.append(address)
+    return found
 
 
 def _own_address(networks: Sequence[str]) -> str:

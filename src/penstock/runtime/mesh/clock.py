@@ -9,17 +9,15 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.peers import GroupPeers
 
 ROUNDS = 8
+WHAT = "the time of its clock"
 LIMIT = 20.0
 """Seconds that any trip may take."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -70,19 +68,10 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
 
 
 def _send(peers: GroupPeers, target: int, value: int) -> None:
-    work = dist.isend(torch.tensor([value]), group=peers.group, group_dst=target)
-    _wait(work, peers.here[0], target)
+    peers.send(torch.tensor([value]), target, WHAT, LIMIT)
 
 
 def _receive(peers: GroupPeers, source: int) -> int:
     value = torch.zeros(1, dtype=torch.int64)
-    _wait(dist.irecv(value, group=peers.group, group_src=source), peers.here[0], source)
+    peers.receive(value, source, WHAT, LIMIT)
     return int(value)
-
-
-def _wait(work: dist.Work | None, rank: int, peer: int) -> None:
-    try:
-        if work is not None:
-            work.wait(timedelta(seconds=LIMIT))
-    except RuntimeError as error:
-        raise explain(error, rank, peer, "the time of its clock", LIMIT) from None

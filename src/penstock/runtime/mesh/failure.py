@@ -16,12 +16,17 @@ def is_of_a_group(error: Exception) -> bool:
     return known or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
+def is_late(error: Exception) -> bool:
+    """Whether a wait ended because its deadline passed."""
+    return any(word in str(error).lower() for word in _TIMEOUT_WORDS)
+
+
 def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: float) -> RuntimeFailure:
     """The error of a failed wait that says who waited for what from whom; `peer` is None for all the others."""
     if isinstance(error, RuntimeFailure):
         return error
     source = "the other ranks" if peer is None else f"rank {peer}"
-    if any(word in str(error).lower() for word in _TIMEOUT_WORDS):
+    if is_late(error):
         return DeadlineExceeded(
             f"rank {rank} waited {timeout:g} s for {what} from {source}; if that is just slow, give a longer "
             f"timeout; if not, it stands still or was given other batches or calls"

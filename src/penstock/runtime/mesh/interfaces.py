@@ -35,7 +35,7 @@ def local_addresses(given: Sequence[str] | None = None) -> tuple[str, ...]:
     Raises:
         RuntimeFailure: an interface that is not there, or has no IPv4 address.
     """
-    if names := _named(given):
+    if names := named(given):
         return tuple(dict.fromkeys(_address_of(name) for name in names))
     return (_address_towards(os.environ.get("MASTER_ADDR", "")),)
 
@@ -58,7 +58,7 @@ def addresses_for(networks: Sequence[str], given: Sequence[str] | None = None) -
     Raises:
         RuntimeFailure: as `local_addresses`.
     """
-    if len(set(networks)) == 1 and not _named(given):
+    if len(set(networks)) == 1 and not named(given):
         return (LOOPBACK,)
     return local_addresses(given)
 
@@ -80,7 +80,7 @@ def listen(port: int, address: str) -> socket.socket:
     return listener
 
 
-def _named(given: Sequence[str] | None) -> list[str]:
+def named(given: Sequence[str] | None = None) -> list[str]:
     """The interfaces that are named, by an argument or by the environment."""
     told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
     return list(given) if given else [name for name in told.split(",") if name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,8 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
+
+TIED = "a tied parameter"
+"""What `share` sends, in errors."""
 
 
 class Peers(Protocol):
@@ -58,12 +63,30 @@ class LocalPeers:
         pass
 
 
+class Retried(Protocol):
+    """Does collective ops again where their group's connections broke."""
+
+    def start(self, op: Collective) -> Any:
+        """Begins an op; returns what to wait for."""
+
+    def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
+        """Returns when the target has it."""
+
+    def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
+        """Fills a tensor with what the source sends."""
+
+
 class GroupPeers:
     """One process a rank.
 
     Args:
         timeout: seconds that any wait may last.
+
+    Attributes:
+        retried: what ops go by where there is another interface for them; None: the group alone.
     """
+
+    retried: Retried | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group = WeakGroup(group)
@@ -80,9 +103,17 @@ class GroupPeers:
     def group(self) -> dist.ProcessGroup:
         return self._group()
 
+    def start(self, op: Collective) -> Any:
+        """Begins an op of all ranks; returns what to wait for. All must begin theirs in one order."""
+        return op.start(self.group) if self.retried is None else self.retried.start(op)
+
     def sum(self, values: Tensor) -> Tensor:
-        self._wait(lambda: self.group.allreduce([values]), None, "a sum over all ranks")
-        return values
+        if self.retried is None:
+            self._wait(lambda: self.group.allreduce([values]), None, "a sum over all ranks")
+            return values
+        op = AllReduce(values.clone)
+        self._wait(lambda: self.start(op), None, "a sum over all ranks")
+        return op.tensor.clone()
 
     def share(self, tensor: Tensor | None, like: Tensor | None, source: int, targets: Sequence[int]) -> Tensor | None:
         rank = self.here[0]
@@ -94,18 +125,18 @@ class GroupPeers:
         if rank not in targets or like is None:
             return None
         kind = torch.zeros(4, dtype=torch.int64)
-        self._receive(kind, source)
+        self.receive(kind, source, TIED)
         present, sparse_dims, num, coalesced = kind.tolist()
         if not present:
             return None
         if not sparse_dims:
             buffer = torch.empty(like.shape, dtype=like.dtype)
-            self._receive(buffer, source)
+            self.receive(buffer, source, TIED)
             return torch.empty_like(like).copy_(buffer)
         indices = torch.empty(sparse_dims, num, dtype=torch.int64)
         values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype)
-        self._receive(indices, source)
-        self._receive(values, source)
+        self.receive(indices, source, TIED)
+        self.receive(values, source, TIED)
         return torch.sparse_coo_tensor(
             indices, values, like.shape, device=like.device, is_coalesced=bool(coalesced), check_invariants=False
         )
@@ -121,34 +152,52 @@ class GroupPeers:
         else:
             kind, parts = [1, 0, 0, 0], [tensor]
         for part in (torch.tensor(kind), *parts):
-            self._send(part.cpu().contiguous(), target)
+            self.send(part.cpu().contiguous(), target, TIED)
 
     def gather(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.num_ranks, dtype=torch.int64)
         sizes[self.here[0]] = data.numel()
-        longest = int(self.sum(sizes).max())
+        sizes = self.sum(sizes)
+        longest = int(sizes.max())
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
         mine = torch.nn.functional.pad(data, (0, longest - data.numel()))
-        self._wait(lambda: dist.all_gather(parts, mine, group=self.group, async_op=True), None, "what all ranks tell")
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
+        op = AllGather(mine, parts)
+        self._wait(lambda: self.start(op), None, "what all ranks tell")
+        sized = zip(op.parts, sizes.tolist(), strict=True)
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in sized]
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1))
 
-    def _send(self, tensor: Tensor, target: int) -> None:
-        self._wait(
-            lambda: dist.isend(tensor, group=self.group, group_dst=target), target, "a tied parameter to be taken"
-        )
+    def send(self, tensor: Tensor, target: int, what: str, timeout: float | None = None) -> None:
+        """Sends a tensor on the processor that lies in one piece. Raises DeadlineExceeded, PeerLost, with `what`."""
+        with self._explained(target, f"{what} to be taken", timeout) as limit:
+            if self.retried is not None:
+                self.retried.send(tensor, target, limit)
+            elif (work := dist.isend(tensor, group=self.group, group_dst=target)) is not None:
+                work.wait(limit)
 
-    def _receive(self, tensor: Tensor, source: int) -> None:
-        self._wait(lambda: dist.irecv(tensor, group=self.group, group_src=source), source, "a tied parameter")
+    def receive(self, tensor: Tensor, source: int, what: str, timeout: float | None = None) -> None:
+        """Fills a tensor with what another rank sends. Raises as `send`."""
+        with self._explained(source, what, timeout) as limit:
+            if self.retried is not None:
+                self.retried.receive(tensor, source, limit)
+            elif (work := dist.irecv(tensor, group=self.group, group_src=source)) is not None:
+                work.wait(limit)
 
     def _wait(self, start: Callable[[], Any], peer: int | None, what: str) -> None:
+        with self._explained(peer, what) as limit:
+            start().wait(limit)
+
+    @contextmanager
+    def _explained(self, peer: int | None, what: str, timeout: float | None = None) -> Iterator[timedelta]:
+        """Around a wait; gives how long it may take."""
+        seconds = self._timeout if timeout is None else timeout
         try:
-            start().wait(timedelta(seconds=self._timeout))
+            yield timedelta(seconds=seconds)
         except RuntimeError as error:
-            raise explain(error, self.here[0], peer, what, self._timeout) from None
+            raise explain(error, self.here[0], peer, what, seconds) from None
 
 
 class MeshPeers(GroupPeers):
@@ -163,10 +212,10 @@ class MeshPeers(GroupPeers):
 
     def __init__(self, group: dist.ProcessGroup, along: Sequence[Peers], timeout: float) -> None:
         super().__init__(group, timeout)
-        self._along = tuple(along)
+        self.along = tuple(along)
 
     def sum(self, values: Tensor) -> Tensor:
-        for peers in self._along:
+        for peers in self.along:
             values = peers.sum(values)
         return values
 

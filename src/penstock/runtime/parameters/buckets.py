@@ -13,11 +13,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import AllReduce, Broadcast, Reduce, ReduceScatter
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.dtensor import as_shard, local, placements_of
 
@@ -61,25 +61,24 @@ class GradientBucket:
 
     def __init__(self, parameters: Sequence[Parameter], peers: GroupPeers, owner: int | None) -> None:
         self._parameters, self._peers, self._owner = parameters, peers, owner
-        self._flat = torch.cat([gradient_of(p).reshape(-1) for p in parameters] + [_there(parameters)])
+        parts = [gradient_of(p).reshape(-1) for p in parameters] + [_there(parameters)]
+        self._op = AllReduce(lambda: torch.cat(parts)) if owner is None else Reduce(lambda: torch.cat(parts), owner)
 
     def start(self) -> Any:
-        group = self._peers.group
-        if self._owner is None:
-            return dist.all_reduce(self._flat, group=group, async_op=True)
-        return dist.reduce(self._flat, group=group, group_dst=self._owner, async_op=True)
+        return self._peers.start(self._op)
 
     def unpack(self) -> None:
         if self._owner not in (None, self._peers.here[0]):
             for parameter in self._parameters:
                 parameter.grad = None  # what a sum towards another process left here is no one's
             return
-        there = self._flat[-len(self._parameters) :].tolist()
+        flat = self._op.tensor
+        there = flat[-len(self._parameters) :].tolist()
         start = 0
         for parameter, found in zip(self._parameters, there, strict=True):
             mine = local(parameter)
             if found:
-                part = self._flat[start : start + mine.numel()].view(mine.shape)
+                part = flat[start : start + mine.numel()].view(mine.shape)
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 if gradient is None:
                     parameter.grad = as_shard(part.clone(), parameter)
@@ -115,20 +114,22 @@ class PartBucket:
             padded[: gradient.shape[0]] = gradient
             for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
                 row.append(part)
-        self._whole = torch.cat([part for row in rows for part in (*row, there)])
-        self._flat = self._whole.new_empty(self._whole.numel() // peers.num_ranks)
+        whole = torch.cat([part for row in rows for part in (*row, there)])
+        self._is_complex = whole.is_complex()
+        mine = whole.new_empty(whole.numel() // peers.num_ranks)
+        self._op = ReduceScatter(as_real(whole).chunk(peers.num_ranks), as_real(mine))
 
     def start(self) -> Any:
-        rows = list(as_real(self._whole).chunk(self._peers.num_ranks))
-        return dist.reduce_scatter(as_real(self._flat), rows, group=self._peers.group, async_op=True)
+        return self._peers.start(self._op)
 
     def unpack(self) -> None:
-        there = self._flat[-len(self._parts) :].tolist()
+        flat = torch.view_as_complex(self._op.tensor) if self._is_complex else self._op.tensor
+        there = flat[-len(self._parts) :].tolist()
         start = 0
         for part, dim, shape, found in zip(self._parts, self._dims, self._rows, there, strict=True):
             end = start + math.prod(shape)
             if found:
-                mine = self._flat[start:end].view(shape)[: local(part).shape[dim]].movedim(0, dim)
+                mine = flat[start:end].view(shape)[: local(part).shape[dim]].movedim(0, dim)
                 part.grad = as_shard(mine.clone(memory_format=torch.contiguous_format), part)
             start = end
 
@@ -167,17 +168,22 @@ def gradient_of(parameter: Parameter) -> Tensor:
 
 
 class ValueBucket:
-    """The values of some tensors on their way from one process to others."""
+    """The values of some tensors on their way from one process to the others.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Args:
+        source: the rank that has them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], source: int) -> None:
         self._tensors = [local(t.detach()) for t in tensors]
-        self.flat = torch.cat([t.reshape(-1) for t in self._tensors])
+        self.op = Broadcast(torch.cat([t.reshape(-1) for t in self._tensors]), source)
 
     def unpack(self) -> None:
         start = 0
+        flat = self.op.tensor
         with torch.no_grad():
             for tensor in self._tensors:
-                tensor.copy_(self.flat[start : start + tensor.numel()].view(tensor.shape))
+                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
                 start += tensor.numel()
 
 

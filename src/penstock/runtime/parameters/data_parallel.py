@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -216,9 +215,10 @@ class Replicas:
         self._share(list({id(b): b for stage in stages for b in stage.buffers()}.values()), lambda _: 0)
 
     def _share(self, tensors: Sequence[Any], source: Callable[[Any], int]) -> None:
-        buckets = [(ValueBucket(part), source(part[0])) for part in cut_into_buckets(tensors, source)]
-        group = self._peers.group
-        works = [dist.broadcast(b.flat, group=group, group_src=s, async_op=True) for b, s in buckets]
+        buckets = [
+            (ValueBucket(part, source(part[0])), source(part[0])) for part in cut_into_buckets(tensors, source)
+        ]
+        works = [self._peers.start(bucket.op) for bucket, _ in buckets]
         for (bucket, owner), work in zip(buckets, works, strict=True):
             self._wait(work, "parameters of the replica that owns them")
             if owner != self._peers.here[0]:

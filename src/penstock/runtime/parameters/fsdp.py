@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.collective import AllGather
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
 from penstock.runtime.parameters.buckets import as_real, cut_into_buckets
 from penstock.runtime.parameters.owners import sees_gradients
@@ -62,7 +65,8 @@ class ShardedParameters:
     """
 
     def __init__(self, stages: Mapping[int, Stage], mesh: ProcessMesh) -> None:
-        self._mesh, self._group = mesh, mesh.replicas.group  # type: ignore[attr-defined]
+        assert isinstance(mesh.replicas, GroupPeers)
+        self._mesh, self._peers, self._group = mesh, mesh.replicas, mesh.replicas.group
         self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
         places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
@@ -143,8 +147,12 @@ class ShardedParameters:
             mine.append(padded.reshape(-1))
         flat = torch.cat(mine)
         found = flat.new_empty(num * flat.numel())
-        rows, start = found.view(num, -1), 0
-        dist.all_gather(list(as_real(rows).unbind(0)), as_real(flat), group=self._group)
+        rows = found.view(num, -1)
+        op = AllGather(as_real(flat), as_real(rows).unbind(0))
+        self._peers.start(op).wait(timedelta(seconds=self._mesh.timeout))
+        if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
+            as_real(rows).copy_(torch.stack(op.parts))
+        start = 0
         for one, shape in zip(bucket, shapes, strict=True):
             size = math.prod(shape)
             value = rows[:, start : start + size].reshape(num * shape[0], *shape[1:])

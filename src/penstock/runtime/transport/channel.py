@@ -192,6 +192,7 @@ class Incoming:
 class Sent(NamedTuple):
     """A message not known to have been taken: all its sends, and the packet to use again."""
 
+    edge: Edge
     works: Sequence[Any]
     packet: Packet
     known: Known

@@ -21,6 +21,7 @@ from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.conditioned import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
+from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.layer import layers_of
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
@@ -192,8 +193,13 @@ class TransportChoice:
         dispatch: Dispatch,
         device: torch.device,
         conditions: Conditions | None,
+        failover: Failover | None = None,
     ) -> Transport:
         """One rank's end, with link conditions where they are given. Every rank must call it.
+
+        Args:
+            failover: where there is another interface for what goes by gloo: messages then go on by delegates when
+                connections break.
 
         Raises:
             RuntimeFailure: "nccl" without a GPU or with dispatch that is not frozen; a schedule that needs more
@@ -209,13 +215,19 @@ class TransportChoice:
         self.require_dispatch(dispatch)
         if self.depth is not None:
             require_depth(wiring.schedule, self.depth)
-        made = self._carrying(peers, tags, timeout, wiring, device)
+        made = self._carrying(peers, tags, timeout, wiring, device, failover)
         if conditions is not None:
             made = ConditionedTransport(made, conditions, clocks_ahead(peers))
         return made if self.depth is None else BoundedTransport(made, self.depth)
 
     def _carrying(
-        self, peers: GroupPeers, tags: Tags, timeout: float, wiring: Wiring, device: torch.device
+        self,
+        peers: GroupPeers,
+        tags: Tags,
+        timeout: float,
+        wiring: Wiring,
+        device: torch.device,
+        failover: Failover | None,
     ) -> Transport:
         """What carries messages from process to process."""
         if self.name == "delegate":
@@ -226,12 +238,18 @@ class TransportChoice:
                 return made
         told = None if self.depth is None else Acknowledgements(peers.group, timeout, self.depth)
         lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
+        if failover is not None and told is None:
+            kept = GlooTransport(failover.group(peers), tags, timeout, None, lines, keeps=True)
+            delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
+            return RoutedTransport(kept, delegates, guard=failover)
         base = GlooTransport(peers.group, tags, timeout, told, lines)
         if not self.has_delegates:
             return base
         return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
 
-    def _delegate(self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device) -> DelegateTransport:
+    def _delegate(
+        self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, takes_over: bool = False
+    ) -> DelegateTransport:
         options = self.delegates
         return DelegateTransport(
             peers.here[0],
@@ -244,6 +262,7 @@ class TransportChoice:
             most_lanes=max(options.num, options.most),
             host_memory=options.host_memory,
             device=device,
+            takes_over=takes_over,
         )
 
 

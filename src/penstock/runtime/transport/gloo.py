@@ -15,17 +15,18 @@ its links: a rank that waits only where it must does not see when a message came
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.failure import explain
 from penstock.runtime.mesh.weak_group import WeakGroup
 from penstock.runtime.tensors.message import Edge, Payload
@@ -60,6 +61,23 @@ KEPT_PLANS = 16
 MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
 
+LEAVING = 0.25
+"""Seconds that threads get to see that their connections have ended. gloo does not say so to who waits for a message
+of which a part is there."""
+
+
+class LeftMessages(NamedTuple):
+    """What a transport leaves to another in the middle of a step.
+
+    Attributes:
+        came: edges whose messages came in and were not reported yet. received: all that came in.
+        sent: messages not known to have been taken, with whom they are for, each channel's in order.
+    """
+
+    came: list[Edge]
+    received: set[Edge]
+    sent: list[tuple[Edge, int, Payload]]
+
 
 class GlooTransport:
     """One rank's end of all its channels.
@@ -70,6 +88,8 @@ class GlooTransport:
         timeout: seconds before a wait ends with DeadlineExceeded.
         acknowledgements: where senders are to know which messages have arrived (see `has_room`).
         lines: by which payloads go from device to device; by host memory and the group where not given.
+        keeps: whether what a step sent is kept until the next begins, when all have taken what they were sent (a
+            step's losses are summed in between): should connections break, it can be sent again in another way.
 
     Attributes:
         rank: whose end this is. inbox: where its threads report.
@@ -82,11 +102,14 @@ class GlooTransport:
         timeout: float,
         acknowledgements: Acknowledgements | None = None,
         lines: DeviceLines | None = None,
+        keeps: bool = False,
     ) -> None:
         self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
         self._acknowledgements, self._lines = acknowledgements, lines
         self._limit = self._arrival_limit = timedelta(seconds=timeout)
-        self.rank = self._rank = dist.get_rank(group)
+        self.rank = self._rank = group.rank()
+        self._keeps = keeps
+        self._expected: Sequence[ExpectedMessages] = ()
         self._threaded = False
         self._window: Mapping[int, int] = {}
         self._step = 0
@@ -119,6 +142,11 @@ class GlooTransport:
         self._signatures, self._threaded, self._window = signatures, threaded, window
         self._arrival_limit = self._limit * THREADS_WAIT if threaded else self._limit
         self._channels = self._channels_of(expected)
+        self._expected = expected
+        for incoming in self._incoming.values():
+            incoming.received = 0
+        if self._keeps:
+            self._release_all()
         for key, _, messages in expected:
             channel = self._incoming[key]
             channel.waiting.extend(messages)
@@ -152,16 +180,15 @@ class GlooTransport:
         return channels
 
     def end(self) -> None:
-        """Ends a step: returns when all that was sent has been taken."""
+        """Ends a step: returns when all that was sent has been taken, or is kept."""
         if self._acknowledgements is not None:
             self._acknowledgements.end()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
         used = set(self._signatures)
-        for channel in self._outgoing.values():
-            self._release(channel, channel.taken + len(channel.under_way))
-            channel.taken = 0
+        if not self._keeps:
+            self._release_all()
         ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for channel_end in ends:
             for signature, known in channel_end.known.items():
@@ -169,6 +196,40 @@ class GlooTransport:
                     known.spare.clear()
         if self._acknowledgements is not None:
             self._acknowledgements.flush()
+
+    def leave(self) -> LeftMessages:
+        """Gives up: the group's connections are at their end, and what is left of the step goes in another way.
+
+        Raises:
+            RuntimeFailure: a message came in that was not expected.
+        """
+        for channel in self._incoming.values():
+            if channel.room is not None:
+                channel.room.release(len(channel.waiting) + len(channel.posted) + 1)
+        end = time.monotonic() + LEAVING
+        for thread in self._threads:  # what still waits then is let wait: nothing comes of it
+            thread.join(max(0.0, end - time.monotonic()))
+        self._threads.clear()
+        came: list[Edge] = []
+        while True:
+            try:
+                found = self.inbox.poll()
+            except (PeerLost, DeadlineExceeded):
+                continue  # a thread that waited for what does not come this way any more
+            if found is None:
+                break
+            came += found
+        received = {
+            edge
+            for key, _, messages in self._expected
+            for edge, _ in messages[: self._incoming[key].received if key in self._incoming else 0]
+        }
+        sent = [
+            (one.edge, channel.peer, one.packet.unpack())
+            for channel in self._outgoing.values()
+            for one in channel.under_way
+        ]
+        return LeftMessages(came, received, sent)
 
     # Sending.
 
@@ -187,19 +248,21 @@ class GlooTransport:
         channel, tag = route
         window = self._window.get(edge.slot)
         if window is not None and len(channel.under_way) >= window:
-            self._release(channel, channel.taken + 1)
+            self._make_room(channel, window)
         signature = self._signatures[edge.consumer.microbatch]
         known = channel.known.get(signature)
         if known is None or not known.spec.fits(payload):
-            self._introduce(channel, known, signature, tag, payload)
+            self._introduce(channel, known, signature, tag, edge, payload)
             return True
         packet = known.packet()
         packet.pack(payload)
         packet.announce(self._preamble(channel, tag))
-        channel.under_way.append(Sent((self._send_packet(channel, packet, tag),), packet, known))
+        channel.under_way.append(Sent(edge, (self._send_packet(channel, packet, tag),), packet, known))
         return True
 
-    def _introduce(self, channel: Outgoing, known: Known | None, signature: str, tag: int, payload: Payload) -> None:
+    def _introduce(
+        self, channel: Outgoing, known: Known | None, signature: str, tag: int, edge: Edge, payload: Payload
+    ) -> None:
         """Sends a message of a spec that the receiver does not know, or expects no more."""
         fresh = self._known(channel, WireSpec.of(payload))
         packet, header = fresh.packet(), pack_header(signature, fresh.spec)
@@ -216,7 +279,7 @@ class GlooTransport:
             works += [self._isend(part, channel.peer, tag) for part in header]
         packet.announce(preamble)
         works.append(self._send_packet(channel, packet, tag))
-        channel.under_way.append(Sent(works, packet, fresh))
+        channel.under_way.append(Sent(edge, works, packet, fresh))
 
     def _preamble(self, channel: Outgoing, tag: int) -> Preamble:
         """Of a message that is copied from where it was made, and leaves now."""
@@ -266,11 +329,35 @@ class GlooTransport:
     def _release(self, channel: Outgoing, taken: int) -> None:
         """Lets go of a channel's first messages, up to the `taken`-th of the step."""
         while channel.taken < taken and channel.under_way:
-            works, packet, known = channel.under_way.popleft()
+            _, works, packet, known = channel.under_way.popleft()
             for work in works:
                 self._wait(work, channel.peer, "its messages to be taken")
             known.spare.append(packet)
             channel.taken += 1
+
+    def _make_room(self, channel: Outgoing, window: int) -> None:
+        """Waits until fewer messages than `window` are under way."""
+        if not self._keeps:
+            self._release(channel, channel.taken + 1)
+            return
+        place = len(channel.under_way) - window
+        oldest = channel.under_way[place]
+        for work in oldest.works:
+            self._wait(work, channel.peer, "its messages to be taken")
+        channel.under_way[place] = oldest._replace(works=[])  # gloo's can be waited for once
+
+    def _release_all(self) -> None:
+        """Lets go of all that was sent in a step, also where its links have failed since."""
+        errors = []
+        for channel in self._outgoing.values():
+            while channel.under_way:
+                try:
+                    self._release(channel, channel.taken + 1)
+                except RuntimeFailure as error:
+                    errors.append(error)
+            channel.taken = 0
+        if errors:
+            raise errors[0]
 
     # Receiving.
 

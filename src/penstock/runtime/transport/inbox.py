@@ -47,7 +47,9 @@ class Inbox:
         self.put(raise_error)
 
     def poll(self) -> list[Edge] | None:
-        """What came in by now, perhaps nothing; None where nothing happened at all."""
+        """What came in by now, perhaps nothing; None where nothing happened at all. What is to be raised is raised by
+        the next call, where edges came in before it.
+        """
         if self._descriptor is not None:
             with suppress(BlockingIOError):  # before the events: what is put in from now on is told again
                 os.eventfd_read(self._descriptor)
@@ -57,7 +59,13 @@ class Inbox:
                 event = self._events.get_nowait()
             except Empty:
                 return edges
-            edges = (edges or []) + event()
+            try:
+                edges = (edges or []) + event()
+            except BaseException as error:
+                if not edges:
+                    raise
+                self.fail(error)
+                return edges
 
     def wait(self, timeout: float) -> list[Edge]:
         """Takes the next event; the edges that it brought, perhaps none.

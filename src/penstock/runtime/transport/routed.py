@@ -6,18 +6,30 @@
 
 Both ends of a link switch at the same step. A rank that waits sleeps where the delegates let it, and the base's inbox
 wakes it there: it goes on at what happens first.
+
+Where connections of the base break, all links go by delegates from the middle of that step on:
+
+    rank 0   sends F0, F1, F2 by the base    X    F1, F2 once more by delegates (F0 was answered), then F3
+    rank 1   has F0, F1                      X    waits for F2, F3; F1 is there already and is dropped
+
+A message is known by its step and edge, so that it counts once, whichever way it came first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import ExpectedMessages
-from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.gloo import LeftMessages
+from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.transfer_record import TransferRecord
+
+T = TypeVar("T")
 
 
 class Delegates(Transport, Protocol):
@@ -36,6 +48,45 @@ class Delegates(Transport, Protocol):
     def prepare(self, links: Collection[tuple[int, int]]) -> None:
         """Starts the delegates of links before they are needed; any thread may call it."""
 
+    def skip(self) -> None:
+        """A step begins in which nothing goes by delegates."""
+
+    def begin_within(
+        self,
+        expected: Sequence[ExpectedMessages],
+        signatures: Sequence[str],
+        digest: int,
+        window: Mapping[int, int],
+    ) -> None:
+        """The step that began goes on by delegates, `expected` too; what else of it comes has come in another way."""
+
+
+class Base(Transport, Protocol):
+    """A transport whose links may be delegated, or fail.
+
+    Attributes:
+        inbox: where its threads report.
+    """
+
+    inbox: Inbox
+
+    def leave(self) -> LeftMessages:
+        """Gives up in the middle of a step; see `GlooTransport.leave`."""
+
+
+class LinkGuard(Protocol):
+    """What knows whether a link that failed has another way, and is told when links fail elsewhere."""
+
+    number: int
+
+    def lost(self, number: int, error: Exception) -> None:
+        """Returns when all ranks go another way. Raises RuntimeFailure where there is none."""
+
+    def at_change(self, hook: Callable[[], None], wake: Callable[[], None]) -> None:
+        """Has `hook` called in the rank's own thread when ranks go another way; `wake`, by another thread, ends its
+        wait for what does not come any more.
+        """
+
 
 class RoutedTransport:
     """One rank's end of all its channels, by two transports.
@@ -44,16 +95,28 @@ class RoutedTransport:
         base: of all links but the delegated ones.
         delegates: of those.
         delegated: links, by their two ranks in either order; the same on every rank.
+        guard: where links of the base that fail are to go by delegates.
+
+    Threads receive, so that it is known of all messages when they came, and since a wait of gloo's own for a message
+    whose connection ends in its middle does not end.
     """
 
     def __init__(
-        self, base: GlooTransport, delegates: Delegates, delegated: Collection[tuple[int, int]] = ()
+        self,
+        base: Base,
+        delegates: Delegates,
+        delegated: Collection[tuple[int, int]] = (),
+        guard: LinkGuard | None = None,
     ) -> None:
         self.rank = base.rank
-        self._base, self._delegates = base, delegates
-        self._source: dict[Edge, GlooTransport | Delegates] = {}
-        delegates.also_watch(base.inbox.fileno())
+        self._base, self._delegates, self._guard = base, delegates, guard
+        self._source: dict[Edge, Base | Delegates] = {}
+        self._both = self._watches = self._left = False
+        self._came: list[Edge] = []
+        self._step: tuple[Sequence[ExpectedMessages], Sequence[str], int, Mapping[int, int]] = ((), (), 0, {})
         self.route(delegated)
+        if guard is not None:
+            guard.at_change(self._go_over, self.wake)
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links go by delegates from now on. Every rank says the same."""
@@ -71,22 +134,42 @@ class RoutedTransport:
         threaded: bool,
         window: Mapping[int, int],
     ) -> None:
-        """Starts a step on both. Threads receive, for nobody can wait for one message of
-        two transports.
-        """
+        """Starts a step on both, or on the only one that carries anything."""
+        if self._failed_elsewhere:
+            self._go_over()  # with what is left of the step before
+        self._step = expected, signatures, digest, window
         self._source = {edge: self._carrier(peer) for _, peer, messages in expected for edge, _ in messages}
-        for carrier in (self._base, self._delegates):
-            mine = [channel for channel in expected if self._carrier(channel.peer) is carrier]
-            carrier.begin(mine, signatures, digest, True, window)
+        self._both = not self._left and (self._guard is None or bool(self._delegated))
+        if self._left:
+            self._delegates.begin(expected, signatures, digest, True, window)
+            return
+        if not self._both:
+            self._delegates.skip()
+            self._retried(lambda: self._base.begin(expected, signatures, digest, True, window))
+            return
+        self._watch()
+        by_delegates = [channel for channel in expected if channel.peer in self._delegated]
+        by_base = [channel for channel in expected if channel.peer not in self._delegated]
+        self._delegates.begin(by_delegates, signatures, digest, True, window)
+        self._retried(lambda: self._base.begin(by_base, signatures, digest, True, window))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        return self._carrier(target).send(edge, target, payload)
+        if self._left or target in self._delegated:
+            return self._delegates.send(edge, target, payload)
+        sent = self._guarded(lambda: self._base.send(edge, target, payload))
+        return self._delegates.send(edge, target, payload) if sent is None else sent
 
     def has_room(self, target: int, depth: int) -> bool:
         return self._carrier(target).has_room(target, depth)
 
     def arrivals(self) -> list[Edge]:
-        return self._base.arrivals() + self._delegates.arrivals()
+        came, self._came = self._came, []
+        if not self._left:
+            came += self._guarded(self._base.arrivals) or []
+        if self._left or self._both:
+            came += self._came + self._delegates.arrivals()
+            self._came = []
+        return came
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until something happened on either.
@@ -94,22 +177,87 @@ class RoutedTransport:
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
-        came = self._base.inbox.poll()
-        if came is not None:
-            return came
+        if self._came:
+            return self.arrivals()
+        if not (self._both or self._left):
+            came = self._guarded(lambda: self._base.wait(awaited, who, until))
+            return self.arrivals() if came is None else came
+        if self._left:
+            return self._delegates.wait(awaited, who, until)
+        came = self._guarded(lambda: self._base.inbox.poll() or [])
+        if came is None or came:
+            return came or self.arrivals()
         found = self._delegates.wait(awaited, who, until)
-        return found + (self._base.inbox.poll() or [])
+        return found + (self._guarded(lambda: self._base.inbox.poll() or []) or [])
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
         self._base.wake()
+        if self._left:
+            self._delegates.wake()
 
     def take(self, edge: Edge) -> Payload:
         return self._source[edge].take(edge)
 
     def end(self) -> None:
-        self._base.end()
-        self._delegates.end()
+        if not self._left:
+            self._guarded(self._base.end)
+        if self._left or self._both:
+            self._delegates.end()
+
+    # Links that fail.
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        """What the base gives; None where its links failed, and all goes by delegates now."""
+        if self._failed_elsewhere:
+            self._go_over()
+            return None
+        return self._retried(call)
+
+    @property
+    def _failed_elsewhere(self) -> bool:
+        """Whether ranks go another way, and this one does not yet."""
+        return self._guard is not None and self._guard.number > 0 and not self._left
+
+    def _retried(self, call: Callable[[], T]) -> T | None:
+        """As `_guarded`, for what the base must be told first, whatever happened: that a step begins."""
+        if self._guard is None:
+            return call()
+        number = self._guard.number
+        try:
+            return call()
+        except (PeerLost, DeadlineExceeded) as error:
+            if isinstance(error, DeadlineExceeded) and number == self._guard.number:
+                raise
+            self._guard.lost(number, error)
+            self._go_over()
+            return None
+
+    def _go_over(self) -> None:
+        """Sends what is left of the step, and all that follows, by delegates."""
+        if self._left:
+            return
+        self._left = True
+        left = self._base.leave()
+        expected, signatures, digest, window = self._step
+        rest = [
+            channel._replace(messages=tuple(each for each in channel.messages if each[0] not in left.received))
+            for channel in expected
+            if channel.peer not in self._delegated
+        ]
+        self._source |= {edge: self._delegates for one in rest for edge, _ in one.messages}
+        self._came += left.came
+        self._delegates.begin_within([one for one in rest if one.messages], signatures, digest, window)
+        for edge, target, payload in left.sent:
+            who = f"rank {self.rank} sends the message of {edge} to rank {target} once more"
+            while not self._delegates.send(edge, target, payload):
+                self._came += self._delegates.wait((), partial(str, who))
+
+    def _watch(self) -> None:
+        """Lets a wait for delegates end when something happens on the base."""
+        if not self._watches:
+            self._delegates.also_watch(self._base.inbox.fileno())
+            self._watches = True
 
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in by either since the last call."""
@@ -128,5 +276,5 @@ class RoutedTransport:
         self._delegates.close()
         self._base.close()
 
-    def _carrier(self, peer: int) -> GlooTransport | Delegates:
-        return self._delegates if peer in self._delegated else self._base
+    def _carrier(self, peer: int) -> Base | Delegates:
+        return self._delegates if self._left or peer in self._delegated else self._base

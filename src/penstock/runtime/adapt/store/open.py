@@ -9,11 +9,12 @@ from penstock.runtime.adapt.store.store import Store, without_password
 from penstock.runtime.adapt.store.tcp import TcpStore
 from penstock.runtime.errors import RuntimeFailure
 
-_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/]+):(?P<port>[0-9]{1,5})")
+_TCP = re.compile(r"tcp://(?P<host>(?:\[[^\]]+\]|[^:/])+):(?P<port>[0-9]{1,5})")
 
 
 def open_store(address: str) -> Store:
-    """Connects to `tcp://HOST:PORT` (a TCPStore) or `redis://HOST:PORT/DB`.
+    """Connects to `tcp://HOST:PORT` (a TCPStore; `tcp://HOST,HOST:PORT` where it has several addresses) or
+    `redis://HOST:PORT/DB`.
 
     Raises:
         RuntimeFailure: an address of neither kind, or redis-py is not there.
@@ -26,4 +27,5 @@ def open_store(address: str) -> Store:
         raise RuntimeFailure(
             f"store {without_password(address)!r}: write tcp://HOST:PORT or redis://HOST:PORT/DB, or leave it out"
         )
-    return TcpStore(match["host"].strip("[]"), int(match["port"]))
+    host, *others = (each.strip("[]") for each in match["host"].split(","))
+    return TcpStore(host, int(match["port"]), others)

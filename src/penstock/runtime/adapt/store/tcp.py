@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,16 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class TcpStore:
     """A client of the TCPStore at `host:port`.
 
+    Args:
+        others: further addresses of the same store, by other networks: each is tried where the one before is not
+            reached (any more).
+
     Raises:
         StoreLost: nobody listens there, or nobody answers.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, host: str, port: int, others: Sequence[str] = ()) -> None:
+        self._hosts, self._port = [host, *others], port
         self._closed = False
         self._sockets: list[socket.socket] = []
         self._client: dist.TCPStore | None = self._connect()
@@ -61,7 +65,7 @@ class TcpStore:
             time.sleep(min(POLL, left))
 
     def another(self) -> TcpStore:
-        return TcpStore(self._host, self._port)
+        return TcpStore(self._hosts[0], self._port, self._hosts[1:])
 
     def close(self) -> None:
         self._closed = True
@@ -79,7 +83,7 @@ class TcpStore:
 
     @property
     def _where(self) -> str:
-        return f"the TCPStore at {self._host}:{self._port}"
+        return f"the TCPStore at {' or '.join(self._hosts)}:{self._port}"
 
     def _drop(self) -> None:
         """Ends the connection, and with it a call that waits for it in another thread."""
@@ -91,10 +95,15 @@ class TcpStore:
     def _connect(self) -> dist.TCPStore:
         if self._closed:
             raise StoreLost(f"{self._where} was closed here")
-        try:
-            socket.create_connection((self._host, self._port), timeout=CONNECT).close()
-        except OSError as error:
-            raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}") from None
+        for _ in self._hosts:
+            try:
+                socket.create_connection((self._hosts[0], self._port), timeout=CONNECT).close()
+                break
+            except OSError as failed:
+                error = failed
+                self._hosts.append(self._hosts.pop(0))
+        else:
+            raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}")
         if not _connecting.acquire(timeout=2 * CONNECT):
             raise StoreLost(f"{self._where} cannot be reached: it answers nobody")
         try:
@@ -118,7 +127,7 @@ class TcpStore:
         def make() -> None:
             limit = timedelta(seconds=CONNECT)
             try:
-                made.append(dist.TCPStore(self._host, self._port, None, False, limit, wait_for_workers=False))
+                made.append(dist.TCPStore(self._hosts[0], self._port, None, False, limit, wait_for_workers=False))
             except RuntimeError as error:
                 errors.append(error)
 

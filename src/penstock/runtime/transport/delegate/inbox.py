@@ -44,7 +44,7 @@ KEPT = 64
 class DelegateInbox:
     """One rank's."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, takes_over: bool = False) -> None:
         self._fleet = fleet
         self._step, self._digest = 0, 0
         self._edges: dict[tuple[int, int], Edge] = {}  # (sender, tag) -> what is yet to come in this step
@@ -59,6 +59,10 @@ class DelegateInbox:
         self._lent: dict[Post, int] = {}
         self._returned: deque[HeldMessage] = deque()
         self.crossings: list[TransferRecord] = []
+        self._takes_over, self._taken_over = takes_over, -1
+        """The step that began in another way: what of it, and of those before, is not expected came in that way."""
+        self.doubled = 0
+        """Messages that came a second time, and were dropped."""
         self.num_messages = 0
 
     def begin(self, step: int, digest: int, expected: Sequence[ExpectedMessages], num_lanes: int) -> list[Edge]:
@@ -73,6 +77,20 @@ class DelegateInbox:
         for one in expected:
             for place in range(num_lanes):
                 self.expect(Lane(one.peer, self._fleet.rank, kind_of(one), place))
+        return self._take_early()
+
+    def begin_within(
+        self, step: int, digest: int, expected: Sequence[ExpectedMessages], num_lanes: int
+    ) -> list[Edge]:
+        """A step that began in another way goes on by delegates; returns as `begin`."""
+        self._step, self._digest, self._taken_over = step, digest, step
+        self._edges |= {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
+        for one in expected:
+            for place in range(num_lanes):
+                self.expect(Lane(one.peer, self._fleet.rank, kind_of(one), place))
+        return self._take_early()
+
+    def _take_early(self) -> list[Edge]:
         early, self._early = self._early, []
         return [edge for held in early if (edge := self.came(*held)) is not None]
 
@@ -94,6 +112,14 @@ class DelegateInbox:
         if note.step > self._step:
             self._early.append(HeldMessage(post, note))
             return None
+        if self._takes_over and (note.step < self._step or (lane.source, note.tag) not in self._edges):
+            if note.step <= self._taken_over:
+                self.doubled += 1
+                self.free(HeldMessage(post, note))
+                return None
+            if note.step == self._step:  # its sender goes on by delegates already
+                self._early.append(HeldMessage(post, note))
+                return None
         edge = self._edges.pop((lane.source, note.tag), None)
         if edge is None or note.step != self._step or note.digest != self._digest:
             raise RuntimeFailure(self._foreign(note, edge))

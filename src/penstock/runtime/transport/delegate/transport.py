@@ -61,6 +61,7 @@ class DelegateTransport:
         most_lanes: as many as measured rates may ask for; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
         device: where payloads that came in are to lie.
+        takes_over: whether a step may go on here that another transport began, see `begin_within`.
 
     Raises:
         RuntimeFailure: an interface that is not of this host, too few descriptors or processes, numbers that make no
@@ -80,6 +81,7 @@ class DelegateTransport:
         most_lanes: int = 4,
         host_memory: int = HOST_MEMORY,
         device: torch.device | str = "cpu",
+        takes_over: bool = False,
     ) -> None:
         if not hasattr(os, "eventfd"):
             raise RuntimeFailure("delegates need Linux; use transport='host'")
@@ -94,7 +96,7 @@ class DelegateTransport:
         pinned = place.type == "cuda"
         self._fleet = Fleet(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
         self._outbox = Outbox(self._fleet, num_lanes, most_lanes)
-        self._inbox = DelegateInbox(self._fleet)
+        self._inbox = DelegateInbox(self._fleet, takes_over)
         self._health = Health(rank, self._fleet.addresses, self.counters)
         self._num_lanes = num_lanes
         self._specs = Specs()
@@ -143,6 +145,25 @@ class DelegateTransport:
             self._listen()
             self._outbox.grow()
             self._arrived = self._inbox.begin(self._step, self._digest, expected, self._num_lanes)
+
+    def skip(self) -> None:
+        """A step begins in which this transport carries nothing, unless `begin_within` says otherwise."""
+        self._step += 1
+
+    def begin_within(
+        self,
+        expected: Sequence[ExpectedMessages],
+        signatures: Sequence[str],
+        digest: int,
+        window: Mapping[int, int],
+    ) -> None:
+        """The step that began goes on here: `expected` is still to come too. What else there is of it, or of steps
+        before, has come in another way, and is dropped where it comes once more.
+        """
+        self._digest, self._signatures = digest & 0xFFFFFFFF, signatures
+        with self._lock:
+            self._listen()
+            self._arrived += self._inbox.begin_within(self._step, self._digest, expected, self._num_lanes)
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
@@ -367,7 +388,11 @@ class DelegateTransport:
         self._inbox.take_back()
         for post, note in self._fleet.notes():
             if note.note is Note.MESSAGE:
+                doubled = self._inbox.doubled
                 edge = self._inbox.came(post, note)
+                if self._inbox.doubled > doubled:
+                    self.counters.doubled += 1
+                    continue
                 self.counters.messages += 1
                 self.counters.num_bytes += note.payload_bytes
                 if edge is not None:

@@ -1,0 +1,161 @@
+"""Collective ops that may be done again: on another group of the same ranks, where one group's connections broke.
+
+    one = peers.start(AllReduce(lambda: values.clone()))    begins it; once more on another group where that fails
+    one.wait(limit)
+    one.tensor                                              the sum
+
+An op keeps what it was given until it is done on every rank. Where it must be done again, it begins with a buffer of
+its own, for the op that failed may still write into the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collective(Protocol):
+    """One op of all ranks of a group.
+
+    Attributes:
+        is_meeting: whether a rank on which it is done knows that every rank had begun it.
+    """
+
+    is_meeting: bool
+
+    def start(self, group: Any) -> Any:
+        """Begins it; returns what to wait for."""
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+        """Begins it on another group of `num_ranks` ranks; None where nobody needs that.
+
+        Args:
+            done: the ranks on which it was done, which is the same on every rank that calls this.
+        """
+
+
+class AllReduce:
+    """A sum that every rank gets.
+
+    Args:
+        fill: makes a tensor with what this rank adds, the same until the op is done here.
+
+    Attributes:
+        tensor: afterwards the sum.
+    """
+
+    is_meeting = True
+
+    def __init__(self, fill: Callable[[], Tensor]) -> None:
+        self._fill = fill
+        self.tensor = fill()
+
+    def start(self, group: Any) -> Any:
+        return dist.all_reduce(self.tensor, group=group, async_op=True)
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any:
+        """Where some rank has the sum it gives it to the others: what went into it may be gone by now."""
+        if not done:
+            self.tensor = self._fill()
+            return self.start(group)
+        mine = group.rank()
+        if mine not in done:
+            self.tensor = torch.empty_like(self.tensor)
+        given = self.tensor if mine == min(done) or mine not in done else torch.empty_like(self.tensor)
+        return dist.broadcast(given, group=group, group_src=min(done), async_op=True)
+
+
+class Reduce:
+    """A sum that one rank gets.
+
+    Args:
+        fill: as for `AllReduce`; on the others than `root` the same until the op is done at `root`.
+    """
+
+    is_meeting = False
+
+    def __init__(self, fill: Callable[[], Tensor], root: int) -> None:
+        self._fill, self._root = fill, root
+        self.tensor = fill()
+
+    def start(self, group: Any) -> Any:
+        return dist.reduce(self.tensor, group=group, group_dst=self._root, async_op=True)
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+        if self._root in done:
+            return None
+        self.tensor = self._fill()
+        return self.start(group)
+
+
+class Broadcast:
+    """One rank's values for all.
+
+    Args:
+        tensor: with the values on rank `root`; a buffer that nothing else is done with.
+    """
+
+    is_meeting = False
+
+    def __init__(self, tensor: Tensor, root: int) -> None:
+        self.tensor, self._root = tensor, root
+
+    def start(self, group: Any) -> Any:
+        return dist.broadcast(self.tensor, group=group, group_src=self._root, async_op=True)
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+        if len(done) == num_ranks:
+            return None
+        if group.rank() != self._root:
+            self.tensor = torch.empty_like(self.tensor)
+        return self.start(group)
+
+
+class AllGather:
+    """Every rank's values for all.
+
+    Args:
+        mine: this rank's; a buffer that nothing else is done with.
+        parts: where each rank's are to lie.
+    """
+
+    is_meeting = True
+
+    def __init__(self, mine: Tensor, parts: Sequence[Tensor]) -> None:
+        self._mine, self.parts = mine, list(parts)
+
+    def start(self, group: Any) -> Any:
+        return dist.all_gather(self.parts, self._mine, group=group, async_op=True)
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+        if len(done) == num_ranks:
+            return None
+        self.parts = [torch.empty_like(part) for part in self.parts]
+        return self.start(group)
+
+
+class ReduceScatter:
+    """A sum of which every rank gets a part.
+
+    Args:
+        rows: what this rank adds to each part; buffers that nothing else is done with.
+        tensor: for this rank's part.
+    """
+
+    is_meeting = True
+
+    def __init__(self, rows: Sequence[Tensor], tensor: Tensor) -> None:
+        self._rows, self.tensor = list(rows), tensor
+
+    def start(self, group: Any) -> Any:
+        return dist.reduce_scatter(self.tensor, self._rows, group=group, async_op=True)
+
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
+        if len(done) == num_ranks:
+            return None
+        self.tensor = torch.empty_like(self.tensor)
+        return self.start(group)

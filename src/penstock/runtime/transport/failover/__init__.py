@@ -1,0 +1,22 @@
+"""What goes on when a network dies on which ranks send one another gloo's messages, and sum, and agree.
+
+    rank 0   eth0 ====== gloo, number 0 ====== eth0   rank 1      heartbeats tell within a second that a link is dead
+             eth1 - - - - heartbeats - - - - - eth1               (the kernel of its own host at once)
+
+             eth0            X                 eth0               every rank ends its connections of number 0,
+             eth1 ====== gloo, number 1 ====== eth1               says what it had done, makes number 1 by the next
+                                                                    interface, and does again what was not done
+
+heartbeats   whom can be reached by which interface; carries what ranks tell one another while they change over
+gloo_groups  groups of gloo by an interface of our choice, and the end of one's connections
+retried      one group's ops: numbered, kept until they are done everywhere, done again on the next group
+service      the thread that changes over, all groups of a process at once
+
+Where a rank stands in its program when that happens does not matter: the changing over is done by a thread, and what
+waits for an op goes on waiting for the same op on another group. Messages from stage to stage then go by delegates
+(`runtime/transport/routed.py`), which have interfaces of their own to choose from.
+"""
+
+from penstock.runtime.transport.failover.service import Failover, guard
+
+__all__ = ["Failover", "guard"]

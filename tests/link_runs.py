@@ -1,0 +1,129 @@
+"""Short trainings between processes of one machine, which know of two interfaces (of loopback), and whose connections
+of gloo are cut at a chosen call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime.transport.failover.gloo_groups import cut
+from penstock.runtime.transport.failover.retried import RetriedGroup
+from penstock.runtime.transport.gloo import GlooTransport
+
+INTERFACES = "127.0.0.3,127.0.0.2"
+NUM_STEPS = 4
+WIDTH = 16
+POINTS = {
+    "sending": (GlooTransport, "_isend"),
+    "receiving": (GlooTransport, "_accept"),
+    "step ends": (GlooTransport, "end"),
+    "step begins": (GlooTransport, "begin"),
+    "summing": (RetriedGroup, "start"),
+    "summed": (RetriedGroup, "wait_for"),
+    "sharing": (RetriedGroup, "_until_done"),
+}
+"""Where connections may be cut: before and after a call of these."""
+
+
+@dataclass(frozen=True)
+class LinkCase:
+    """Attributes:
+    cuts: (rank, point, which call of it, whether after it); none: nothing is cut.
+    """
+
+    cuts: tuple[tuple[int, str, int, bool], ...] = ()
+    dp: int = 1
+    sharding: str = "none"
+    dispatch: str = "dynamic"
+    transport: str = "gloo"
+    clip_norm: float | None = None
+    evaluates: bool = False
+    tied: bool = False
+
+    @property
+    def uncut(self) -> LinkCase:
+        return replace(self, cuts=())
+
+
+def trainings(rank: int, cases: Sequence[LinkCase]) -> list[dict[str, Any]]:
+    """What each training gives on this rank."""
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    return [training(rank, case) for case in cases]
+
+
+def training(rank: int, case: LinkCase) -> dict[str, Any]:
+    torch.manual_seed(0)
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    if case.tied:
+        second.weight = first.weight
+    pipe = ps.Pipeline(
+        nn.Sequential(first, nn.Tanh(), nn.Dropout(0.1), second, nn.Tanh(), nn.Linear(WIDTH, 1)),
+        ps.build("1f1b", num_ranks=2, num_microbatches=4),
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.AdamW,
+        mesh=None if case.dp == 1 else ps.runtime.device_mesh(ps.Mesh(pp=2, dp=case.dp)),
+        dispatch=case.dispatch,
+        timeout=20.0,
+        precision=ps.PrecisionOptions(clip_norm=case.clip_norm),
+        parallel=ps.ParallelOptions(sharding=case.sharding),
+        transport=case.transport,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with pipe, cutting(rank, pipe, case.cuts):
+        losses: list[Tensor] = []
+        for _ in range(NUM_STEPS):
+            x = torch.randn(16, WIDTH, generator=generator)
+            losses.append(pipe.step(x, x.sum(1, keepdim=True)).losses)
+            if case.evaluates:
+                losses.append(pipe.evaluate(x, x.sum(1, keepdim=True)).losses)
+        state = [p.detach().clone() for p in pipe.parameters()]
+        state = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in state]
+        transport: Any = pipe._transport
+        return {
+            "losses": torch.cat(losses),
+            "state": state,
+            "number": pipe._failover.number if pipe._failover is not None else None,
+            "counters": vars(transport.counters) if hasattr(transport, "counters") else {},
+            "notices": pipe.notices,
+        }
+
+
+@contextmanager
+def cutting(rank: int, pipe: ps.Pipeline, cuts: Sequence[tuple[int, str, int, bool]]) -> Iterator[None]:
+    """Cuts this rank's connections of gloo at the calls that are this rank's."""
+    mine = {(point, which): after for where, point, which, after in cuts if where == rank}
+    counts = dict.fromkeys(POINTS, 0)
+    with pytest_patch() as patch:
+        for point, (owner, name) in POINTS.items():
+            if any(point == at for at, _ in mine):
+                patch(owner, name, watched(point, getattr(owner, name), counts, mine, pipe))
+        yield
+
+
+def watched(point: str, method: Any, counts: dict[str, int], mine: dict[tuple[str, int], bool], pipe: Any) -> Any:
+    def call(*args: Any) -> Any:
+        counts[point] += 1
+        after = mine.get((point, counts[point]))
+        if after is False:
+            cut(pipe._failover._endpoints)
+        result = method(*args)
+        if after:
+            cut(pipe._failover._endpoints)
+        return result
+
+    return call
+
+
+@contextmanager
+def pytest_patch() -> Iterator[Any]:
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch.setattr

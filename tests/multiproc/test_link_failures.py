@@ -1,0 +1,101 @@
+"""gloo's connections cut in the middle of steps: messages go on by delegates, sums by another interface, each once,
+and losses and parameters are bitwise those of a run whose connections stood."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from link_runs import INTERFACES, LinkCase, trainings
+from processes import Outcome, appears, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def check(cases: Sequence[LinkCase], outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.value is not None, "\n".join(each.text for each in outcomes)
+        for case, told in zip(cases, outcome.value, strict=True):
+            usual = outcome.value[cases.index(case.uncut)]
+            assert torch.equal(told["losses"], usual["losses"]), case
+            assert all(map(torch.equal, told["state"], usual["state"])), case
+            assert (told["number"] >= 1) == bool(case.cuts), case
+            assert any("nothing was lost" in one for one in told["notices"]) == bool(case.cuts), case
+
+
+def test_a_pipeline_goes_on_where_a_connection_is_cut() -> None:
+    dynamic = LinkCase(clip_norm=0.5, evaluates=True)
+    frozen = replace(dynamic, dispatch="frozen")
+    tied = LinkCase(tied=True)
+    delegate = LinkCase(transport="delegate", clip_norm=0.5)
+    cases = [
+        dynamic,
+        replace(dynamic, cuts=((0, "sending", 9, False),)),
+        replace(dynamic, cuts=((1, "receiving", 14, True),)),
+        replace(dynamic, cuts=((0, "step ends", 2, True),)),
+        replace(dynamic, cuts=((1, "summed", 8, True),)),
+        replace(dynamic, cuts=((0, "sending", 9, False), (1, "summed", 9, True), (1, "summed", 12, False))),
+        frozen,
+        replace(frozen, cuts=((1, "sending", 12, True),)),
+        replace(frozen, cuts=((0, "step begins", 3, False),)),
+        replace(frozen, cuts=((0, "summing", 9, True),)),
+        tied,
+        replace(tied, cuts=((0, "sharing", 2, False),)),
+        replace(tied, cuts=((1, "sharing", 3, True),)),
+        delegate,
+        replace(delegate, cuts=((1, "summed", 4, False),)),
+    ]
+    check(cases, run_ranks(2, trainings, cases, deadline=90.0))
+
+
+@pytest.mark.slow
+def test_replicas_go_on_where_a_connection_is_cut() -> None:
+    plain = LinkCase(dp=2, clip_norm=0.5)
+    zero1, fsdp = replace(plain, sharding="zero1"), replace(plain, sharding="fsdp")
+    cases = [
+        plain,
+        replace(plain, cuts=((0, "sending", 12, False),)),
+        replace(plain, cuts=((3, "summing", 15, True),)),
+        replace(plain, cuts=((2, "summed", 13, True), (1, "summed", 20, False))),
+        zero1,
+        replace(zero1, cuts=((1, "summing", 14, False),)),
+        replace(zero1, cuts=((2, "summed", 16, True),)),
+        fsdp,
+        replace(fsdp, cuts=((0, "summing", 17, True),)),
+        replace(fsdp, cuts=((3, "summed", 14, True),)),
+    ]
+    check(cases, run_ranks(4, trainings, cases, deadline=120.0))
+
+
+def killed(rank: int, folder: str) -> str:
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    pipe: Any = ps.Pipeline(
+        stages, ps.build("1f1b", 2, 2), loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD, transport="gloo"
+    )
+    x = torch.ones(4, 4)
+    pipe.step(x, x[:, :1])
+    if rank == 1:
+        Path(folder, "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    appears(Path(folder, "killed"))
+    try:
+        pipe.step(x, x[:, :1])
+    except ps.runtime.PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_has_ended_is_no_link_that_failed(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, killed, str(tmp_path), deadline=60.0)
+    said = outcomes[0].value
+    assert said is not None, outcomes[0].text
+    assert "rank 1, whose process has ended" in said
