@@ -1,27 +1,35 @@
-"""`penstock data prepare`: text tokenised once, so that training maps it and starts at once.
+"""`penstock data`: text tokenised once; how long its documents are; lengths drawn for benchmarks.
 
 penstock data prepare my-texts/ corpus --tokenizer tokenizer.json
+penstock data lengths corpus.bin --context 4096
+penstock data generate 256 --mean 2048 --seed 1 --out lengths.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.cli.app import app
+from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
 
 data = typer.Typer(
-    help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    help="Text for training, and how long it is.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(data, name="data")
 
 
 @data.callback()
 def root() -> None:
-    """Prepare text for training."""
+    """Text for training, and how long it is."""
 
 
 @data.command(short_help="Tokenise text into a .bin/.idx pair.")
@@ -60,3 +68,111 @@ def prepare(
             f"wrote {made.prefix}.bin and .idx: {plural(made.num_documents, 'document')}, "
             f"{plural(made.num_tokens, 'token')} as {made.dtype}, in {made.seconds:.1f} s"
         )
+
+
+@data.command(short_help="How long the documents of a text are.")
+def lengths(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="A text file, a folder, JSONL, a .bin/.idx pair; stdlib is Python's library."
+        ),
+    ],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="bytes, or a tokenizers JSON file.")] = "bytes",
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, help="Cut longer documents into pieces of so many tokens.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the histogram of documents by length: how many there are, and which share of tokens and of attention.
+
+    Attention takes the square of a document's length. A twentieth that training keeps for validation counts too.
+    """
+    import numpy as np
+
+    from penstock.data import ByteTokenizer, Sequences, document_lengths, load_tokenizer, open_corpus
+
+    chosen = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
+    corpus = open_corpus(None if source == "stdlib" else source, chosen)
+    sides = (corpus.train, corpus.train_starts), (corpus.validation, corpus.validation_starts)
+    if context is None:
+        found = np.concatenate([document_lengths(tokens.size, starts) for tokens, starts in sides])
+    else:
+        used = [(tokens, starts) for tokens, starts in sides if (document_lengths(tokens.size, starts) > 1).any()]
+        found = np.concatenate([Sequences(tokens, starts, context, context).lengths for tokens, starts in used])
+    _show_lengths(found.tolist(), "sequences" if context else "documents", json)
+
+
+@data.command(short_help="Draw long-tailed lengths, for benchmarks.")
+def generate(
+    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many.")],
+    mean: Annotated[float, typer.Option("--mean", min=1.0, help="Tokens in the mean.")] = 2048.0,
+    seed: Annotated[int, typer.Option("--seed", help="The same lengths for the same seed.")] = 0,
+    quantiles: Annotated[
+        str,
+        typer.Option(
+            "--quantiles", metavar="P5,P50,P95", help="Of the lengths, over the mean; by default a production job's."
+        ),
+    ] = "0.81,0.88,1.92",
+    longest: Annotated[float, typer.Option("--longest", help="Most, over the mean.")] = 4.0,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write them here as a JSON list.")] = None,
+    json: Json = False,
+) -> None:
+    """Draw lengths as they are in production: most alike, and a few much longer."""
+    from json import dumps
+
+    from penstock.cli.options import numbers
+    from penstock.data import long_tailed
+
+    given = numbers("--quantiles", quantiles)
+    if len(given) != 3:
+        raise Misuse(f"--quantiles {quantiles}: give three numbers, like 0.81,0.88,1.92")
+    found = long_tailed(num, mean, seed, (given[0], given[1], given[2]), longest).tolist()
+    if out is not None:
+        Path(out).write_text(dumps(found) + "\n", encoding="utf-8")
+    _show_lengths(found, "lengths", json, out)
+
+
+BAR = 40
+
+
+def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None) -> None:
+    """The histogram, by powers of two."""
+    import numpy as np
+
+    sizes = np.asarray(found, np.int64)
+    tokens, squares = int(sizes.sum()), float(np.square(sizes.astype(np.float64)).sum())
+    marks = np.percentile(sizes, (5, 50, 95)).tolist()
+    power = np.frexp(sizes)[1] - (np.frexp(sizes)[0] == 0.5)  # the least power of two that is no shorter
+    rows = []
+    for each in range(int(power.min()), int(power.max()) + 1):
+        own = sizes[power == each].astype(np.float64)
+        rows.append((2**each, len(own), float(own.sum() / tokens), float(np.square(own).sum() / squares)))
+    if json:
+        names = ("up_to", "count", "share_of_tokens", "share_of_squares")
+        print_json(
+            {
+                "what": what,
+                "count": len(sizes),
+                "num_tokens": tokens,
+                "mean": tokens / len(sizes),
+                "longest": int(sizes.max()),
+                "p5": marks[0],
+                "p50": marks[1],
+                "p95": marks[2],
+                "histogram": [dict(zip(names, row, strict=True)) for row in rows],
+                "out": out,
+            }
+        )
+        return
+    print(
+        f"{len(sizes):,} {what}, {tokens:,} tokens: {tokens / len(sizes):,.0f} in the mean, {sizes.max():,} at most"
+    )
+    print(f"p5 {marks[0]:,.0f}, p50 {marks[1]:,.0f}, p95 {marks[2]:,.0f}\n")
+    most = max(count for _, count, _, _ in rows)
+    print(f"{'up to':>12} {'count':>9} {'tokens':>7} {'squares':>8}")
+    for up_to, count, share, square in rows:
+        bar = "#" * -(-count * BAR // most)
+        print(f"{up_to:>12,} {count:>9,} {share:>7.1%} {square:>8.1%}  {bar}")
+    if out is not None:
+        print(f"\nwrote {out}")

@@ -7,6 +7,7 @@ from penstock.data.batches import Batch, Batches, validation_batches
 from penstock.data.corpus import Corpus, open_corpus
 from penstock.data.entropy import Entropies, entropies
 from penstock.data.errors import DataError
+from penstock.data.long_tails import long_tailed
 from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.paired import PairedSamples, TokenForm, VectorForm
@@ -36,6 +37,7 @@ __all__ = [
     "document_lengths",
     "entropies",
     "load_tokenizer",
+    "long_tailed",
     "open_corpus",
     "prepare",
     "to_tensors",

@@ -1,0 +1,43 @@
+"""A dozen cells on emulated devices, planned and in order of arrival: python experiments/uneven/emulated.py
+
+A minute; ranks sleep through their ops, so nothing else may run beside. Writes results/emulated.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import protocol
+from record import add_cell
+
+import penstock as ps
+from penstock.planning import order_microbatches
+
+
+def cell_of(name: str, num_ranks: int, sigma: float) -> dict[str, object]:
+    """Makespans in ms, measured and simulated, of arrival frozen and of what was planned."""
+    schedule = ps.build(name, num_ranks, 4 * num_ranks)
+    costs = replace(protocol.even_costs(schedule), uneven=protocol.factors(sigma, 4 * num_ranks, 0))
+    planned = order_microbatches(schedule, costs, compile=True)
+    found: dict[str, object] = {"cell": [name, num_ranks, sigma], "rule": planned.rule}
+    for label, ran, dispatch in (
+        ("arrival", schedule, "frozen"), ("planned", planned.schedule, planned.dispatch.value),
+    ):  # fmt: skip
+        run = ps.emulate(ran, costs, dispatch=dispatch)
+        found[label] = [round(run.timelines[0].makespan, 2), round(run.simulated[0].makespan, 2)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    for number, cell in enumerate(protocol.EMULATED):
+        found = cell_of(*cell)
+        add_cell("emulated", number, found)
+        print(found, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What is run, settled before the runs: cells, draws, seeds, aims.
+
+F, I and W take 10 ms each for each rank's share of the model; links have no delay. A draw is one row of factors, one
+for each microbatch, alike on all its ops; its seed is [number of the draw, 10 times sigma].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import penstock as ps
+from penstock.cost import CostsByLength, LengthLine
+from penstock.data import long_tailed
+
+MS = 10.0
+NUM_DRAWS = 100
+SIGMAS = (0.3, 0.6, 1.0)
+"""Standard deviation of the logarithm of a microbatch's factor."""
+
+
+class Cell(NamedTuple):
+    """A schedule as `ps.build` makes it, with four microbatches per rank, and how many times as fast it is to be.
+
+    The aim is for the mean over the draws.
+    """
+
+    name: str
+    num_ranks: int
+    sigma: float
+    aim: float
+
+
+ORDER = tuple(
+    Cell(name, num_ranks, sigma, aim)
+    for name, num_ranks, aims in (
+        ("1f1b", 8, (1.30, 1.50, 1.58)),
+        ("interleaved-1f1b", 8, (1.11, 1.27, 1.35)),
+        ("zb-h1", 8, (1.14, 1.35, 1.45)),
+        ("zb", 8, (1.05, 1.25, 1.33)),
+        ("zb-v", 8, (1.06, 1.19, 1.32)),
+        ("1f1b", 16, (1.40, 1.70, 1.77)),
+    )
+    for sigma, aim in zip(SIGMAS, aims, strict=True)
+)
+"""Order and dispatch planned, over frozen in order of arrival; each rank's memory by count is the schedule's own."""
+
+BYTES = (Cell("1f1b", 8, 0.6, 1.27), Cell("zb-h1", 8, 0.6, 1.18), Cell("zb-v", 8, 0.6, 1.12))
+"""The same with activations as long as times, and no rank above the most that one holds in order of arrival."""
+
+ERROR, NOISE, WORST = 0.05, 0.05, 1.02
+"""How far off predicted factors are (deviation of the logarithm, seed [draw, 10 sigma, 99]), the predicted gain that
+is then asked for, and the most that a draw of ORDER may take over frozen in order of arrival; their mean may take
+1."""
+
+CHANGED = (Cell("zb-v", 8, 0.6, 2.0), Cell("zb-v", 16, 0.6, 2.4))
+"""RRFP's language setting with a change of schedule: planned by rules, over 1f1b frozen in order of arrival, at
+1f1b's memory by count. Its 1.77 at one schedule is for 1f1b, 16 ranks and sigma 0.6 of ORDER. Its multi-modal setting
+is not run: encoders are not packed here."""
+SAME_SCHEDULE = 1.77
+
+REPLICAS, RANKS, EACH = 32, 4, 8
+"""Replicas, ranks of each, microbatches of each."""
+BUSIEST, BUSIEST_IN_ANY = 1.005, 1.02
+"""Most work of a replica over the mean: in the mean of the steps, and in any."""
+
+
+class Tail(NamedTuple):
+    """A schedule, the longest microbatch over the mean, and how many times as fast a step is to be, if it is."""
+
+    name: str
+    longest: float
+    aim: float | None
+
+
+ASSIGNED = (
+    Tail("1f1b", 2.3, 1.40), Tail("zb-h1", 2.3, 1.35), Tail("zb", 2.3, 1.25), Tail("zb-v", 2.3, 1.25),
+    Tail("1f1b", 4.0, None),
+)  # fmt: skip
+"""Steps of 256 microbatches with a tail as in production, seeds 0 to 99: assigned and ordered by rules, over frozen
+and in order of arrival, the slowest replica's time. Of eight microbatches whose others are no shorter than 0.8 of the
+mean the longest may be 2.3 of it, or its replica is busier than others whatever is done; with 4 it is."""
+
+DOCUMENTS = (Tail("1f1b", 1.0, 1.5),)
+DOCUMENT_DRAWS = 20
+"""Whole documents: lengths log-normal as those of the default corpus are, 7,000 in the median and sigma 1.3, at most
+a bin of 65,536; a decoder of width 4096, whose attention takes as long as its linear layers at 49,152 tokens. Bins by
+next fit, each replica's eight in order of arrival and frozen, over the same documents planned: packed, assigned and
+ordered, no rank above arrival's largest peak by tokens. Seeds [draw, 7]. A step has next fit's first 256 bins."""
+BIN, MEDIAN, SPREAD, SHORTEST, EQUAL = 65536, 7000, 1.3, 64, 49152
+
+EMULATED = (
+    *((name, 8, sigma) for name in ("1f1b", "zb-h1", "zb", "zb-v") for sigma in (0.3, 0.6)),
+    *((name, 4, 0.6) for name in ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")),
+)
+"""A dozen cells on emulated devices, draw 0: planned over arrival, measured beside simulated."""
+
+
+def factors(sigma: float, num: int, draw: int) -> list[float]:
+    found: list[float] = np.random.default_rng([draw, round(sigma * 10)]).lognormal(0, sigma, num).tolist()
+    return found
+
+
+def predicted(real: Sequence[float], sigma: float, draw: int) -> list[float]:
+    error = np.random.default_rng([draw, round(sigma * 10), 99]).lognormal(0, ERROR, len(real))
+    found: list[float] = (np.array(real) * error).tolist()
+    return found
+
+
+def even_costs(schedule: ps.Schedule) -> ps.Costs:
+    """As long for each rank's share of the model, and as much held of it."""
+    share = schedule.num_ranks / schedule.num_stages
+    times = [MS * share] * schedule.num_stages
+    return ps.Costs(times, times, times, activation=[share] * schedule.num_stages)
+
+
+def assigned_work(longest: float, draw: int) -> list[float]:
+    """Factors of the microbatches of a step, in order of arrival."""
+    lengths = long_tailed(REPLICAS * EACH, 8192, draw, longest=longest)
+    found: list[float] = (lengths / lengths.mean()).tolist()
+    return found
+
+
+def document_costs(schedule: ps.Schedule) -> CostsByLength:
+    share = MS * schedule.num_ranks / schedule.num_stages
+    line = LengthLine(0.0, share / BIN, share / BIN / EQUAL)
+    activation = LengthLine(per_token=schedule.num_ranks / schedule.num_stages / BIN)
+    rows = [line] * schedule.num_stages
+    return CostsByLength(rows, rows, rows, activation=[activation] * schedule.num_stages)
+
+
+def documents(draw: int) -> list[list[int]]:
+    """The bins of a step by next fit, as they fill."""
+    source = np.random.default_rng([draw, 7])
+    bins: list[list[int]] = [[]]
+    while len(bins) <= REPLICAS * EACH:
+        length = int(np.clip(source.lognormal(np.log(MEDIAN), SPREAD), SHORTEST, BIN))
+        if sum(bins[-1]) + length > BIN:
+            bins.append([])
+        bins[-1].append(length)
+    return bins[: REPLICAS * EACH]

@@ -1,0 +1,31 @@
+"""Results as files: results/PART.json has the cells of a part by number, with commit, command and machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.machine import machine
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def read_cells(part: str) -> dict[str, Any]:
+    """The cells of a part, by number; none where it was not run."""
+    path = RESULTS / f"{part}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def add_cell(part: str, number: int, found: dict[str, Any]) -> None:
+    """Writes a cell beside those that are there."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=True)
+    command = " ".join(["python", f"experiments/uneven/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    about = {"commit": commit.stdout.strip(), "command": command, "machine": machine()}
+    cells = {**read_cells(part), str(number): {**about, **found}}
+    lines = [f"{json.dumps(key)}: {json.dumps(cells[key], separators=(',', ':'))}" for key in sorted(cells, key=int)]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{part}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

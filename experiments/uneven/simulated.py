@@ -1,0 +1,149 @@
+"""The simulated parts of the protocol: python experiments/uneven/simulated.py PART ...
+
+Each part takes some seconds to some minutes of one core and writes results/PART.json. `--cell N` runs one cell of it
+and adds it to what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import protocol
+from record import add_cell
+
+import penstock as ps
+from penstock.dispatch import Dispatch
+from penstock.planning import assign_evenly, order_microbatches, plan_batch
+from penstock.simulation.runner import Runner
+from penstock.simulation.transport import Decoupled
+
+MOVES_S = 60.0
+"""More than 300 moves take."""
+
+
+def makespan(schedule: ps.Schedule, costs: ps.Costs, dispatch: Dispatch, caps: tuple[float, ...]) -> float:
+    runner = Runner(costs, compile=True)
+    ran = runner.run(runner.order(schedule), ps.Links(), dispatch=dispatch, transport=Decoupled(), caps=caps)
+    return float(ran.makespan)
+
+
+def order(cell: protocol.Cell) -> list[list[float]]:
+    """Of each draw: arrival over planned by rules, and after moves."""
+    schedule = ps.build(cell.name, cell.num_ranks, 4 * cell.num_ranks)
+    even, found = protocol.even_costs(schedule), []
+    for draw in range(protocol.NUM_DRAWS):
+        costs = replace(even, uneven=protocol.factors(cell.sigma, 4 * cell.num_ranks, draw))
+        rules = order_microbatches(schedule, costs, compile=True)
+        moved = order_microbatches(schedule, costs, compile=True, time_limit=MOVES_S)
+        found.append([rules.arrival / rules.makespan, moved.arrival / moved.makespan])
+    return found
+
+
+def in_bytes(cell: protocol.Cell) -> list[list[float]]:
+    """As `order`, with activations as long as times, and the largest peak of arrival as every rank's cap."""
+    schedule = ps.build(cell.name, cell.num_ranks, 4 * cell.num_ranks)
+    even, found = protocol.even_costs(schedule), []
+    for draw in range(protocol.NUM_DRAWS):
+        each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
+        costs = replace(even, uneven={"time": each, "activation": each})
+        cap = max(Runner(costs).order(schedule).peaks)
+        rules = order_microbatches(schedule, costs, compile=True, memory_limit=cap)
+        moved = order_microbatches(schedule, costs, compile=True, memory_limit=cap, time_limit=MOVES_S)
+        found.append([rules.arrival / rules.makespan, moved.arrival / moved.makespan])
+    return found
+
+
+def errors(cell: protocol.Cell) -> list[list[float]]:
+    """Of each draw: the time of what was planned over predicted factors, run over the real ones, over arrival's."""
+    schedule = ps.build(cell.name, cell.num_ranks, 4 * cell.num_ranks)
+    even, found = protocol.even_costs(schedule), []
+    for draw in range(protocol.NUM_DRAWS):
+        each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
+        real, thought = (replace(even, uneven=f) for f in (each, protocol.predicted(each, cell.sigma, draw)))
+        planned = order_microbatches(schedule, thought, noise=protocol.NOISE, compile=True)
+        took = makespan(planned.schedule, real, planned.dispatch, planned.caps)
+        found.append([took / makespan(schedule, real, Dispatch.FROZEN, planned.caps)])
+    return found
+
+
+def changed(cell: protocol.Cell) -> list[list[float]]:
+    """Of each draw: 1f1b frozen in order of arrival over the other schedule planned, at 1f1b's memory by count."""
+    before, after = (ps.build(name, cell.num_ranks, 4 * cell.num_ranks) for name in ("1f1b", cell.name))
+    cap = max(ps.simulate(before, protocol.even_costs(before)).peak_activations)
+    found = []
+    for draw in range(protocol.NUM_DRAWS):
+        each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
+        was, now = (replace(protocol.even_costs(schedule), uneven=each) for schedule in (before, after))
+        arrival = makespan(before, was, Dispatch.FROZEN, (cap,) * cell.num_ranks)
+        planned = order_microbatches(after, now, memory_limit=cap, compile=True)
+        found.append([arrival / planned.makespan])
+    return found
+
+
+def assigned(cell: protocol.Tail) -> list[list[float]]:
+    """Of each step: the busiest replica's work over the mean by arrival and assigned, and how many times as fast."""
+    schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
+    even, found = protocol.even_costs(schedule), []
+    for draw in range(protocol.NUM_DRAWS):
+        work = np.array(protocol.assigned_work(cell.longest, draw))
+        arrived = work.reshape(protocol.REPLICAS, protocol.EACH)
+        groups = [work[group] for group in assign_evenly(work, protocol.REPLICAS)]
+        sums = np.array([group.sum() for group in groups])
+        own = [replace(even, uneven=each.tolist()) for each in arrived]
+        caps = tuple(Runner(even).order(schedule).peaks)
+        before = max(makespan(schedule, costs, Dispatch.FROZEN, caps) for costs in own)
+        after = max(
+            order_microbatches(schedule, replace(even, uneven=each.tolist()), compile=True).makespan
+            for each in groups
+        )
+        busiest = float(arrived.sum(axis=1).max() / arrived.sum(axis=1).mean())
+        found.append([busiest, float(sums.max() / sums.mean()), before / after])
+    return found
+
+
+def documents(cell: protocol.Tail) -> list[list[float]]:
+    """Of each step: the busiest replica's work over the mean as planned, how many times as fast, and the seconds."""
+    schedule = ps.build(cell.name, protocol.RANKS, protocol.EACH)
+    costs, found = protocol.document_costs(schedule), []
+    for draw in range(protocol.DOCUMENT_DRAWS):
+        bins = protocol.documents(draw)
+        replicas = [bins[k : k + protocol.EACH] for k in range(0, len(bins), protocol.EACH)]
+        runs = [ps.simulate(schedule, costs.of(own)) for own in replicas]
+        before = max(run.makespan for run in runs)
+        cap = max(max(run.peak_activations) for run in runs)
+        lengths = [length for own in bins for length in own]
+        planned = plan_batch(lengths, schedule, costs, num_replicas=protocol.REPLICAS, memory_limit=cap)
+        found.append([planned.busiest, before / planned.makespan, planned.seconds])
+    return found
+
+
+PARTS: dict[str, tuple[Callable[..., list[list[float]]], tuple[object, ...]]] = {
+    "order": (order, protocol.ORDER),
+    "bytes": (in_bytes, protocol.BYTES),
+    "errors": (errors, protocol.ORDER),
+    "changed": (changed, protocol.CHANGED),
+    "assigned": (assigned, protocol.ASSIGNED),
+    "documents": (documents, protocol.DOCUMENTS),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=sorted(PARTS))
+    parser.add_argument("--cell", type=int, help="one cell alone, by its number from 0")
+    asked = parser.parse_args()
+    for part in asked.parts:
+        measure, cells = PARTS[part]
+        for number, cell in enumerate(cells):
+            if asked.cell in (None, number):
+                draws = [[round(float(value), 4) for value in draw] for draw in measure(cell)]
+                add_cell(part, number, {"cell": cell, "draws": draws})
+                print(part, cell, np.round(np.mean(draws, axis=0), 4).tolist(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
