@@ -141,3 +141,28 @@ def documents(draw: int) -> list[list[int]]:
             bins.append([])
         bins[-1].append(length)
     return bins[: REPLICAS * EACH]
+
+
+class Real(NamedTuple):
+    """Real compute: a GPT between two processes on one machine, on the documents of the default corpus that fit whole.
+
+    Attributes:
+        context: most tokens of a document; longer ones are left out. windows: of a context, tokens an update.
+        blocks: of one update each way, in turn. padding, fixed: times the tokens a second of padding to the
+            longest (the mean), and of windows of the context under plain causal attention (the median).
+    """
+
+    schedule: str = "1f1b"
+    num_ranks: int = 2
+    num_microbatches: int = 4
+    depth: int = 4
+    width: int = 96
+    num_heads: int = 3
+    context: int = 2048
+    windows: int = 8
+    blocks: int = 10
+    padding: float = 1.15
+    fixed: float = 1.0
+
+
+REAL = Real()
