@@ -144,7 +144,7 @@ def documents(draw: int) -> list[list[int]]:
 
 
 class Real(NamedTuple):
-    """Real compute: a GPT between two processes on one machine, on the documents of the default corpus that fit whole.
+    """Real compute: a GPT between two processes on one machine, on documents of the default corpus that fit whole.
 
     Attributes:
         context: most tokens of a document; longer ones are left out. windows: of a context, tokens an update.

@@ -1,0 +1,62 @@
+"""The experiment on uneven work: what is promised of any draw held, its page is of its results, and cells repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import scripts
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "uneven"
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Any]:
+    with scripts("uneven") as imported:
+        yield imported
+
+
+def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert load("tables").text() in page
+    for script in ("simulated", "emulated", "real", "tables"):
+        assert f"python experiments/uneven/{script}.py" in page
+        assert f"python experiments/uneven/{script}.py" in load(script).__doc__
+
+
+def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_with_errors(load: Any) -> None:
+    protocol, record = load("protocol"), load("record")
+    for part in ("order", "bytes", "changed"):
+        for cell in record.read_cells(part).values():
+            assert len(cell["draws"]) == protocol.NUM_DRAWS
+            assert min(value for draw in cell["draws"] for value in draw) >= 1
+            assert all(draw[-1] >= draw[0] - 1e-4 for draw in cell["draws"])
+    for cell in record.read_cells("errors").values():
+        taken = [draw[0] for draw in cell["draws"]]
+        assert sum(taken) <= len(taken)
+        assert max(taken) <= protocol.WORST
+    for part in ("assigned", "documents"):
+        for cell in record.read_cells(part).values():
+            assert min(draw[2 if part == "assigned" else 1] for draw in cell["draws"]) >= 1
+
+
+def test_cells_are_measured_again_alike(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol, record, simulated = (load(name) for name in ("protocol", "record", "simulated"))
+    monkeypatch.setattr(protocol, "NUM_DRAWS", 1)
+    monkeypatch.setattr(protocol, "DOCUMENT_DRAWS", 1)
+    monkeypatch.setattr(simulated, "MOVES_S", 0.0)
+    for part, cells in (
+        ("order", protocol.ORDER),
+        ("assigned", protocol.ASSIGNED),
+        ("documents", protocol.DOCUMENTS),
+    ):
+        kept = record.read_cells(part)["0"]["draws"][0]
+        found = simulated.PARTS[part][0](cells[0])[0]
+        assert found[0] == pytest.approx(kept[0], abs=2e-4)
+    (again,) = simulated.errors(protocol.ORDER[0])
+    assert again == pytest.approx(record.read_cells("errors")["0"]["draws"][0], abs=2e-4)
