@@ -97,7 +97,6 @@ def adapted(
         }
 
 
-@pytest.mark.xfail(strict=True, reason="adapting excludes replicas")
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "sharding"), [("1f1b", "copies")])
 def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(

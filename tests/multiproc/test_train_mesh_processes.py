@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.cli import main
-from penstock.cost import Mesh
-from penstock.train.folder import RunFolder
-from penstock.train.settings import Settings
-from processes import run_ranks
+from penstock.train.report import Report
 from train_runs import COMMAND, Ended, Run, losses, metrics
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
@@ -87,37 +82,19 @@ def test_towers_under_torchrun(tmp_path: Path) -> None:
     assert told.json["num_parameters"] == 81_921
 
 
-def moving(rank: int, folder: Path, settings: Settings) -> tuple[list[str], list[float]]:
-    """A run whose fourth round of probes, and all after it, find link 2:3 late; what it did, and its losses."""
-    from penstock.runtime import migrate as rerank
-    from penstock.train import mesh_migration as train_moving
-    from penstock.train.inputs import gather_inputs
-    from penstock.train.rank import RankRun
-
-    rounds = []
-
-    def late(mesh: Mesh, timeout: float) -> dict[tuple[int, int], float]:
-        rounds.append({(a, b): 0.1 for b in range(mesh.num_nodes) for a in range(b)})
-        return rounds[-1] | ({(2, 3): 300.0} if len(rounds) > 3 else {})
-
-    rerank.probe = late
-    train_moving.SHARE = float("inf")  # of the time, so that probes come at known steps
-    run = RankRun(gather_inputs(settings), RunFolder(folder), first=rank == 0, quiet=True)
-    run.run()
-    assert run.moving is not None
-    return run.moving.told, losses(folder) if rank == 0 else []
-
-
 @pytest.mark.slow
 def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path) -> None:
     """Link 2:3 carries the gradients of the last rank; afterwards it does not."""
-    steps = "--steps 27 --save-every 0"
-    expected = one_process(tmp_path / "one", f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 {steps}")
-    before = Settings.from_mapping(json.loads((tmp_path / "one/settings.json").read_text()))
-    outcomes = run_ranks(4, moving, tmp_path / "run", replace(before, in_process=False, adapt=True))
-    assert all(outcome.code == 0 for outcome in outcomes), outcomes[0].text
-    told = [outcome.value[0] for outcome in outcomes]
-    assert told[0] == told[1] == told[2] == told[3]
-    assert "after step 25: late links between nodes: 2:3 300 ms; nodes" in told[0][0]
-    assert "have changed places" in told[0][0]
-    assert outcomes[0].value[1] == pytest.approx(expected, rel=1e-5)
+    options = f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 27 --save-every 0"
+    expected = one_process(tmp_path / "one", options)
+    folder = tmp_path / "run"
+    told = ended(folder, f"{options} --adapt --link 2:3=latency:150ms --out {folder}")
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    moves = [each for each in told.json["steered"]["decisions"] if each["action"] == "move nodes"]
+    assert moves, told.json["notices"]
+    assert "between nodes 2:3 by 150 ms late" in moves[0]["reason"]
+    assert moves[0]["measured_after"] < moves[0]["measured_before"]
+    report = Report.read(folder / "report.json")
+    assert report is not None
+    assert "change places" in report.to_text()
+    assert main(["report", str(folder), "--json"]) == 0

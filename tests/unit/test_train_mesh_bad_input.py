@@ -41,11 +41,8 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
     "asynchronous and fully sharded": ("--schedule amdp --dp 2 --sharding fsdp", ["amdp", "give --sharding zero1"]),
     "asynchronous replicas in one process": ("--schedule amdp --dp 2 --in-process", ["leave out --in-process"]),
-    "delegates of a mesh": (
-        "--adapt --delegates 2 --dp 2",
-        ["--delegates", "moves nodes", "leave it out, or --dp 2"],
-    ),
-    "moving in one process": ("--adapt --dp 2 --in-process", ["moves nodes", "leave out --in-process"]),
+    "adapting in one process": ("--adapt --dp 2 --in-process", ["between processes", "leave out --in-process"]),
+    "a link of nodes that are not there": ("--pp 2 --dp 2 --link 3:4=latency:1ms", ["--link", "link 3:4", "0 to 3"]),
     "shards in one process": ("--tp 2 --in-process", ["--tp 2", "leave out --in-process"]),
     "sharding in one process": ("--dp 2 --sharding zero1 --in-process", ["--sharding zero1", "processes"]),
     "a file in one process": ("--dp 2 --schedule four.json --in-process", ["four.json", "leave out --in-process"]),

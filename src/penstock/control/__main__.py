@@ -58,12 +58,13 @@ def warm_up(controller: Controller) -> None:
 
 
 def simulated(controller: Controller, record: dict[str, Any]) -> float:
-    """The iteration time (ms) of what runs now on links with the record's delays."""
+    """The iteration time (ms) of what runs now on links with the record's delays; over a mesh with its rings."""
     delays = {}
     for name, ms in record["links"].items():
         source, _, target = name.partition(":")
         delays[int(source), int(target)] = float(ms)
-    return round(predict(controller.job, controller.now, [Links(delays)]), 3)
+    ms = predict(controller.job, controller.now, [Links(delays)])
+    return round(max(ms, controller.predicted_mesh), 3)
 
 
 def _write(line: str) -> None:

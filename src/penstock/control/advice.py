@@ -59,6 +59,7 @@ class Unanswered:
         cause: links with their delay (ms); a stage with slow ops counts as a link to itself.
         before, now: median measured step (ms) before it began and since. simulated: what runs, simulated now.
         helps: what would, the least first.
+        nodes: of a mesh, links between nodes with their delay (ms).
     """
 
     iteration: int
@@ -69,24 +70,28 @@ class Unanswered:
     now: float
     simulated: float
     helps: tuple[Help, ...] = ()
+    nodes: tuple[tuple[Link, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The finding as a JSON object."""
         helps = [{"what": each.what, "option": each.option, "ms": round(each.ms, 4)} for each in self.helps]
-        cause = {show_link(key): round(ms, 4) for key, ms in self.cause}
-        return asdict(self) | {"obstacle": self.obstacle.value, "cause": cause, "helps": helps}
+        found = asdict(self) | {"obstacle": self.obstacle.value, "cause": _shown(self.cause), "helps": helps}
+        del found["nodes"]
+        return found | ({"nodes": _shown(self.nodes)} if self.nodes else {})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Unanswered:
         """Reads `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         fields = dict(value)
-        pairs = ((key.partition(":"), ms) for key, ms in fields.pop("cause").items())
-        cause = tuple(((int(a), int(b)), float(ms)) for (a, _, b), ms in pairs)
+        cause, nodes = _read(fields.pop("cause")), _read(fields.pop("nodes", {}))
         helps = tuple(Help(**each) for each in fields.pop("helps"))
-        return cls(**fields | {"cause": cause, "helps": helps, "obstacle": Obstacle(fields["obstacle"])})
+        found = {"cause": cause, "nodes": nodes, "helps": helps, "obstacle": Obstacle(fields["obstacle"])}
+        return cls(**fields | found)
 
     def __str__(self) -> str:
-        said = f"{causes_in_words(dict(self.cause))}, and nothing is changed: {self.why}"
+        late = [causes_in_words(dict(self.cause))] if self.cause else []
+        late += [late_nodes_in_words(dict(self.nodes))] if self.nodes else []
+        said = f"{' and '.join(late)}, and nothing is changed: {self.why}"
         if self.helps:
             said += f"; simulated {self.simulated:.4g} ms a step now, " + ", ".join(map(str, self.helps))
         return said
@@ -99,6 +104,21 @@ def causes_in_words(cause: Mapping[Link, float]) -> str:
     parts = ["link " + ", ".join(links) + " late"] if links else []
     parts += ["ops of stage " + ", ".join(stages) + " slow"] if stages else []
     return " and ".join(parts)
+
+
+def late_nodes_in_words(late: Mapping[Link, float]) -> str:
+    """The late links between nodes of a mesh."""
+    links = ", ".join(f"{show_link(key)} by {ms:.3g} ms" for key, ms in sorted(late.items()))
+    return f"between nodes {links} late"
+
+
+def _shown(late: tuple[tuple[Link, float], ...]) -> dict[str, float]:
+    return {show_link(key): round(ms, 4) for key, ms in late}
+
+
+def _read(late: Mapping[str, float]) -> tuple[tuple[Link, float], ...]:
+    pairs = ((key.partition(":"), ms) for key, ms in late.items())
+    return tuple(((int(a), int(b)), float(ms)) for (a, _, b), ms in pairs)
 
 
 def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:

@@ -41,6 +41,8 @@ class Action(StrEnum):
     DELEGATE = "delegate"
     REPLAN_AND_DELEGATE = "re-plan and delegate"
     UNDELEGATE = "stop delegating"
+    MOVE = "move nodes"
+    """Nodes of a mesh change places, and what runs there may change with them."""
     TAKE_BACK = "take back"
     """What ran before a change that did not bring what was promised."""
 
@@ -104,7 +106,7 @@ def candidates(
         caps = job.caps(delegated)
         for schedule in _schedules(job, now, measured, caps, offered):
             for dispatch in dict.fromkeys((now.dispatch, *job.dispatches)):
-                configuration = Configuration(schedule, dispatch, delegated, caps)
+                configuration = Configuration(schedule, dispatch, delegated, caps, now.nodes)
                 if configuration not in found and fits(configuration, job.costs):
                     found[configuration] = _candidate(job, now, configuration)
     return tuple(sorted(found.values(), key=lambda each: each.action is not Action.KEEP))

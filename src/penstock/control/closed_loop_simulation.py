@@ -4,20 +4,28 @@
             ^                                                           |
             +------------- runs `delay` iterations later ---------------+
 
-It answers what a job would gain, before a job runs; the runtime then closes the same loop with real messages.
+It answers what a job would gain, before a job runs; the runtime then closes the same loop with real messages. Where
+the job has a mesh, links join its nodes, which are probed every few iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from penstock.control.configuration import Configuration, Job
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
-from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Switched, Transfers
-from penstock.cost import Costs, Links
+from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Probed, Switched, Transfers
+from penstock.control.replicas import slowest_of
+from penstock.cost import Costs, Links, Mesh
+from penstock.cost.conditions import Queue
 from penstock.simulation import Timeline, simulate
+from penstock.simulation.mesh import simulate_mesh
+
+PROBE_EVERY = 5
+"""Iterations from one round of probes between the nodes of a mesh to the next."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ def rehearse(
     begin: float = 0.0,
     delay: int = 1,
     costs: Callable[[float], Costs] | None = None,
+    probe_every: int = PROBE_EVERY,
 ) -> Rehearsal:
     """Runs iterations from `begin` until the moment `until` (ms) of the links' conditions.
 
@@ -101,6 +110,7 @@ def rehearse(
         controller: fresh, or from another rehearsal.
         delay: iterations that still run what ran before, from a decision until all ranks have committed it.
         costs: what ops really take in an iteration that begins at a moment (ms); by default what the job assumes.
+        probe_every: iterations from one round of probes between a mesh's nodes to the next.
     """
     job = controller.job
     now, number, when = begin, 0, 0
@@ -113,12 +123,42 @@ def rehearse(
             in_force = waiting.number
             controller.feed(Switched(waiting.number))
         real = job if costs is None else replace(job, costs=costs(now))
-        timeline = run_once(real, controller.now, conditions, now)
-        iterations.append(Rehearsed(number, now, timeline.makespan, in_force, timeline.peak_activations))
-        for event in measured_events(timeline, number, job.costs):
+        ms, timelines = _once(real, controller.now, conditions, now)
+        held = tuple(map(max, zip(*(each.peak_activations for each in timelines), strict=True)))
+        iterations.append(Rehearsed(number, now, ms, in_force, held))
+        events = slowest_of(measured_events(each, number, job.costs) for each in timelines)
+        events = [replace(each, ms=ms) if isinstance(each, IterationEnded) else each for each in events]
+        if job.mesh is not None and (number + 1) % probe_every == 0:
+            events.append(probes(job.mesh, conditions, now + ms))
+        for event in events:
             if made := controller.feed(event):
                 decisions += made
                 when = number + 1 + delay
-        now += timeline.makespan
+        now += ms
         number += 1
     return Rehearsal(tuple(iterations), tuple(decisions))
+
+
+def probes(mesh: Mesh, conditions: Links, at: float) -> Probed:
+    """What short messages between all nodes of a mesh take at a moment (ms) of the links' conditions."""
+    pairs = combinations(range(mesh.num_nodes), 2)
+    return Probed.of({(a, b): conditions.delay_of(a, b, 0.0, at, Queue(at, at)).arrived - at for a, b in pairs})
+
+
+def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tuple[float, Sequence[Timeline]]:
+    """How long an iteration takes (ms), and the pipelines in it."""
+    if job.mesh is None:
+        timeline = run_once(job, configuration, links, at)
+        return timeline.makespan, (timeline,)
+    ran = simulate_mesh(
+        configuration.schedule,
+        job.costs,
+        replace(job.mesh, nodes=configuration.nodes),
+        links=links,
+        links_at=at,
+        ring=job.ring,
+        dispatch=configuration.dispatch,
+        transport=job.transport(configuration.delegated),
+        memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
+    )
+    return ran.iteration, ran.replicas

@@ -4,6 +4,7 @@ Transfers, OpTimes      measure     each direction of each link, each stage, on 
 IterationEnded    --->  verify      has a delay changed, or an op's time, and does it last (changes.py)
                         choose      the best candidate that is worth its price (candidates.py, decide.py)
                         doubt       is what it promises more than a trial could tell from noise (trial.py)
+Probed            --->  move        nodes of a mesh to where a late link costs least (orchestrator.py)
 Decision          <---  propose     number and digest; all ranks switch or none does
 Switched, Dropped --->  from then on that is what runs, or it never was
 IterationEnded    --->  try         are steps faster than before (trial.py); if not, what ran before runs again
@@ -12,15 +13,17 @@ Unanswered        <---  say so      a link is late and nothing is changed: why, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import median
 
-from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
+from penstock.control.advice import Help, Obstacle, Unanswered, late_nodes_in_words, what_would_help
 from penstock.control.candidate import Action, Candidate, Measured, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, scaled
-from penstock.control.configuration import Job, peaks
+from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import Scored, choose, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
@@ -32,15 +35,17 @@ from penstock.control.events import (
     LinkDown,
     LinkUp,
     OpTimes,
+    Probed,
     Switched,
     Transfer,
     Transfers,
     show_link,
     undirected,
 )
-from penstock.control.link import LinkChange, LinkEstimate
+from penstock.control.link import Cause, LinkChange, LinkEstimate
 from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
 from penstock.control.measured import Book
+from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import Patience
 from penstock.control.trial import ANSWERS, TELLS, ChangeTrial, StepTimes, TakenBack, Verdict
 from penstock.schedule import Schedule, check
@@ -49,6 +54,8 @@ _AGES = (3, 8, 16, 32, 64)
 """Iterations since the last change after which the choice is looked at again, with more known; then every 64."""
 _CLEAR = 0.25
 """Share of a step by which a rise is so clear that changes taken back before do not make it wait."""
+_PROBES = 16
+"""Rounds of probes of which it is kept after which iteration they came."""
 _SAY = 3
 """Iterations after which a cause that nothing answers is spoken of; where links keep changing, twice as many."""
 
@@ -110,9 +117,14 @@ class Controller:
         self._cause_since = 0
         self._answered = False
         self._taken_back: list[TakenBack] = []
-        self._tried: tuple[Action, tuple[Link, ...]] = Action.KEEP, ()
+        self._tried: tuple[Action, object] = Action.KEEP, ()
         self._measured: Measured | None = None
         self._said: list[Verdict | Unanswered] = []
+        self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh, ring=job.ring)
+        self._probed: deque[int] = deque(maxlen=_PROBES)
+        self._late_since, self._switched_at = 0, -1
+        self._told_of_nodes: Mapping[Link, float] = {}
+        self._moved_for: Mapping[Link, float] = {}
         if log is not None:
             log(header(job, self.sensitivity))
 
@@ -136,6 +148,11 @@ class Controller:
     def links(self) -> Mapping[Link, LinkEstimate]:
         """What is known of each direction of each link since its last verified change."""
         return self._book.estimates
+
+    @property
+    def predicted_mesh(self) -> float:
+        """What an iteration takes over the mesh (ms), its rings included, as its links were probed; 0 without one."""
+        return 0.0 if self._nodes is None else self._nodes.iteration(self.now)
 
     @property
     def stranded(self) -> frozenset[Link]:
@@ -179,6 +196,8 @@ class Controller:
             self._book.down.discard(undirected(event.link))
             # What comes back may go again: it is left in peace for a while.
             self._delegated_at = self._iteration
+        elif isinstance(event, Probed):
+            return self._probe(event)
         elif isinstance(event, Switched):
             self._switch(self._ended(event.number))
         elif isinstance(event, Dropped):
@@ -209,14 +228,18 @@ class Controller:
             self._delegated_at = self._iteration
         elif moved:
             self._returned_at = self._iteration
-        self._book.move(moved, self.now.delegated)
+        if decision.configuration.nodes != self.now.nodes:
+            self._relocate(decision.configuration)
+        else:
+            self._book.move(moved, self.now.delegated)
         self.now = decision.configuration
         self.paid += decision.price if decision.ms_now is not None else 0.0
-        self._due = True
+        self._due, self._switched_at = True, self._iteration
         self._rate = 0.0
         if decision.action is Action.TAKE_BACK:
             assert self._trial is not None, "only what was tried is taken back"
             self._steps, self._trial, self._revert = self._trial.before, None, None
+            self._told_of_nodes = {}
             return
         self._revert = None
         if decision.ms_now is None:  # a dead link forced it: there is nothing to go back to
@@ -226,7 +249,7 @@ class Controller:
             cause = {key: ms for key, (ms, _) in self._causes.items()}
             self._trial = ChangeTrial(decision.number, self._steps, promised, cause)
             self._fallback = self._proven
-            self._tried = decision.action, decision.configuration.delegated
+            self._tried = _what(decision.action, decision.configuration)
         self._steps = StepTimes()
 
     def _end_iteration(self, event: IterationEnded) -> Decision | None:
@@ -265,6 +288,102 @@ class Controller:
             return False
         self._explain(Obstacle.PAUSE, "the ranks could not all take the last change, and are left in peace")
         return True
+
+    # Nodes of a mesh.
+
+    def _probe(self, event: Probed) -> Decision | None:
+        """Takes a round of probes between all nodes, and decides where nodes are to lie."""
+        nodes = self._nodes
+        if nodes is None:
+            raise ControlError("nodes were probed, and the job has no mesh whose nodes may move")
+        self._probed.append(self._iteration)
+        if nodes.verifies(dict(event.ms)):
+            self._late_since = 0
+            if nodes.news:  # what was late all the time that this runs has no steps without it to be held against
+                num = max(change.began for change in nodes.news)
+                self._late_since = self._probed[-min(len(self._probed), num)]
+                if len(self._probed) > num and self._probed[-num - 1] > self._switched_at:
+                    rose = any(change.rose for change in nodes.news)
+                    self._steps.changed(self._iteration - self._late_since, rose)
+        if not nodes.late or self._waiting is not None or self._revert is not None:
+            return None
+        return None if self._iteration < self._quiet_until else self._move(nodes)
+
+    def _move(self, nodes: Orchestrator) -> Decision | None:
+        """The placement with the least predicted iteration, where that is another and worth its price."""
+        nodes.switched(nodes.mesh, self.now)
+        found = nodes.look()
+        if found is None or found.mesh == nodes.mesh:
+            return None  # what runs where nodes lie is for their messages to say
+        configuration = replace(found.configuration, nodes=found.mesh.nodes)
+        gain, price = found.ms_now - found.ms_then, self.job.prices.move
+        lost = gain * (self._iteration - self._late_since)
+        needed = self.job.least_gain * self._patience.times_gain(self._iteration, True) * found.ms_now
+        what = _what(Action.MOVE, configuration)
+        if any(each.bars(what, nodes.late) for each in self._taken_back):
+            why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
+        elif self._patience.waits(self._iteration, self._is_clear()):
+            why = Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace"
+        elif lost < price:
+            why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
+        elif gain < needed:
+            why = (
+                Obstacle.NOISE,
+                f"moving promises {gain:.3g} of {found.ms_now:.4g} ms a step, {needed:.3g} needed",
+            )
+        else:
+            why = self._doubt(gain)
+        if why is not None:
+            self._explain_nodes(*why, nodes, found.ms_now)
+            return None
+        self._patience.decided(self._iteration)
+        held = tuple(peaks(configuration.schedule, self.job.costs))
+        moved = ", ".join(map(str, found.moved))
+        self._number += 1
+        self._moved_for, self._told_of_nodes = dict(nodes.late), dict(nodes.late)
+        self._waiting = Decision(
+            self._number,
+            self._iteration,
+            Action.MOVE,
+            configuration,
+            f"{late_nodes_in_words(nodes.late)}; nodes {moved} change places: {found.mesh}; "
+            f"simulated {found.ms_then:.4g} ms an iteration instead of {found.ms_now:.4g}",
+            found.ms_now,
+            found.ms_then,
+            price,
+            (str(Cause.LATENCY),),
+            held,
+            self.job.in_host(held),
+        )
+        return self._waiting
+
+    def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
+        """Says once for each set of late nodes that they stay, and why; not where waiting may still change that."""
+        if obstacle in (Obstacle.PRICE, Obstacle.PAUSE) or not self._steps.are_enough:
+            return
+        if dict(self._told_of_nodes).keys() == nodes.late.keys():
+            return
+        self._told_of_nodes = dict(nodes.late)
+        steps = self._steps
+        calm = median(steps.calm) if steps.calm else self._ms
+        now = median(steps.now) if steps.now else self._ms
+        late = tuple(sorted(nodes.late.items()))
+        self._said.append(Unanswered(self._iteration, obstacle, why, (), calm, now, simulated, nodes=late))
+
+    def _relocate(self, then: Configuration) -> None:
+        """Nodes lie elsewhere from the next iteration on: links join others, and are as late as these were probed."""
+        assert self._nodes is not None, "only nodes of a mesh move"
+        mesh = replace(self._nodes.mesh, nodes=then.nodes)
+        self._nodes.switched(mesh, then)
+        late: dict[Link, float] = {}
+        for replica in range(mesh.dp):
+            own = mesh.pipeline(replica)
+            for a, b in combinations(range(mesh.pp), 2):
+                ms = self._nodes.late.get(undirected((own[a], own[b])), 0.0)
+                late[a, b] = max(late.get((a, b), 0.0), ms)
+        self._book.relocate(late)
+        self._causes = {key: each for key, each in self._causes.items() if key[0] == key[1]}
+        self._cause_seen = {key: each for key, each in self._cause_seen.items() if key[0] == key[1]}
 
     def _note_causes(self, news: Sequence[LinkChange | ComputeChange]) -> None:
         """Keeps what is late since when, with the bound above which it still is; a new one voids an open trial."""
@@ -314,7 +433,8 @@ class Controller:
         self._answered = False
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         self._patience.failed(event.number)
-        self._taken_back.append(TakenBack(trial.number, self._tried, trial.cause))
+        cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
+        self._taken_back.append(TakenBack(trial.number, self._tried, cause))
         if self._book.down <= set(self._proven.delegated):
             self._revert = verdict
         else:  # what ran before cannot run any more
@@ -414,7 +534,7 @@ class Controller:
 
     def _is_barred(self, candidate: Candidate) -> bool:
         """Whether it was tried for what is the cause now, and taken back."""
-        what = candidate.action, candidate.configuration.delegated
+        what = _what(candidate.action, candidate.configuration)
         cause = {key: ms for key, (ms, _) in self._causes.items()}
         return candidate.action is not Action.KEEP and any(each.bars(what, cause) for each in self._taken_back)
 
@@ -436,7 +556,7 @@ class Controller:
         if credible < max(needed, self.job.least_gain * level):
             return Obstacle.NOISE, (
                 f"the best change promises {credible:.3g} of {level:.4g} ms a step, and with a noise of "
-                f"{steps.noise:.3g} ms a trial could not tell less than {needed:.3g}"
+                f"{steps.noise:.3g} ms a trial could not tell {needed:.3g} needed"
             )
         return None
 
@@ -491,3 +611,8 @@ class Controller:
         parts += map(str, news)
         times = f"{then:.4g} ms an iteration" + ("" if now is None else f" instead of {now:.4g}")
         return "; ".join([*parts, f"simulated {times}"])
+
+
+def _what(action: Action, then: Configuration) -> tuple[Action, object]:
+    """What a change is, as far as it is not to be tried again for the same cause."""
+    return action, then.nodes if action is Action.MOVE else then.delegated

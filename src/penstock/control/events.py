@@ -203,6 +203,31 @@ class LinkUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Probed:
+    """What short messages between two nodes of a mesh each take by themselves. Make it by `of`.
+
+    Attributes:
+        ms: of each two nodes, the lower first, the time one way.
+
+    Raises:
+        ControlError: a link that is not two different nodes; a time that is negative or not a number.
+    """
+
+    ms: tuple[tuple[Link, float], ...]
+
+    def __post_init__(self) -> None:
+        for link, ms in self.ms:
+            _check_link(link)
+            _check_number(f"the time of a probe of nodes {show_link(link)}", ms)
+        object.__setattr__(self, "ms", tuple((link, rounded(ms)) for link, ms in self.ms))
+
+    @classmethod
+    def of(cls, ms: Mapping[Link, float]) -> Probed:
+        """From the times by two nodes, in either order."""
+        return cls(tuple(sorted((undirected(link), each) for link, each in ms.items())))
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """All ranks run decision `number` from the next iteration on."""
 
@@ -223,7 +248,7 @@ class Offered:
     schedule: Schedule
 
 
-Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Switched | Dropped | Offered
+Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Switched | Dropped | Offered
 _NAMES: dict[str, type[Any]] = {
     "transfer": Transfer,
     "transfers": Transfers,
@@ -231,6 +256,7 @@ _NAMES: dict[str, type[Any]] = {
     "iteration": IterationEnded,
     "down": LinkDown,
     "up": LinkUp,
+    "probed": Probed,
     "switched": Switched,
     "dropped": Dropped,
     "offered": Offered,
@@ -247,6 +273,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
         return {name: {show_link(event.link): [sizes, pack(event.ms), event.busy, event.held]}}
     if isinstance(event, OpTimes):
         return {name: {f"{event.rank}:{event.stage}": {kind: pack(halves) for kind, halves in event.ms}}}
+    if isinstance(event, Probed):
+        return {name: {show_link(link): ms for link, ms in event.ms}}
     return {name: asdict(event)}
 
 
@@ -276,6 +304,8 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
             ((link, kinds),) = fields.items()
             halves = [(kind, unpack(text)) for kind, text in kinds.items()]
             return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in halves))
+        if name == "probed":
+            return Probed(tuple((_two(link), ms) for link, ms in fields.items()))
         return _NAMES[name](**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ControlError):

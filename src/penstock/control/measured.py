@@ -106,6 +106,13 @@ class Book:
                 self._known[link] = self._delays(link, delegated)
                 watch.restart()
 
+    def relocate(self, late: Mapping[Link, float]) -> None:
+        """Every link lies between other nodes from now on; what is known of it is how late (ms) it is there."""
+        for watch in self._links.values():
+            watch.restart()
+        self._known = {link: (late.get(undirected(link), 0.0),) for link in self._links}
+        self.down.clear()
+
     def check_link(self, link: Link) -> None:
         """Raises ControlError for a link of a rank that is not there."""
         if max(link) >= self.job.num_ranks:

@@ -107,8 +107,6 @@ class MeshTimes:
             [ends for _, ends in pipelines],
             self.job.costs,
             self._shape,
-            self.links,
-            self.ring,
             ring_ms,
         )
         return ms

@@ -2,6 +2,9 @@
 
     probes of all links --> a Detector each --> verified: 6:7 is 30 ms late --> rerank --> Reranking, or None
 
+A link that is late from the first probe on never changes: once its level is known it is held against what others
+take.
+
 A collective makes all who wait for it look slow and hides who is late, so links are measured and not rings: a short
 message there and back, between steps. What is decided is a function of what was fed, so every process that is fed the
 same decides the same, and nobody needs to be told.
@@ -9,31 +12,35 @@ same decides the same, and nobody needs to be told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from statistics import median
 
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, undirected
+from penstock.control.mesh_times import MeshTimes
 from penstock.control.reranking import Moving, Reranking, rerank
 from penstock.cost import LinkCondition, Links, Mesh, Ring
 from penstock.cost.over_time import Constant
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)
 """A probe is the shortest of several round trips, so that fewer of them verify a change than messages in use do."""
+LEAST = 2.0
+"""Milliseconds by which a link between nodes must be late to matter: below, a busy machine looks like a late link."""
 
 
 class Orchestrator:
     """Attributes:
     mesh, now: where nodes lie and what runs, as far as told.
     late: ms that each late link takes besides what links take as a rule.
+    news: what the latest round of probes verified.
 
     Args:
         job: costs with `gradient_bytes` or `weight_bytes`; what may change; the smallest delay that matters.
         ring: how rings move bytes. usual: what holds for all links besides, their bandwidth say.
         moving: charges a move for the state that nodes must fetch.
+        absorb, allowed: see `rerank`.
     """
 
     def __init__(
@@ -45,10 +52,18 @@ class Orchestrator:
         usual: LinkCondition | None = None,
         moving: Moving | None = None,
         sensitivity: Sensitivity = PROBES,
+        absorb: bool = True,
+        allowed: Callable[[Mesh], bool] | None = None,
     ) -> None:
         self.job, self.mesh, self.now = job, mesh, job.start
         self.late: dict[Link, float] = {}
+        self.news: tuple[Change, ...] = ()
+        self._num_rounds = 0
+        self._predicted: dict[object, float] = {}
+        self._looked: tuple[object, Reranking] | None = None
+        self._least = max(LEAST, job.smallest_delay)
         self._ring, self._usual, self._moving, self._sensitivity = ring, usual, moving, sensitivity
+        self._absorb, self._allowed = absorb, allowed
         self._detectors: dict[Link, Detector] = {}
 
     def feed(self, probed: Mapping[Link, float]) -> Reranking | None:
@@ -60,20 +75,58 @@ class Orchestrator:
         Raises:
             ControlError: a link between nodes that are not there.
         """
+        return self.look() if self.verifies(probed) else None
+
+    def verifies(self, probed: Mapping[Link, float]) -> bool:
+        """Takes a round of probes, as `feed` does, and says whether it verifies that the late links are others, or
+        later, than was known."""
         changed: list[Change] = []
         for link, ms in probed.items():
             if not all(0 <= node < self.mesh.num_nodes for node in link) or link[0] == link[1]:
                 raise ControlError(f"link {link}: give two nodes of 0 to {self.mesh.num_nodes - 1}")
             name = undirected(link)
-            detector = self._detectors.setdefault(name, Detector(self.job.smallest_delay, self._sensitivity))
+            detector = self._detectors.setdefault(name, Detector(self._least, self._sensitivity))
             if change := detector.feed(ms):
                 changed.append(change)
-        if not changed:
-            return None
-        self.late = self._late()
-        found = rerank(self.job, self.mesh, self.conditions, ring=self._ring, now=self.now, moving=self._moving)
+        self._num_rounds += 1
+        self.news = tuple(changed)
+        if changed:
+            self.late = self._late()
+            return True
+        if self._num_rounds == self._sensitivity.calibration:
+            self.late = self._late()
+            return bool(self.late)
+        return False
+
+    def look(self) -> Reranking | None:
+        """What to do about the links as they are known; None where nothing is faster by the job's least gain.
+
+        Looking takes a while where there are many nodes, so that what it came to is kept until something is another.
+        """
+        known = self.mesh, self.now, {link: round(ms / self._least) for link, ms in self.late.items()}
+        if self._looked is None or self._looked[0] != known:
+            found = rerank(
+                self.job,
+                self.mesh,
+                self.conditions,
+                ring=self._ring,
+                now=self.now,
+                moving=self._moving,
+                absorb=self._absorb,
+                allowed=self._allowed,
+            )
+            self._looked = known, found
+        found = self._looked[1]
         gain = self.job.least_gain * found.ms_now
         return found if found.ms_then <= found.ms_now - gain else None
+
+    def iteration(self, configuration: Configuration) -> float:
+        """The predicted time (ms) of an iteration that runs here, as links are known."""
+        key = self.mesh, configuration, tuple(self.late.items())
+        if key not in self._predicted:
+            times = MeshTimes(self.job, self.mesh, self.conditions, self._ring)
+            self._predicted = {key: times.iteration(self.mesh, configuration)}
+        return self._predicted[key]
 
     @property
     def conditions(self) -> Links:
@@ -87,7 +140,7 @@ class Orchestrator:
         self.mesh, self.now = mesh, configuration or self.now
 
     def _late(self) -> dict[Link, float]:
-        """Links whose level lies above what half of all links have by what matters."""
+        """Links whose level lies above that of a quarter of all links by what matters: half of them may be late."""
         levels = {link: detector.level or 0.0 for link, detector in self._detectors.items()}
-        usual = median(levels.values())
-        return {link: ms - usual for link, ms in levels.items() if ms - usual >= self.job.smallest_delay}
+        usual = sorted(levels.values())[(len(levels) - 1) // 4]
+        return {link: ms - usual for link, ms in levels.items() if ms - usual >= self._least}

@@ -157,8 +157,11 @@ def _switch(told: Told, before: int, now: int) -> None:
     if now not in told.chosen:
         raise ControlError(f"the log switches to decision {now}, which it does not have")
     told.chosen[now].outcome = "ran"
-    delegated = told.configuration(before).delegated
-    told.book.move(set(delegated) ^ set(told.configuration(now).delegated), delegated)
+    was, then = told.configuration(before), told.configuration(now)
+    if was.nodes != then.nodes:
+        told.book.relocate({})
+    else:
+        told.book.move(set(was.delegated) ^ set(then.delegated), was.delegated)
 
 
 def _unanswered(value: Mapping[str, Any]) -> Unanswered:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.nodes import Nodes
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
@@ -125,13 +128,6 @@ REFUSALS = (
         "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
         "give sharding=\"none\" (--sharding none), or use rule 'none'",
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
-    ),
-    Refusal(
-        "adapt",
-        "replicas or shards (dp, tp)",
-        "steering plans for one pipeline, and the mesh has more, or parts of one",
-        "leave adapt out; over a mesh `penstock train --adapt` moves nodes",
-        lambda c: c.adapts and c.num_replicas * c.num_shards > 1,
     ),
     Refusal(
         "transport 'nccl'",
@@ -279,6 +275,22 @@ def why_not_replanned(schedule: Schedule) -> str | None:
         return "has ops that several ranks run together, or that run beside others, and orders are planned for others"
     if not is_plain(schedule):
         return "has stages that branch, and orders are planned for a chain of them"
+    return None
+
+
+def why_nodes_stay(schedule: Schedule, model: Any, optimizer: Any, nodes: Nodes) -> str | None:
+    """Why nodes of a mesh cannot change places while it trains, in words; None where they can."""
+    if schedule.updates is not None or schedule.placement.num_pipelines > 1:
+        return (
+            f"what an iteration of {schedule.name} takes over a mesh is not predicted, as it has several pipelines "
+            "or its updates in the order"
+        )
+    if isinstance(model, nn.Module) or any(isinstance(stage, nn.Module) for stage in model):
+        return "stages are given as modules; give functions that make them, so that a node can run another rank's"
+    if isinstance(optimizer, Optimizer):
+        return "the optimizer is given as it is; give a function that makes one, like its class or a partial of it"
+    if not nodes.is_everything:
+        return "torch.distributed has processes outside of the mesh, which would have to make its groups with it"
     return None
 
 

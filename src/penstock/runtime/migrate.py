@@ -23,6 +23,7 @@ from penstock.control import Reranking
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Mesh
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.nodes import Nodes
 from penstock.runtime.mesh.probe import probe
 from penstock.runtime.mesh.torch_mesh import device_mesh, end_groups
 from penstock.runtime.pipeline import Pipeline
@@ -105,7 +106,7 @@ class Placed:
         Returns:
             What was done; None where nothing was.
         """
-        found = orchestrator.feed(probe(self.mesh, timeout))
+        found = orchestrator.feed(probe(Nodes.of(self._groups).processes, timeout))
         if found is None:
             return None
         runs = orchestrator.now

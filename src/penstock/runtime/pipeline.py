@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -15,9 +16,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.control import Configuration
+from penstock.cost import Links, Ring
 from penstock.dispatch import Dispatch
 from penstock.renamed import refuse_old
-from penstock.runtime.adapt import AdaptOptions, Agent, steer
+from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, steer
 from penstock.runtime.arguments import KEYWORDS, ParallelOptions, PrecisionOptions, require_arguments
 from penstock.runtime.checkpoint import saving
 from penstock.runtime.checkpoint.state_transfer import hand_over
@@ -30,6 +32,7 @@ from penstock.runtime.compatibility import (
     require_dense,
     require_runnable,
     steered,
+    why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.active_plan import (
@@ -50,12 +53,16 @@ from penstock.runtime.execute.timeline import gathered_timeline, idle_share, mea
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.consistency import require_same, schedule_digest
+from penstock.runtime.mesh.nodes import Nodes
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import read_mesh
-from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions
-from penstock.runtime.parameters.given_optimizer import kept_groups
+from penstock.runtime.mesh.torch_mesh import device_mesh_of, end_groups
+from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
+from penstock.runtime.parameters.given_optimizer import goes_on_as, kept_groups, require_alike
+from penstock.runtime.parameters.late_rings import LateRing, probed_besides
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, OptimizerState
+from penstock.runtime.parameters.state_bytes import gradient_bytes
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.cut import evaluating, stages_of
 from penstock.runtime.stage.host_memory import SavedTensors
@@ -108,7 +115,9 @@ class Pipeline:
         precision: the type of `torch.autocast`, and clipping; see `PrecisionOptions`.
         parallel: cutting, devices, tied parameters, shards; see `ParallelOptions`.
         transport: what carries messages between processes; see `TransportOptions`, or its name alone.
-        adapt: measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at all.
+        adapt: measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at all. Over
+            a mesh all replicas and shards switch together, and nodes change places where a link between them is late;
+            after that the parameters here are other ones, and `optimizer` has these.
 
     A pipeline that cannot be made leaves nothing behind. One that was is closed at the end of a `with` block, or by
     `close()`.
@@ -152,6 +161,19 @@ class Pipeline:
         precision, parallel = precision or PrecisionOptions(), parallel or ParallelOptions()
         carried = TransportOptions.of(transport)
         clip_norm, links = precision.clip_norm, carried.links
+        self._given: dict[str, Any] = {
+            "model": model,
+            "schedule": schedule,
+            "loss_fn": loss_fn,
+            "optimizer": optimizer,
+            "ops": ops,
+            "seed": seed,
+            "timeout": timeout,
+            "precision": precision,
+            "parallel": parallel,
+            "transport": transport,
+            "adapt": adapt,
+        }
         schedule = remove_communication(schedule)  # the transport places messages
         self._learner: OptimizerState
         self._num_steps = 0
@@ -162,10 +184,13 @@ class Pipeline:
         self._told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
         adapt = steered(schedule, adapt)
+        apart = isinstance(self._peers, GroupPeers)
+        whole = apart or schedule.num_ranks == 1  # a node has one rank
+        self._nodes = nodes = Nodes.of(mesh) if whole and place.num_replicas > 1 else None
         if links is not None:
-            links.check_ranks(schedule.num_ranks)
+            links.check_ranks(schedule.num_ranks if nodes is None else nodes.mesh.num_nodes)
         choice = carried.choice(adapt is not None and adapt.may_delegate)
-        self._choice = choice if isinstance(self._peers, GroupPeers) else TransportChoice()
+        self._choice = choice if apart else TransportChoice()
         ops = ops or {}
         facts = {
             "schedule": schedule_digest(schedule),
@@ -192,9 +217,11 @@ class Pipeline:
             self._choice.name,
             adapts=adapt is not None,
             is_late=links is not None,
-            one_process=not isinstance(self._peers, GroupPeers),
+            one_process=not apart,
         )
         require_compatible(combination)
+        self._first = schedule  # which REDUCE ops are not among yet
+        first = start_of(schedule, chosen, known, adapt)
         schedule = with_reductions(schedule, place)
         start = start_of(schedule, chosen, known, adapt)
         reducing = reductions_of(schedule, place, ops, lambda stage: self._learner.replicas.start(stage))
@@ -209,27 +236,47 @@ class Pipeline:
         self._helm: Agent | None = None
         self._last: tuple[Wiring, list[Worker]] | None = None
         self._told_of_stays = False
+        self._moving_to: Configuration | None = None
+        self._groups: Any = None
+        self._place = ExitStack()
         with kept_groups(optimizer), self._life.making() as on_close:
+            on_close(lambda: self._place.close())  # of where it lies by then
             self._failover = guard(place, choice.delegates.interfaces, timeout)
-            on_close(self._end_failover)
+            self._place.callback(self._end_failover, self._failover)
             self._model = held = LocalModel(
                 sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
             )
-            on_close(self._leave_model)
+            self._place.callback(_leave, held)
             tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
             require_compatible(replace(combination, schedule=schedule, tied=tied))
             require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
+            self._conditions = conditions = None
+            late = None
+            if links is not None:
+                here = links if nodes is None else nodes.mesh.links_of(links, place.replica)
+                self._conditions = conditions = Conditions(here)
+                if nodes is not None:
+                    around = nodes.mesh.ring_links(links, self._peers.here[0])
+                    late = LateRing(Ring() if adapt is None else adapt.ring, around, conditions)
             self._learner = OptimizerState(
-                held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, timeout
+                held, place, schedule, optimizer, clip_norm, parallel.one_copy_steps, timeout, late
             )
             self._tags = Tags.of(schedule, [tie.stages for tie in held.ties])
             self._running = self._worked_out(start)
-            updating, here = self._learner.updating, self._peers.here
+            updating, ranks = self._learner.updating, self._peers.here
             calls = calls_of(schedule, functions, held.stages, self._peers, timeout)
-            conditions = None if links is None else Conditions(links)
             together = lockstep_of(place, schedule.updates is not None, timeout)
             self._ranks = StepExecutor(
-                schedule, held, here, loss_fn, precision.autocast, calls, updating, self._choice, conditions, together
+                schedule,
+                held,
+                ranks,
+                loss_fn,
+                precision.autocast,
+                calls,
+                updating,
+                self._choice,
+                conditions,
+                together,
             )
             self._split_stages()
             self._notices.share()
@@ -238,28 +285,128 @@ class Pipeline:
                 self._transport = self._choice.make(
                     self._peers, self._tags, timeout, wiring, start.dispatch, held.device, conditions, self._failover
                 )
-                on_close(self._transport.close)
-            given = self._peers, start, known, self._choice, self._ready
+                self._place.callback(self._transport.close)
             if adapt is not None:
-                self._helm = steer(adapt, *given)
-                on_close(self._helm.close)
+                self._steer(adapt, first, links, timeout)
+                on_close(lambda: None if self._helm is None else self._helm.close())
 
-    def _ready(self, configuration: Configuration) -> ActivePlan:
-        """Works out what a configuration needs to run; any thread may do that."""
-        configuration = replace(configuration, schedule=with_reductions(configuration.schedule, self._mesh))
-        require_switchable(configuration.schedule, self.schedule)
+    def _steer(self, adapt: AdaptOptions, first: Configuration, links: Links | None, timeout: float) -> None:
+        """Puts an agent in place, one of all processes of the mesh."""
+        place, nodes = self._mesh, self._nodes
+        weighs: tuple[float, ...] = ()
+        if nodes is not None and adapt.may_move:
+            why = why_nodes_stay(first.schedule, self._given["model"], self._given["optimizer"], nodes)
+            if why is not None:
+                self._notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
+                nodes = None
+        else:
+            nodes = None
+        if nodes is not None:
+            first = replace(first, nodes=nodes.mesh.nodes)
+            self._running = replace(self._running, configuration=replace(self.configuration, nodes=first.nodes))
+            weighs = gradient_bytes(self._model.copies.stages, self._peers, first.schedule.num_stages)
+        self._helm = steer(
+            adapt,
+            place.everyone,
+            first,
+            self._costs,
+            self._choice,
+            self._ready,
+            num_copies=place.num_replicas * place.num_shards,
+            mesh=None if nodes is None else nodes.mesh,
+            gradient_bytes=weighs,
+        )
+        self._tell_place()
+        if nodes is not None:
+            injected = None
+            if links is not None and self._conditions is not None:
+                injected = partial(probed_besides, links, self._conditions)
+            self._helm.probes = NodeProbes(nodes.processes, place.everyone, timeout, injected)
+
+    def _tell_place(self) -> None:
+        """Lets the agent know where this process lies. Every process must call it."""
+        place, helm = self._mesh, self._helm
+        if helm is None or place.is_flat:
+            return
+        helm.copy = place.replica * place.num_shards + place.shard
+        helm.pipeline = self._peers.gather(place.everyone.here[0])
+        if len(helm.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
+            helm.pipeline = helm.pipeline * self.schedule.num_ranks
+        if helm.probes is not None:
+            helm.probes.everyone = place.everyone
+
+    def _ready(self, configuration: Configuration) -> ActivePlan | Configuration:
+        """Works out what a configuration needs to run, unless that is where nodes lie; any thread may do that."""
+        plain = without_reductions(configuration.schedule, self._mesh)
+        require_switchable(plain, self._first)
+        configuration = replace(configuration, schedule=with_reductions(plain, self._mesh))
+        if not {*configuration.schedule.graph.registered} <= {*self.schedule.graph.registered}:
+            raise RuntimeFailure(
+                f"{plain.name} has the gradients of more stages complete at one place than {self._first.name}, with "
+                "which this pipeline was made: start a new one"
+            )
         self._choice.require_dispatch(configuration.dispatch)
         self._choice.require_schedule(configuration.schedule, configuration.delegated)
+        if configuration.nodes != self.configuration.nodes:
+            return configuration
         self._choice.prepare(self._transport, configuration.delegated)
         return self._worked_out(configuration)
 
     def _worked_out(self, configuration: Configuration) -> ActivePlan:
         return running(configuration, [tie.stages for tie in self._model.ties], self.rank, self._tags, self._costs)
 
-    def _switch(self, then: ActivePlan) -> None:
-        """Runs something else from the next step on."""
+    def _switch(self, then: ActivePlan | Configuration) -> None:
+        """Runs something else from the next step on. Nodes move when that begins; until then nothing has changed."""
+        if isinstance(then, Configuration):
+            self._moving_to = then
+            return
         self._running = then
         self._split_stages()
+
+    def _move(self, then: Configuration) -> None:
+        """Goes on where a configuration has the nodes. Every process is here, between two steps.
+
+        A pipeline is made there, is handed all state, and what it is made of becomes this one's.
+        """
+        assert self._nodes is not None, "nodes that move are known"
+        self._moving_to, moved = None, None
+        groups = device_mesh_of(self._nodes.at(then.nodes).layout, self._model.device.type)
+        try:
+            moved = _MovedPipeline(**self._given, mesh=groups, dispatch=then.dispatch)
+            moved._groups = groups
+            self._require_movable(moved)
+            plan = moved._ready(then)
+            assert isinstance(plan, ActivePlan), "the nodes lie there by now"
+            self.hand_over(moved)
+        except BaseException as error:
+            if moved is not None:
+                moved.close()
+            end_groups(groups)
+            if type(error) is not RuntimeFailure or self._helm is None:
+                raise
+            self._helm.end(f"nodes could not move: {error}")  # as on every process, and training goes on
+            return
+        if self._conditions is not None and moved._conditions is not None:
+            moved._conditions.origin = self._conditions.origin
+        moved._life = self._life  # whether it is broken is said once
+        moved._learner.optimizer = goes_on_as(self._learner.optimizer, moved._learner.optimizer)
+        moved._switch(plan)
+        self._place.close()
+        if self._groups is not None:
+            end_groups(self._groups)
+        for name in _OF_PLACE:
+            setattr(self, name, getattr(moved, name))
+        self._notices.move_to(self._peers, moved._notices.known())
+        self._tell_place()
+
+    def _require_movable(self, then: Pipeline) -> None:
+        """Raises RuntimeFailure, in every process, where one cannot go on as another pipeline."""
+        known = {id(parameter) for parameter in self.parameters()}
+        shared = sum(id(parameter) in known for parameter in then.parameters())
+        why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
+        why = why or require_alike(self._learner.optimizer, then._learner.optimizer)
+        if said := [each for each in self.gather(why) if each]:
+            raise RuntimeFailure(f"the pipeline there cannot take over: {said[0]}")
 
     def _split_stages(self) -> None:
         self._notices.note(split_stages(self._ranks.runners, self._running))
@@ -278,6 +425,23 @@ class Pipeline:
     def configuration(self) -> Configuration:
         """What the next step runs, with its caps and delegated links."""
         return self._running.configuration
+
+    @property
+    def number(self) -> int:
+        """Of the decision that the next step runs; 0 for what was given."""
+        return 0 if self._helm is None else self._helm.number
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Over a mesh with replicas, where nodes lie: of rank p in replica d that at p * dp + d; else none. Nodes
+        count by their lowest process.
+        """
+        return () if self._nodes is None else self._nodes.mesh.nodes
+
+    @property
+    def links(self) -> Links | None:
+        """The conditions injected into links between this pipeline's ranks; None where there are none."""
+        return None if self._conditions is None else self._conditions.links
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -365,6 +529,9 @@ class Pipeline:
         self._life.require_open()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure("this pipeline has no loss_fn; give one to ps.Pipeline to train")
+        if self._moving_to is not None:
+            with self._sharing("a move of nodes"):
+                self._move(self._moving_to)
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
@@ -384,9 +551,9 @@ class Pipeline:
                 )
                 with self._sharing(f"step {self._num_steps}"):
                     workers = self._run(settings, now.plan)
-                end = perf_counter_ns()
             with self._sharing(f"step {self._num_steps}"), self._mesh.waiting():
                 self._learner.gather()
+            end = perf_counter_ns()
             if self._helm is not None:
                 seen = self._choice.link_events(self._transport), self._choice.counters(self._transport)
                 self._helm.ended([measured_of(worker, begin, end, *seen) for worker in workers])
@@ -402,8 +569,12 @@ class Pipeline:
             self._learner.end()
         if self._learner.updating is not None:
             self._learner.count_updates(update)
-            return result
-        return replace(result, grad_norm=self.update()) if update else result
+        elif update:
+            result = replace(result, grad_norm=self.update())
+        if self._helm is not None:
+            with self._sharing("a probe of the links between nodes"):
+                self._helm.look_at_nodes()
+        return result
 
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
@@ -503,7 +674,7 @@ class Pipeline:
     def _result(self, batch: Microbatches, helm: Agent | None = None) -> StepResult:
         """The losses, from whichever process ran them; then switches to what an agent says."""
         memory = self._transport if isinstance(self._transport, SharedMemoryTransport) else None
-        outcome = StepEnd(self._peers, self._mesh.replicas, self._ranks.last, memory)
+        outcome = StepEnd(self._mesh, self._ranks.last, memory)
         self._notices.note(self._helm.notices if self._helm is not None else ())
         self._notices.note(self._failover.notices if self._failover is not None else ())
         result, following = outcome.share(batch, helm, self._notices)
@@ -605,15 +776,34 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _end_failover(self) -> None:
-        if self._failover is not None:
-            self._failover.close(parts=not self._life.is_broken)
-
-    def _leave_model(self) -> None:
-        self._model.close()
-        for stage in self._model.every_stage():
-            unprepare(stage)
+    def _end_failover(self, failover: Failover | None) -> None:
+        if failover is not None:
+            failover.close(parts=not self._life.is_broken)
 
     def _sharing(self, doing: str) -> AbstractContextManager[None]:
         """Around what an error in the middle of would leave other processes waiting for."""
         return self._life.sharing(doing, self.rank) if self._told else nullcontext()
+
+
+_OF_PLACE = (
+    "_mesh", "_failover", "_peers", "_nodes", "_model", "_learner", "_tags", "_running", "_ranks", "_transport", "_conditions",
+    "_place", "_groups", "_last",
+)  # fmt: skip
+"""What a pipeline has that depends on where its process lies in the mesh."""
+
+
+class _MovedPipeline(Pipeline):
+    """A pipeline that is to become another's, which steers it."""
+
+    def _steer(self, adapt: AdaptOptions, first: Configuration, links: Links | None, timeout: float) -> None:
+        if self._nodes is not None:
+            self._running = replace(
+                self._running, configuration=replace(self.configuration, nodes=self._nodes.mesh.nodes)
+            )
+
+
+def _leave(model: LocalModel) -> None:
+    """Leaves a model as it was found."""
+    model.close()
+    for stage in model.every_stage():
+        unprepare(stage)

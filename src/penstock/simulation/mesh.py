@@ -84,6 +84,7 @@ def simulate_mesh(
     dispatch: Dispatch | str = Dispatch.FROZEN,
     transport: Transport | str = "decoupled",
     memory_limit: float | Sequence[float] | None = None,
+    links_at: float = 0.0,
 ) -> MeshTimeline:
     """Runs `schedule` on every replica of `mesh` and adds up gradients over its rings. Deterministic.
 
@@ -93,6 +94,7 @@ def simulate_mesh(
         links: between nodes, not ranks. Each serves what `mesh.use` says.
         ring: how rings move bytes.
         dispatch, transport, memory_limit: of every replica, as in `simulate`; delegated links are pairs of ranks.
+        links_at: when the iteration begins, in ms of the links' own time.
 
     Raises:
         ScheduleError: for another number of ranks, with several pipelines, or with updates as ops.
@@ -109,18 +111,23 @@ def simulate_mesh(
             dispatch=dispatch,
             transport=transport,
             memory_limit=memory_limit,
+            links_at=links_at,
         )
         for replica in range(mesh.dp)
     )
     ends = [[row[-1].end if row else 0.0 for row in timeline.rows] for timeline in replicas]
+    ring = ring or Ring()
+
+    def ring_ms(rank: int, num_bytes: float, start: float) -> float:
+        return ring.all_reduce_ms(num_bytes, mesh.ring_links(conditions, rank), conditions.base, links_at + start)
+
     reductions, iteration = after_pipelines(
         last_gradients(schedule),
         [_done(timeline) for timeline in replicas],
         ends,
         costs,
         mesh,
-        conditions,
-        ring or Ring(),
+        ring_ms,
     )
     return MeshTimeline(mesh, replicas, reductions, iteration)
 
@@ -178,16 +185,14 @@ def after_pipelines(
     ends: Sequence[Sequence[float]],
     costs: Costs,
     mesh: Mesh,
-    conditions: Links,
-    ring: Ring,
-    ring_ms: Callable[[int, float, float], float] | None = None,
+    ring_ms: Callable[[int, float, float], float],
 ) -> tuple[tuple[TimedReduction, ...], float]:
     """Lays out reductions and updates behind the pipelines of all replicas.
 
     Args:
         last: of each rank, its stages' last ops, in order. done: of each replica, when each stage had its gradient.
         ends: of each replica, when each rank ended its last op.
-        ring_ms: how long a rank's ring takes for bytes, beginning at a moment; by default over `conditions`.
+        ring_ms: how long a rank's ring takes for bytes, beginning at a moment.
 
     Returns:
         The reductions, and when the last rank has updated (ms).
@@ -195,15 +200,11 @@ def after_pipelines(
     weighs, reductions, iteration = gradient_bytes(costs), [], 0.0
     for rank, ops in enumerate(last):
         free = 0.0
-        around = mesh.ring_links(conditions, rank) if ring_ms is None else ()
         for op in ops if mesh.dp > 1 else ():
             ready = max(times[op.stage] for times in done)
             start = max(ready, free)
             num_bytes = weighs[op.stage]
-            if ring_ms is None:
-                free = start + ring.all_reduce_ms(num_bytes, around, conditions.base, start)
-            else:
-                free = start + ring_ms(rank, num_bytes, start)
+            free = start + ring_ms(rank, num_bytes, start)
             reductions.append(TimedReduction(rank, op.stage, ready, start, free))
         update = sum(costs.duration("U", op.stage) for op in ops)
         iteration = max(iteration, max(free, *(row[rank] for row in ends)) + update)

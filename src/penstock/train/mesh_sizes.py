@@ -27,17 +27,6 @@ def check_mesh(settings: Settings) -> None:
             f"{settings.schedule} has its updates among the other ops, after each of which all replicas would have "
             "to gather what it stepped; give --sharding zero1, which shares out the optimizer's state alone"
         )
-    if settings.is_asynchronous and settings.adapt:
-        raise SettingsError(
-            f"over a mesh --adapt chooses the dispatch of the nodes that it moves, and {settings.schedule} has its "
-            f"updates in the order, which runs frozen; leave out --adapt, or {option}"
-        )
-    for name in ("store", "host_memory", "delegates", "interfaces"):
-        if settings.adapt and getattr(settings, name) is not None:
-            raise SettingsError(
-                f"--{name.replace('_', '-')} is for --adapt with one pipeline; over a mesh --adapt moves nodes, and "
-                f"delegates nothing: leave it out, or {option}"
-            )
     if settings.in_process:
         _check_in_process(settings)
 
@@ -60,7 +49,9 @@ def _check_in_process(settings: Settings) -> None:
     if settings.tp > 1:
         raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
     if settings.adapt:
-        raise SettingsError("over a mesh --adapt moves nodes, which one process has none of; leave out --in-process")
+        raise SettingsError(
+            "over a mesh --adapt measures links between processes, and here is one; leave out --in-process"
+        )
     if settings.is_sharded:
         raise SettingsError(
             f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"

@@ -6,9 +6,8 @@ import contextlib
 import json
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline
-from penstock.train.mesh_migration import MeshMigration
 from penstock.train.metrics import Metrics
 from penstock.train.packing import ARRIVAL, MEASURED
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
@@ -79,8 +77,7 @@ class RankRun:
     ) -> None:
         self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
         settings = inputs.settings
-        self.moving = MeshMigration(inputs, partial(build_pipeline, inputs, None)) if settings.moves else None
-        self.pipe = self.moving.pipe if self.moving is not None else build_pipeline(inputs, self._steering(folder))
+        self.pipe = build_pipeline(inputs, self._steering(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
@@ -115,7 +112,7 @@ class RankRun:
 
     def _steering(self, folder: RunFolder) -> AdaptOptions | None:
         settings = self.inputs.settings
-        if not settings.is_steered:
+        if not settings.adapt:
             return None
         return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
 
@@ -153,7 +150,7 @@ class RankRun:
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
             view = stack.enter_context(ProgressView(start, settings.steps, self.quiet or not self.first))
             while training.steps < settings.steps:
-                running = self.pipe.configuration
+                running, number = self.pipe.configuration, self.pipe.number
                 done = training.run_pass()
                 seconds += done.seconds
                 loss = done.losses[-1]
@@ -164,8 +161,8 @@ class RankRun:
                 values = {"tokens_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
-                if settings.is_steered and self.first:
-                    values["plan"] = _number(self.pipe.decisions, running)
+                if settings.adapt and self.first:
+                    values["plan"] = number
                     view.decisions(self.pipe.decisions)
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
@@ -173,8 +170,6 @@ class RankRun:
                 if self.planned is not None and settings.length_costs == MEASURED and is_measured(done.first - start):
                     timeline, file = self.pipe.timeline(), self.folder.file("length-costs.json")
                     self.planned.learn(done.first - start, timeline, self.pipe.schedule.num_stages, file)
-                if self.moving is not None and not asked:
-                    self._move(self.moving, view)
                 if asked and not last:
                     self.interrupted = True
                     view.say(f"stopping after step {training.steps}: saving a checkpoint")
@@ -239,13 +234,6 @@ class RankRun:
         self.training.probe()
         return Profiled(self.pipe.timeline(), running)
 
-    def _move(self, moving: MeshMigration, view: ProgressView) -> None:
-        """Watches the links, and goes on with the pipeline where its nodes lie then."""
-        done = moving.after_step(self.training.steps)
-        if done is not None:
-            self.pipe = self.training.pipe = moving.pipe
-            view.say(done)
-
     def _mesh_values(self) -> dict[str, float]:
         """What each line of the metrics says of a mesh, as a resumed run may have another."""
         settings = self.inputs.settings
@@ -304,7 +292,6 @@ class RankRun:
             notices=[
                 *self.notices,
                 *self.pipe.notices,
-                *(self.moving.told if self.moving is not None else ()),
                 *(self.planned.notices if self.planned is not None else ()),
                 *_injected(settings),
                 *_crowded(settings),
@@ -318,9 +305,9 @@ class RankRun:
                 **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
                 **({} if self.planned is None else {"batches": str(folder.file("batches.jsonl"))}),
                 **({} if self.export is None else {"model": self.export}),
-                **({"page": f"penstock report {folder.path} writes it"} if settings.is_steered else {}),
+                **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },
-            steered=read_steered(folder.path) if settings.is_steered else None,
+            steered=read_steered(folder.path) if settings.adapt else None,
             updating=updating,
             state=ending.state,
             deferred=ending.deferred,
@@ -340,14 +327,9 @@ class RankRun:
         costs = replace(costs, message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
         choice = TransportChoice(settings.transport, settings.link_depth)
         timing, simulated = timing_report(
-            middle.timeline, costs, settings.link_conditions(), choice.simulated(middle.configuration.delegated)
+            middle.timeline, costs, self.pipe.links, choice.simulated(middle.configuration.delegated)
         )
         return timing, [simulated, middle.timeline]
-
-
-def _number(decisions: Sequence[Mapping[str, Any]], running: Configuration) -> int:
-    """Of the decision that what runs comes from; 0 for the start."""
-    return max((each["number"] for each in decisions if each["digest"] == running.digest), default=0)
 
 
 def _due(first: int, steps: int, every: int) -> bool:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import Costs
+from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.train.checks import (
     SettingsError,
     check_choices,
     check_numbers,
+    read_links,
     read_schedule,
 )
 from penstock.train.kinds import CLIP, check_model
@@ -181,15 +182,11 @@ class Settings(RunSettings):
         """Whether there is one pipeline of whole layers."""
         return self.dp == self.tp == 1
 
-    @property
-    def is_steered(self) -> bool:
-        """Whether it adapts as one pipeline does; a mesh moves its nodes."""
-        return self.adapt and self.is_flat
-
-    @property
-    def moves(self) -> bool:
-        """Whether the nodes of its mesh may move."""
-        return self.adapt and not self.is_flat
+    def link_conditions(self) -> Links | None:
+        """The conditions to inject: between ranks, or, where there are replicas, the nodes of their mesh. Raises
+        SettingsError for those that make no sense.
+        """
+        return read_links(self.link, self.ranks * self.dp // self.replicas_here)
 
     @property
     def replicas_here(self) -> int:

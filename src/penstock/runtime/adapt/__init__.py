@@ -8,13 +8,15 @@ agent            each process's part                report, report_collector   w
 coordinator      rank 0's part                      controller_process         the controller, beside the training
 vote             all run a new plan, or none        rendezvous                 which store, and by whose clock
 options          what the user says                 run_log                    what is kept of it, in a folder
+node_probes      links between nodes of a mesh
 store/           queues of bytes between ranks      store_client               retries, and how long it was silent
 first_costs      costs read off the first iterations
 """
 
 from penstock.runtime.adapt.agent import Agent, Readied, steer
+from penstock.runtime.adapt.node_probes import NodeProbes
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 from penstock.runtime.adapt.vote import Offer
 
-__all__ = ["Agent", "MeasuredStep", "Offer", "Readied", "AdaptOptions", "steer"]
+__all__ = ["Agent", "MeasuredStep", "NodeProbes", "Offer", "Readied", "AdaptOptions", "steer"]

@@ -14,13 +14,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
 from penstock.control import Configuration, ControlError, Dropped, Switched
-from penstock.cost import Costs
+from penstock.control.events import Probed
+from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
+from penstock.runtime.adapt.node_probes import NodeProbes
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.rendezvous import Rendezvous, meet
 from penstock.runtime.adapt.report import MeasuredStep, report_of
@@ -65,6 +67,9 @@ class Agent:
     Attributes:
         number: of the decision that runs; 0 is what the job started with.
         digest: of what runs.
+        copy: of the pipeline, over a mesh, which this process has ranks of.
+        pipeline: the process that runs each rank of it. Both change where nodes move.
+        probes: of the links between nodes that may move; None where they stay.
         notices: what a person should know, each once.
     """
 
@@ -77,8 +82,12 @@ class Agent:
     ) -> None:
         self.number, self.digest = 0, setting.start.digest
         self.notices: list[str] = []
+        self.copy = 0
+        self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
+        self.probes: NodeProbes | None = None
         self._steering, self._ready = steering, ready
         self._stopped: str | None = None
+        self._has_ended = False
         self._iteration = 0
         self._held: Readied | None = None
         self._offered: Readied | None = None
@@ -86,7 +95,7 @@ class Agent:
         self._lock = threading.Lock()
         self._since: float | None = None
         self._resent = 0.0
-        self._out: SimpleQueue[tuple[int, MeasuredStep] | None] = SimpleQueue()
+        self._out: SimpleQueue[tuple[int, MeasuredStep, Sequence[int], int] | None] = SimpleQueue()
         self._stretch = setting.stretch
         self._meeting = meeting
         self._closed = threading.Event()
@@ -134,9 +143,22 @@ class Agent:
     def ended(self, measured: Sequence[MeasuredStep]) -> None:
         """Takes what this process's ranks measured of a step."""
         if self._stopped is None:
+            ahead = [self._meeting.ahead[process] for process in self.pipeline]
             for each in measured:
-                self._out.put((self._iteration, each))
+                self._out.put((self._iteration, each, ahead, self.copy))
         self._iteration += 1
+
+    def look_at_nodes(self) -> None:
+        """Between two steps, where it is time: probes the links between nodes. Every process must call it.
+
+        Raises:
+            DeadlineExceeded, PeerLost: a process is late or gone.
+        """
+        if self.probes is None or self._has_ended:
+            return
+        found = self.probes.after_step()
+        if found is not None and self._captain is not None:
+            self._captain.note(self._iteration, Probed.of(found))
 
     def offer(self) -> Offer:
         """What this process tells all others at the end of a step; their answers go to `settle`."""
@@ -158,7 +180,7 @@ class Agent:
         if self._meeting.compare is not None and self._iteration % COMPARED == 0:
             self._meeting.ahead = self._meeting.compare()
         if outcome.stopped is not None:
-            self._end(self._stopped or f"rank {outcome.stopped} steers no more")
+            self.end(self._stopped or f"rank {outcome.stopped} steers no more")
             return None
         if outcome.switch is not None:
             chosen = self._offered
@@ -222,15 +244,15 @@ class Agent:
     def _is_lost(self, line: StoreClient) -> bool:
         return line.silent() > self._steering.patience
 
-    def _end(self, reason: str) -> None:
-        """Steers no more; training goes on with what runs now."""
+    def end(self, reason: str) -> None:
+        """Steers no more, on every process alike; training goes on with what runs now."""
         if not self._closed.is_set():
             self.notices.append(f"steering has ended, training goes on with plan {self.number}: {reason}")
             self._closed.set()
             self._out.put(None)
             if self._captain is not None:
                 self._captain.stop()
-        self._stopped = reason
+        self._stopped, self._has_ended = reason, True
 
     def _stop_later(self, reason: str) -> None:
         """From a thread: the next step's end ends steering on every rank."""
@@ -257,8 +279,8 @@ class Agent:
             if not failed:
                 waiting.popleft()
 
-    def _report(self, iteration: int, measured: MeasuredStep) -> bytes:
-        return report_of(iteration, measured, self._meeting.ahead, self._stretch).to_json()
+    def _report(self, iteration: int, measured: MeasuredStep, ahead: Sequence[int], copy: int) -> bytes:
+        return report_of(iteration, measured, ahead, self._stretch, copy).to_json()
 
     def _receive(self) -> None:
         line, queue = self._lines[1], self._meeting.plans(self._meeting.first)
@@ -300,6 +322,9 @@ def steer(
     choice: TransportChoice,
     ready: Callable[[Configuration], Any],
     stretch: float = 1.0,
+    num_copies: int = 1,
+    mesh: Mesh | None = None,
+    gradient_bytes: Sequence[float] = (),
 ) -> Agent:
     """The agent of this process. Every process must call it.
 
@@ -309,6 +334,8 @@ def steer(
         choice: what carries the messages.
         ready: works out what a configuration needs to run; called in a thread.
         stretch: milliseconds of the clock to one of the costs' time.
+        num_copies: of the pipeline, of which `peers` are all ranks.
+        mesh: whose nodes may move; None: they stay. gradient_bytes: of each stage, where they may.
 
     Raises:
         ControlError: options that make no sense, or caps below what the start needs.
@@ -316,11 +343,22 @@ def steer(
     """
     depth = choice.depth or 0
     # On every rank, so that all raise alike; what an op takes has no part in it.
-    steering.job(
-        costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement), start, depth, choice.has_delegates
-    )
+    assumed = costs or Costs.assumed(start.schedule.num_ranks, start.schedule.placement)
+    if mesh is not None:
+        assumed = replace(assumed, gradient_bytes=tuple(gradient_bytes))
+    steering.job(assumed, start, depth, choice.has_delegates, mesh)
     meeting = meet(steering.store, peers)
-    setting = RunSetting(start, costs, depth, choice.has_delegates, stretch, meeting.processes)
+    setting = RunSetting(
+        start,
+        costs,
+        depth,
+        choice.has_delegates,
+        stretch,
+        meeting.processes,
+        num_copies,
+        mesh,
+        tuple(gradient_bytes),
+    )
     agent, error = None, ""
     try:
         agent = Agent(steering, setting, meeting, ready)

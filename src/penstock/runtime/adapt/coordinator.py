@@ -11,14 +11,14 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.control import Configuration, Event, Job, Switched
 from penstock.control.advice import Unanswered
 from penstock.control.log import event_line
-from penstock.cost import Costs
+from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.controller_process import ControllerProcess
 from penstock.runtime.adapt.first_costs import FIRST, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
@@ -42,6 +42,8 @@ class RunSetting:
         depth, has_delegates: see `AdaptOptions.job`.
         stretch: milliseconds of the clock to one of the costs' time.
         processes: the first rank of each.
+        num_copies: of the pipeline, over a mesh.
+        mesh: whose nodes may move; None: they stay. gradient_bytes: of each stage, where they may.
     """
 
     start: Configuration
@@ -50,6 +52,9 @@ class RunSetting:
     has_delegates: bool
     stretch: float
     processes: Sequence[int]
+    num_copies: int = 1
+    mesh: Mesh | None = None
+    gradient_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Coordinator:
         self._reports, self._queue, self._take_plan, self._stop = reports, queue, take, stop
         self._notice = notice
         self._records = RunLog(steering.folder, notice)
-        self._gathering = ReportCollector(setting.start.schedule.num_ranks)
+        self._gathering = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
         self._measuring = MeasuredCosts(setting.start.schedule.num_stages)
         self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._due: list[tuple[int, Event]] = []
@@ -217,7 +222,9 @@ class Coordinator:
         if self._closed.is_set():
             return
         setting = self._setting
-        job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates)
+        if setting.mesh is not None:
+            costs = replace(costs, gradient_bytes=setting.gradient_bytes)
+        job: Job = self._steering.job(costs, setting.start, setting.depth, setting.has_delegates, setting.mesh)
         self._decider = ControllerProcess(job, self._steering.sensitivity, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:

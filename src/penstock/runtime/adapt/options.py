@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.control import Configuration, Job, Prices, Sensitivity
-from penstock.cost import Costs
+from penstock.cost import Costs, Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure
 from penstock.schedule.short_repr import short_repr
@@ -26,6 +26,9 @@ class AdaptOptions:
         memory_limit: most activations each rank may hold, in the units of the costs; None: what the first schedule
             holds in its own order, rank by rank.
         host_memory: how much more each rank may hold while some link is delegated.
+        may_move: whether nodes of a mesh with replicas may change places, where links between them are late. They can
+            where stages and optimizer are given as functions, that make them anew.
+        ring: how the rings that add up gradients move bytes, for predicting what a late link costs there.
         dispatches, may_replan, may_delegate: the remedies that may be chosen. Hinted dispatch is one where it is
             given: trials of it have not been judged yet. Links can be delegated only where the transport has
             delegates.
@@ -48,6 +51,8 @@ class AdaptOptions:
     dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True
     may_delegate: bool = True
+    may_move: bool = True
+    ring: Ring = field(default_factory=Ring)
     delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
@@ -64,14 +69,17 @@ class AdaptOptions:
     @property
     def may_change(self) -> bool:
         """Whether any remedy may be chosen; where none may, links are measured and records written."""
-        return bool(self.dispatches) or self.may_replan or self.may_delegate
+        return bool(self.dispatches) or self.may_replan or self.may_delegate or self.may_move
 
-    def job(self, costs: Costs, start: Configuration, depth: int, has_delegates: bool) -> Job:
+    def job(
+        self, costs: Costs, start: Configuration, depth: int, has_delegates: bool, mesh: Mesh | None = None
+    ) -> Job:
         """What the controller needs to know.
 
         Args:
             depth: messages that a link holds under way before its sender stands still; 0: any number.
             has_delegates: whether the transport can send a link's messages through delegates.
+            mesh: whose nodes may move; the costs then say what gradients weigh.
 
         Raises:
             ControlError: numbers that make no sense, or caps below what the start needs.
@@ -89,4 +97,6 @@ class AdaptOptions:
             may_replan=self.may_replan,
             may_delegate=self.may_delegate and has_delegates,
             least_delay=self.least_delay,
+            mesh=mesh,
+            ring=self.ring,
         )

@@ -6,14 +6,16 @@ A rank's own thread turns measurements into the controller's events, so that ran
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.control import Event, IterationEnded, OpTimes, Transfers
-from penstock.control.events import OP_KINDS, show_link
+from penstock.control.events import OP_KINDS, event_from_json, show_link
 from penstock.control.log import event_line
+from penstock.control.replicas import slowest_of
 from penstock.runtime.transport.transfer_record import TransferRecord
 from penstock.schedule import Op
 
@@ -47,6 +49,7 @@ class RankReport:
         events: lines for the controller, as its log has them.
         links: the median time of a message on each link that brought any.
         peak, counters: see `MeasuredStep`.
+        copy: of the pipeline, where a mesh has several: which replica and shard of it.
     """
 
     iteration: int
@@ -57,6 +60,7 @@ class RankReport:
     links: Mapping[str, float] | None = None
     peak: float = 0.0
     counters: Mapping[str, int] | None = None
+    copy: int = 0
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -66,12 +70,15 @@ class RankReport:
         return cls(**json.loads(data))
 
 
-def report_of(iteration: int, measured: MeasuredStep, ahead: Sequence[int], stretch: float = 1.0) -> RankReport:
+def report_of(
+    iteration: int, measured: MeasuredStep, ahead: Sequence[int], stretch: float = 1.0, copy: int = 0
+) -> RankReport:
     """A rank's report of what it measured.
 
     Args:
-        ahead: nanoseconds that each rank's clock is ahead of rank 0's.
+        ahead: nanoseconds that the clock of each rank of its pipeline is ahead of process 0's.
         stretch: milliseconds of the clock to one of the job's time.
+        copy: see `RankReport`.
     """
     rank, begin, end, ops, crossings, events, peak, counters = measured
     scale, own = 1e6 * stretch, ahead[rank]
@@ -99,6 +106,7 @@ def report_of(iteration: int, measured: MeasuredStep, ahead: Sequence[int], stre
         {show_link(each.link): round(median(each.ms), 4) for each in transfers},
         peak,
         counters,
+        copy,
     )
 
 
@@ -107,6 +115,34 @@ def lines_of(reports: Sequence[RankReport]) -> list[str]:
     longest = max(report.ms for report in reports)
     lines = [line for report in reports for line in report.events]
     return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
+
+
+def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
+    """What all copies of a pipeline report of an iteration, as one pipeline's, by rank: of each link and stage what
+    the slowest says, and the ops of the copy that took longest.
+    """
+    if len({report.copy for report in reports}) == 1:
+        return sorted(reports, key=lambda report: report.rank)
+    shown = max(reports, key=lambda report: report.ms).copy
+    found = []
+    for rank in sorted({report.rank for report in reports}):
+        mine = sorted((report for report in reports if report.rank == rank), key=lambda report: report.copy)
+        told = slowest_of([event_from_json(json.loads(line)["event"]) for line in each.events] for each in mine)
+        links: dict[str, float] = {}
+        for each in mine:
+            links |= {link: max(ms, links.get(link, 0.0)) for link, ms in (each.links or {}).items()}
+        one = next(each for each in mine if each.copy == shown)
+        found.append(
+            replace(
+                one,
+                ms=max(each.ms for each in mine),
+                events=[event_line(event) for event in told],
+                links=links,
+                peak=max(each.peak for each in mine),
+                counters=dict(sum((Counter(each.counters or {}) for each in mine), Counter())),
+            )
+        )
+    return found
 
 
 def began(crossing: TransferRecord, ahead: Sequence[int]) -> int:

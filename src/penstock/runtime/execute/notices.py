@@ -27,6 +27,11 @@ class Notices:
         """Takes down what this process has to say, as far as it is new."""
         self._new += [notice for notice in dict.fromkeys(notices) if notice not in [*self._all, *self._new]]
 
+    def move_to(self, peers: Peers, known: Iterable[str]) -> None:
+        """From now on others share them, who have `known` in common."""
+        self._peers = peers
+        self._all += [notice for notice in known if notice not in self._all]
+
     @property
     def num_new(self) -> int:
         """Notices of this process that the others do not have yet."""

@@ -1,10 +1,11 @@
 """How a step ends: every rank learns the losses, that all had the same batch, and what to run next. One collective,
 in memory where ranks share that.
 
-    | losses, a microbatch each | type of the first | new notices | digest of the batch and offers, a rank each |
+    | losses, a microbatch each | type of the first | new notices | digest of the batch, a rank each | offers |
 
 Each process fills in what it knows and leaves zeros elsewhere; the sum is everybody's. Doubles carry any loss type,
-digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together.
+digest and number without rounding. Where the pipeline has replicas, a second one brings their losses together. Offers
+go along: all replicas and shards switch at one step, or none does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from penstock.runtime.adapt import Agent, Offer
 from penstock.runtime.execute.active_plan import ActivePlan
 from penstock.runtime.execute.notices import Notices
 from penstock.runtime.mesh.consistency import require_same
-from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.mesh.peers import MeshPeers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -54,15 +56,16 @@ class StepEnd:
     """The end of a step.
 
     Args:
-        peers, replicas: the ranks of this pipeline; the processes with the same stages of its replicas.
+        place: where this process lies in its mesh.
         last: the runners of the last stage's copies that are in this process.
         memory: the ranks' transport, where that is memory which they share, and sums too.
     """
 
     def __init__(
-        self, peers: Peers, replicas: Peers, last: Sequence[StageRunner], memory: SharedMemoryTransport | None = None
+        self, place: ProcessMesh, last: Sequence[StageRunner], memory: SharedMemoryTransport | None = None
     ) -> None:
-        self._peers, self._replicas, self._last, self._memory = peers, replicas, last, memory
+        self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
+        self._last, self._memory = last, memory
 
     def share(
         self, batch: Microbatches, helm: Agent | None, notices: Notices
@@ -79,7 +82,7 @@ class StepEnd:
         num_microbatches, num_ranks = len(batch), self._peers.num_ranks
         digests, offers = num_microbatches + 2, num_microbatches + 2 + num_ranks
         size = len(Offer._fields)
-        row = [0.0] * (offers + (size * num_ranks if helm else 0))
+        row = [0.0] * (offers + (size * self._everyone.num_ranks if helm else 0))
         for runner in self._last:
             for m, loss in runner.losses.items():
                 row[m] = loss.item()
@@ -88,19 +91,22 @@ class StepEnd:
         row[num_microbatches + 1] = notices.num_new
         for rank in self._peers.here:
             row[digests + rank] = batch.digest
-            if helm is not None:
-                row[offers + rank * size : offers + (rank + 1) * size] = helm.offer()
+        if helm is not None:
+            offer = helm.offer()
+            for process in self._everyone.here:
+                row[offers + process * size : offers + (process + 1) * size] = offer
         row = self._summed(row)
         given = row[digests:offers]
         if given.count(given[0]) < num_ranks:
             require_same([{"batch": each} for each in given], "every rank must give the same inputs and targets")
         if row[num_microbatches + 1]:
             notices.share()
+        dtype = _LOSS_TYPES[int(row[num_microbatches])]
+        losses, told = self._of_all(row[:num_microbatches], row[offers:], batch, dtype)
         following = None
         if helm is not None:
-            rows = [row[first : first + size] for first in range(offers, len(row), size)]
+            rows = [told[first : first + size] for first in range(0, len(told), size)]
             following = helm.settle([Offer(*map(int, each)) for each in rows])
-        losses = self._of_all(row[:num_microbatches], batch, _LOSS_TYPES[int(row[num_microbatches])])
         replicas = self._replicas.num_ranks
         sums = [_sum(losses[window.start * replicas : window.stop * replicas]) for window in batch.windows]
         windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
@@ -114,19 +120,31 @@ class StepEnd:
         summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64)).tolist()
         return summed
 
-    def _of_all(self, losses: list[float], batch: Microbatches, dtype: torch.dtype) -> Tensor:
-        """The losses of all replicas' microbatches, in the order of the whole batch."""
+    def _of_all(
+        self, losses: list[float], offers: list[float], batch: Microbatches, dtype: torch.dtype
+    ) -> tuple[Tensor, list[float]]:
+        """The losses of all replicas' microbatches, in the order of the whole batch; and the offers of all processes,
+        where those of this pipeline's are given.
+        """
         replicas, size = self._replicas.num_ranks, len(losses)
         if replicas == 1:
-            return torch.tensor(losses, dtype=dtype)
+            return torch.tensor(losses, dtype=dtype), self._of_shards(offers)
         mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 1, dtype=torch.float64)
-        shared[mine] = torch.tensor([*losses, batch.digest], dtype=torch.float64)
+        shared = torch.zeros(replicas, size + 1 + len(offers), dtype=torch.float64)
+        shared[mine] = torch.tensor([*losses, batch.digest, *offers], dtype=torch.float64)
         shared = self._replicas.sum(shared)
         require_same(
             [{"batch": each} for each in shared[:, size].tolist()], "every replica must give the whole batch"
         )
-        return torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows]).to(dtype)
+        whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in batch.windows])
+        return whole.to(dtype), self._of_shards(shared[:, size + 1 :].sum(0).tolist())
+
+    def _of_shards(self, offers: list[float]) -> list[float]:
+        """Those of all shards, where there are any offers: what shards have besides is the same in all of them."""
+        if offers and isinstance(self._everyone, MeshPeers):
+            for shards in self._everyone.along[2:]:
+                offers = shards.sum(torch.tensor(offers, dtype=torch.float64)).tolist()
+        return offers
 
 
 def _sum(losses: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ Between two steps nothing else is under way, so the shortest of a few round trip
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from penstock.cost import Mesh
 from penstock.runtime.mesh.failure import explain
 
 TRIPS = 3
@@ -31,25 +30,27 @@ def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def probe(mesh: Mesh, timeout: float) -> dict[tuple[int, int], float]:
+def probe(nodes: Sequence[Sequence[int]], timeout: float) -> dict[tuple[int, int], float]:
     """Milliseconds one way between each two nodes, the same in every process. All of torch.distributed must call it.
 
-    Of the processes of a node the first measures.
+    Args:
+        nodes: the processes of each; the first of them measures.
 
     Raises:
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
-    me = dist.get_rank()
-    found = torch.zeros(mesh.num_nodes, mesh.num_nodes, dtype=torch.float64)
-    if me % mesh.tp == 0:
-        node = me // mesh.tp
-        for pairs in rounds(mesh.num_nodes):
+    me, num = dist.get_rank(), len(nodes)
+    firsts = [processes[0] for processes in nodes]
+    found = torch.zeros(num, num, dtype=torch.float64)
+    if me in firsts:
+        node = firsts.index(me)
+        for pairs in rounds(num):
             for a, b in pairs:
                 if node in (a, b):
-                    found[a, b] = _round_trip(node == a, (a + b - node) * mesh.tp, timeout) / 2
+                    found[a, b] = _round_trip(node == a, firsts[a + b - node], timeout) / 2
     work = dist.all_reduce(found, async_op=True)
     _wait(work, None, timeout)
-    return {(a, b): float(found[a, b]) for a in range(mesh.num_nodes) for b in range(a + 1, mesh.num_nodes)}
+    return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:

@@ -29,6 +29,11 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
             f"a mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} has {layout.numel()} processes, torch.distributed has "
             f"{dist.get_world_size()}; start as many or change pp, dp or tp"
         )
+    return device_mesh_of(layout, device_type)
+
+
+def device_mesh_of(layout: torch.Tensor, device_type: str = "cpu") -> DeviceMesh:
+    """The device mesh of all processes, by rank, replica and shard. Every process must call it."""
     made: list[Any] = [_group_of(layout, dim) for dim in range(layout.ndim)]
     return DeviceMesh.from_group(made, device_type, mesh=layout, mesh_dim_names=(PIPELINE, REPLICAS, SHARDS))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from penstock.runtime.parameters.buckets import (
     wait_for,
 )
 from penstock.runtime.parameters.fsdp import ShardedParameters
+from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
@@ -50,6 +52,7 @@ class Replicas:
         peers: the processes with the same stages and shards.
         order: the stages here whose gradients a REDUCE reduces, in an order that all replicas keep.
         owners: whether every parameter has an owner (ZeRO-1).
+        late: what is injected into the links between replicas; None for nothing.
 
     Attributes:
         keeps_aside: whether a step starts without the gradients of those before, which are added when it ends.
@@ -58,9 +61,15 @@ class Replicas:
     keeps_aside = True
 
     def __init__(
-        self, model: LocalModel, peers: GroupPeers, order: Sequence[int], owners: bool, timeout: float
+        self,
+        model: LocalModel,
+        peers: GroupPeers,
+        order: Sequence[int],
+        owners: bool,
+        timeout: float,
+        late: LateRing | None = None,
     ) -> None:
-        self._model, self._peers, self._timeout = model, peers, timeout
+        self._model, self._peers, self._timeout, self._late_ring = model, peers, timeout, late
         self._order = tuple(order)
         self._owner = _owners(model.parameters, peers.num_ranks) if owners else {}
         tied, slots = model.tied, range(1, len(model.ties) + 1)
@@ -74,7 +83,7 @@ class Replicas:
         self._kept: list[tuple[Parameter, Tensor]] = []
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
-        self._under_way: list[tuple[SumBucket, Any]] = []
+        self._under_way: list[tuple[SumBucket, Any, int]] = []
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -143,8 +152,9 @@ class Replicas:
             self.start(stage)
         for parameters in self._late:
             self._reduce(parameters)
-        for bucket, work in self._under_way:
+        for bucket, work, due in self._under_way:
             self._wait(work, "a sum of gradients over the replicas")
+            sleep_until(due)
             bucket.unpack()
         self._under_way.clear()
         for parameter, before in self._kept:
@@ -155,7 +165,10 @@ class Replicas:
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         bucket = self._bucket(parameters)
-        self._under_way.append((bucket, bucket.start()))
+        due = 0
+        if self._late_ring is not None:
+            due = self._late_ring.due(sum(local(p).numel() * p.element_size() for p in parameters))
+        self._under_way.append((bucket, bucket.start(), due))
 
     def _bucket(self, parameters: Sequence[Parameter]) -> SumBucket:
         return GradientBucket(parameters, self._peers, self._owner_of(parameters[0]))
@@ -255,6 +268,22 @@ def with_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
     return add_reductions(schedule, asynchronous=False)
 
 
+def without_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
+    """The schedule without the REDUCE ops that `with_reductions` puts in."""
+    graph = schedule.graph
+    if mesh.num_replicas == 1 or all(registered.kind != REDUCE for registered in graph.registered):
+        return schedule
+    return replace(
+        schedule,
+        order=tuple(tuple(op for op in row if op.kind != REDUCE) for row in schedule.order),
+        stage_graph=replace(
+            graph,
+            registered=tuple(each for each in graph.registered if each.kind != REDUCE),
+            needs=tuple(each for each in graph.needs if each.after[0] != REDUCE),
+        ),
+    )
+
+
 def reductions_of(
     schedule: Schedule, mesh: ProcessMesh, given: Collection[str], start: Callable[[int], None]
 ) -> dict[str, OpFunction]:
@@ -275,25 +304,33 @@ def reductions_of(
     return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
 
 
-def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, timeout: float) -> Replicas | NoReplicas:
-    """What there is of other replicas. `schedule` has its REDUCE ops."""
+def replicas_of(
+    model: LocalModel, mesh: ProcessMesh, schedule: Schedule, timeout: float, late: LateRing | None = None
+) -> Replicas | NoReplicas:
+    """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     if not isinstance(mesh.replicas, GroupPeers):
         return NoReplicas()
     if schedule.updates is not None:
         return UpdatingReplicas(model, mesh.replicas, (), mesh.sharding == "zero1", timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     if model.sharded is not None:
-        return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout)
-    return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout)
+        return ShardedReplicas(model, model.sharded, mesh.replicas, order, timeout, late)
+    return Replicas(model, mesh.replicas, order, mesh.sharding == "zero1", timeout, late)
 
 
 class ShardedReplicas(Replicas):
     """Replicas that keep a part each of every parameter but those that stay whole."""
 
     def __init__(
-        self, model: LocalModel, sharded: ShardedParameters, peers: GroupPeers, order: Sequence[int], timeout: float
+        self,
+        model: LocalModel,
+        sharded: ShardedParameters,
+        peers: GroupPeers,
+        order: Sequence[int],
+        timeout: float,
+        late: LateRing | None = None,
     ) -> None:
-        super().__init__(model, peers, order, False, timeout)
+        super().__init__(model, peers, order, False, timeout, late)
         self._sharded = sharded
 
     def begin(self) -> None:

@@ -61,6 +61,31 @@ def optimizer_of(
     return empty
 
 
+def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:
+    """The optimizer before, with the parameters and the state of the one after: whoever keeps it, a learning-rate
+    schedule say, goes on with it. Its own options stay.
+    """
+    if before is None or after is None:
+        return after
+    for mine, theirs in zip(before.param_groups, after.param_groups, strict=True):
+        mine["params"] = theirs["params"]
+    before.state = after.state
+    return before
+
+
+def require_alike(before: Optimizer | None, after: Optimizer | None) -> str:
+    """Why one cannot go on as the other, in words; nothing where it can."""
+    if (before is None) != (after is None):
+        return "one of them has an optimizer"
+    if before is None or after is None:
+        return ""
+    one, other = len(before.param_groups), len(after.param_groups)
+    if (type(before), one) == (type(after), other):
+        return ""
+    was, would_be = f"{type(before).__name__} with {one} groups", f"{type(after).__name__} with {other}"
+    return f"its optimizer was {was}, and would be {would_be}"
+
+
 Made = Callable[[list[nn.Parameter]], Optimizer]
 
 

@@ -18,6 +18,7 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.clip import global_norm, scale_gradients
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import optimizer_of
+from penstock.runtime.parameters.late_rings import LateRing
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.state_bytes import bytes_of
 from penstock.runtime.parameters.updating import Updating
@@ -35,6 +36,7 @@ class OptimizerState:
     Args:
         schedule: with its REDUCE ops, where there are replicas.
         zero: see `ps.Pipeline`.
+        late: what is injected into links between replicas.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class OptimizerState:
         clip_norm: float | None,
         zero: bool,
         timeout: float,
+        late: LateRing | None = None,
     ) -> None:
         self.clip_norm, self.num_updates = clip_norm, 0
         self._name, self._windows = schedule.name, schedule.windows
         self.model, self._mesh, self._zero = model, mesh, zero
         if optimizer is not None:
             model.require_trainable()
-        self.replicas = replicas_of(model, mesh, schedule, timeout)
+        self.replicas = replicas_of(model, mesh, schedule, timeout, late)
         self.replicas.share_all()
         self.updating = None
         if schedule.updates is not None:

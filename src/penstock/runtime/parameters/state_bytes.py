@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.parameters.pipeline_copies import Copies
 from penstock.runtime.parameters.updating import Updating
+from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule.updates import OWNER
 
@@ -46,6 +48,17 @@ def bytes_of(
         "gradients": gradients,
         "optimizer": _size(kept),
     }
+
+
+def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -> tuple[float, ...]:
+    """What the gradients of each stage weigh, of a pipeline's ranks. Every rank must call it.
+
+    Args:
+        stages: those here, as this process holds them.
+    """
+    mine = {index: _size(p for p in stage.parameters() if p.requires_grad) for index, stage in stages.items()}
+    found = {index: size for part in peers.gather(mine) for index, size in part.items()}
+    return tuple(float(found.get(stage, 0)) for stage in range(num_stages))
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

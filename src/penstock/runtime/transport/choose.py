@@ -69,7 +69,7 @@ class TransportOptions:
         depth: for experiments: a bound on any of them: messages under way to another rank before their sender stands
             still. "direct" has one of 2 where none is given, the others have none.
         links: for experiments: conditions to inject into any of them: messages arrive when these say, and the numbers
-            stay the same.
+            stay the same. They join ranks; over a mesh with replicas its nodes, which rings join, too.
 
     Raises:
         RuntimeFailure: a name that is none, a depth below 1, or a value of another type.

@@ -53,6 +53,10 @@ class Conditions:
         self._stretch = stretch * 1e6
         self.origin = time.perf_counter_ns() if origin is None else origin
 
+    @property
+    def links(self) -> Links:
+        return self._lines.links
+
     def require_own_queues(self) -> None:
         """Raises RuntimeFailure where both directions of a link share a queue."""
         shared = [f"{a}:{b}" for (a, b), each in self._lines.links.conditions.items() if each.half_duplex]

@@ -1,0 +1,95 @@
+"""The controller over a mesh, fed by simulated iterations: nodes move, what runs there absorbs, all on trial."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.control import (
+    Action,
+    Configuration,
+    ControlError,
+    Controller,
+    IterationEnded,
+    Job,
+    Switched,
+    rehearse,
+    replay,
+)
+from penstock.control.closed_loop_simulation import probes
+from penstock.control.configuration import job_from_json, job_to_json, peaks
+from penstock.control.events import OpTimes, Probed, Transfers, event_from_json, event_to_json
+from penstock.control.replicas import slowest_of
+from penstock.cost import Links, Ring
+from penstock.cost.mesh import Group
+
+pytestmark = pytest.mark.unit
+
+MESH = ps.Mesh(2, 2)
+COSTS = ps.Costs([10] * 2, [10] * 2, [10] * 2, gradient_bytes=[40e6] * 2)
+ZB = ps.build("zb-h1", 2, 8)
+CORNER = "0:1=latency:40ms 0:2=latency:40ms 2:3=latency:40ms"
+
+
+def job(ring: Ring = Ring(window=10e6)) -> Job:  # noqa: B008, a value
+    start = Configuration(ZB, "frozen", caps=[4 * cap for cap in peaks(ZB, COSTS)], nodes=MESH.nodes)
+    return Job(COSTS, start, mesh=MESH, ring=ring)
+
+
+@pytest.mark.parametrize("late", [CORNER, CORNER.replace("latency:40ms", "latency:steps:0ms/0ms,9000ms/40ms")])
+def test_a_late_ring_link_is_moved_under_pp_and_absorbed_there(late: str) -> None:
+    lines: list[str] = []
+    controller = Controller(job(), log=lines.append)
+    run = rehearse(controller, Links.parse(late), until=40_000)
+    assert replay(lines) == run.decisions
+    move = next(each for each in run.decisions if each.action is Action.MOVE)
+    mesh = replace(MESH, nodes=move.configuration.nodes)
+    uses = [mesh.use(*link).group for link in ((0, 1), (0, 2), (2, 3))]
+    assert Group.PP in uses
+    assert Group.DP not in uses
+    assert (move.configuration.schedule, move.configuration.dispatch) != (ZB, "frozen")
+    slow = max(each.ms for each in run.iterations)
+    healthy = ps.simulation.simulate_mesh(ZB, COSTS, MESH, ring=Ring(window=10e6)).iteration
+    assert run.iterations[-1].ms - healthy < (slow - healthy) / 3
+    assert all(verdict.kept for verdict in controller.verdicts)
+
+
+def test_what_does_not_become_faster_is_moved_back_and_stays_there() -> None:
+    """Probes find a late link, and steps are slow, for another reason."""
+    controller = Controller(job())
+    late = probes(MESH, Links.parse("2:3=latency:40ms"), 0.0)
+    decisions = []
+    for number in range(80):
+        made = list(controller.feed(IterationEnded(number, 600.0 + number % 3)))
+        if (number + 1) % 5 == 0:
+            made += controller.feed(late)
+        decisions += made
+        if controller.waiting is not None:
+            controller.feed(Switched(controller.waiting.number))
+    assert [each.action for each in decisions] == [Action.MOVE, Action.TAKE_BACK]
+    assert decisions[1].configuration == controller.job.start == controller.now
+    assert any("taken back" in str(each) and "between nodes 2:3" in str(each) for each in controller.unanswered)
+
+
+def test_probes_without_a_mesh_are_refused() -> None:
+    start = Configuration(ZB, "frozen", caps=peaks(ZB, COSTS))
+    with pytest.raises(ControlError, match="no mesh whose nodes may move"):
+        Controller(Job(COSTS, start)).feed(Probed.of({(0, 1): 1.0}))
+    with pytest.raises(ControlError, match="give both alike"):
+        Job(COSTS, start, mesh=MESH)
+
+
+def test_a_job_with_a_mesh_and_probes_go_through_json() -> None:
+    assert job_from_json(job_to_json(job())) == job()
+    probed = Probed.of({(3, 1): 0.25, (0, 1): 30.0})
+    assert event_from_json(event_to_json(probed)) == probed
+    with pytest.raises(ControlError):
+        Probed.of({(1, 1): 0.25})
+
+
+def test_of_replicas_the_slowest_counts_link_by_link() -> None:
+    fast = [Transfers.of((0, 1), [(8.0, 0.0, 1.0)]), OpTimes.of(0, 0, [("F", 9.0)]), IterationEnded(3, 50.0)]
+    slow = [Transfers.of((0, 1), [(8.0, 0.0, 30.0)]), OpTimes.of(0, 0, [("F", 8.0)]), IterationEnded(3, 80.0)]
+    assert slowest_of([fast, slow]) == [slow[0], fast[1], slow[2]]
