@@ -4,9 +4,9 @@
     python experiments/pipemorph/table2.py --backend threads      and on emulated devices, by the clock
 
 Sizes are those of the paper's Table 2, and section 7.3's 7B as (TP 1, DP 2, PP 4). A node is the TP processes of one
-coordinate. One link between two nodes is late, by latency. With replicas it lies in the ring that adds up the gradients
-of the last stage; without, between the last two ranks. Numbers are slowdowns: an iteration (pipelines, rings, update) as
-a multiple of that without delay.
+coordinate. One link between two nodes is late, by latency. With replicas it lies in the ring that adds up the
+gradients of the last stage; without, between the last two ranks. Numbers are slowdowns: an iteration (pipelines,
+rings, update) as a multiple of that without delay.
 
     zb          nothing is done
     moved       two nodes change places, the fewest that bring the link under PP, and ZB goes on there (FALCON)

@@ -98,3 +98,13 @@ def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path)
     assert report is not None
     assert "change places" in report.to_text()
     assert main(["report", str(folder), "--json"]) == 0
+
+
+@pytest.mark.nightly
+def test_nodes_of_two_shards_move_together(text: Path, tmp_path: Path) -> None:
+    options = f"{GPT} --data {text} --pp 2 --dp 2 --microbatches 2 --steps 27 --save-every 0"
+    expected = one_process(tmp_path / "one", options)
+    folder = tmp_path / "run"
+    told = ended(folder, f"{options} --tp 2 --adapt --link 2:3=latency:150ms --out {folder}")
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert [each["action"] for each in told.json["steered"]["decisions"]][:1] == ["move nodes"], told.json["notices"]
