@@ -97,7 +97,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a window without updates": ("--schedule two.json --window 4", ["two.json has no updates", "leave out --window"]),
     "more mismatch than allowed": ("--schedule xpipe --window 1 --max-mismatch 1", ["microbatch 2", "at most 1"]),
     "sharding": ("--schedule amdp --sharding maybe", ["no sharding 'maybe'", "none, copies, zero1 or fsdp"]),
-    "adapting what is asynchronous": ("--schedule amdp --adapt --dp 2", ["leave out --adapt", "--dp 2"]),
     "tied and predicted": ("--schedule spectrain --tied", ["rule 'spectrain'", "another stage owns", "--no-tied"]),
     "no microbatch for each": ("--schedule amdp --batch 3", ["batch of 3", "4 microbatches"]),
     "no run": ("--resume empty-folder", ["empty-folder is no run", "settings.json"]),

@@ -115,7 +115,7 @@ class Training:
         """The loss of a batch, cut as one of a step."""
         inputs, targets = batch
         if self._proved is not None:  # a pass would cut it into all its microbatches
-            inputs, targets = (split(part, self._of_all.microbatches, "samples") for part in batch)
+            inputs, targets = (list(split(part, self._of_all.microbatches, "samples")) for part in batch)
         # Where several passes fill a window, a loss is a part of one.
         return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
 
