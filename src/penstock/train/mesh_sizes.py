@@ -21,7 +21,6 @@ def check_mesh(settings: Settings) -> None:
         )
     if settings.is_flat:
         return
-    option = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
     if settings.is_asynchronous and settings.sharding == "fsdp":
         raise SettingsError(
             f"{settings.schedule} has its updates among the other ops, after each of which all replicas would have "
