@@ -786,8 +786,8 @@ class Pipeline:
 
 
 _OF_PLACE = (
-    "_mesh", "_failover", "_peers", "_nodes", "_model", "_learner", "_tags", "_running", "_ranks", "_transport", "_conditions",
-    "_place", "_groups", "_last",
+    "_mesh", "_failover", "_peers", "_nodes", "_model", "_learner", "_tags", "_running", "_ranks", "_transport",
+    "_conditions", "_place", "_groups", "_last",
 )  # fmt: skip
 """What a pipeline has that depends on where its process lies in the mesh."""
 
