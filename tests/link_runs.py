@@ -1,5 +1,5 @@
 """Short trainings between processes of one machine, which know of two interfaces (of loopback), and whose connections
-of gloo are cut at a chosen call."""
+of gloo are given up at a chosen call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.transport.failover.gloo_groups import cut
 from penstock.runtime.transport.failover.retried import RetriedGroup
 from penstock.runtime.transport.gloo import GlooTransport
 
@@ -97,7 +96,7 @@ def training(rank: int, case: LinkCase) -> dict[str, Any]:
 
 @contextmanager
 def cutting(rank: int, pipe: ps.Pipeline, cuts: Sequence[tuple[int, str, int, bool]]) -> Iterator[None]:
-    """Cuts this rank's connections of gloo at the calls that are this rank's."""
+    """Has all ranks leave their groups of gloo at the calls that are this rank's."""
     mine = {(point, which): after for where, point, which, after in cuts if where == rank}
     counts = dict.fromkeys(POINTS, 0)
     with pytest_patch() as patch:
@@ -112,10 +111,10 @@ def watched(point: str, method: Any, counts: dict[str, int], mine: dict[tuple[st
         counts[point] += 1
         after = mine.get((point, counts[point]))
         if after is False:
-            cut(pipe._failover._endpoints)
+            pipe._failover._want(pipe._failover.number + 1, "the test says so")
         result = method(*args)
         if after:
-            cut(pipe._failover._endpoints)
+            pipe._failover._want(pipe._failover.number + 1, "the test says so")
         return result
 
     return call

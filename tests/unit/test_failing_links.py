@@ -287,3 +287,16 @@ def test_a_sum_for_one_rank_is_done_when_that_one_has_it(done: list[int], asked:
     service.group.adopt(0, Settled(fails=True), {})
     service.group.start(Reduce(lambda: torch.ones(1), root=1)).wait(timedelta(seconds=1))
     assert service.next.asked == asked
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_sum_that_is_done_everywhere_is_not_asked_for_again_though_one_rank_knows_that_alone() -> None:
+    service = Changing({"done": [1], "before": 1})  # the other rank has forgotten op 0, and is done with op 1
+    first = Settled()
+    service.group.adopt(0, first, {})
+    service.group.start(AllReduce(lambda: torch.ones(1))).wait(timedelta(seconds=1))
+    first.fails = True
+    late = AllReduce(lambda: torch.ones(1))
+    service.group.start(late).wait(timedelta(seconds=1))
+    assert service.next.asked == ["from 1"]
+    assert late.tensor.tolist() == [5.0]

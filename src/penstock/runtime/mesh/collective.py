@@ -57,8 +57,10 @@ class AllReduce:
     def start(self, group: Any) -> Any:
         return dist.all_reduce(self.tensor, group=group, async_op=True)
 
-    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any:
+    def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         """Where some rank has the sum it gives it to the others: what went into it may be gone by now."""
+        if len(done) == num_ranks:
+            return None
         if not done:
             self.tensor = self._fill()
             return self.start(group)

@@ -15,7 +15,6 @@ its links: a rank that waits only where it must does not see when a message came
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty
@@ -60,10 +59,6 @@ KEPT_PLANS = 16
 """Kinds of steps of which it is remembered what they bring."""
 MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
-
-LEAVING = 0.25
-"""Seconds that threads get to see that their connections have ended. gloo does not say so to who waits for a message
-of which a part is there."""
 
 
 class LeftMessages(NamedTuple):
@@ -198,18 +193,12 @@ class GlooTransport:
             self._acknowledgements.flush()
 
     def leave(self) -> LeftMessages:
-        """Gives up: the group's connections are at their end, and what is left of the step goes in another way.
+        """Gives up: the group's connections are broken, and what is left of the step goes in another way.
 
         Raises:
             RuntimeFailure: a message came in that was not expected.
         """
-        for channel in self._incoming.values():
-            if channel.room is not None:
-                channel.room.release(len(channel.waiting) + len(channel.posted) + 1)
-        end = time.monotonic() + LEAVING
-        for thread in self._threads:  # what still waits then is let wait: nothing comes of it
-            thread.join(max(0.0, end - time.monotonic()))
-        self._threads.clear()
+        self._threads.clear()  # what they wait for does not come this way any more, and gloo ends no wait
         came: list[Edge] = []
         while True:
             try:
@@ -247,8 +236,8 @@ class GlooTransport:
             route = self._routes[edge, target] = self._route(edge, target)
         channel, tag = route
         window = self._window.get(edge.slot)
-        if window is not None and len(channel.under_way) >= window:
-            self._make_room(channel, window)
+        if window is not None and len(channel.under_way) >= window and not self._keeps:
+            self._release(channel, channel.taken + 1)
         signature = self._signatures[edge.consumer.microbatch]
         known = channel.known.get(signature)
         if known is None or not known.spec.fits(payload):
@@ -334,17 +323,6 @@ class GlooTransport:
                 self._wait(work, channel.peer, "its messages to be taken")
             known.spare.append(packet)
             channel.taken += 1
-
-    def _make_room(self, channel: Outgoing, window: int) -> None:
-        """Waits until fewer messages than `window` are under way."""
-        if not self._keeps:
-            self._release(channel, channel.taken + 1)
-            return
-        place = len(channel.under_way) - window
-        oldest = channel.under_way[place]
-        for work in oldest.works:
-            self._wait(work, channel.peer, "its messages to be taken")
-        channel.under_way[place] = oldest._replace(works=[])  # gloo's can be waited for once
 
     def _release_all(self) -> None:
         """Lets go of all that was sent in a step, also where its links have failed since."""

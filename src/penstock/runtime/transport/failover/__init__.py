@@ -3,12 +3,12 @@
     rank 0   eth0 ====== gloo, number 0 ====== eth0   rank 1      heartbeats tell within a second that a link is dead
              eth1 - - - - heartbeats - - - - - eth1               (the kernel of its own host at once)
 
-             eth0            X                 eth0               every rank ends its connections of number 0,
+             eth0            X                 eth0               every rank leaves the groups of number 0,
              eth1 ====== gloo, number 1 ====== eth1               says what it had done, makes number 1 by the next
                                                                     interface, and does again what was not done
 
 heartbeats   whom can be reached by which interface; carries what ranks tell one another while they change over
-gloo_groups  groups of gloo by an interface of our choice, and the end of one's connections
+gloo_groups  groups of gloo by an interface of our choice
 retried      one group's ops: numbered, kept until they are done everywhere, done again on the next group
 service      the thread that changes over, all groups of a process at once
 

@@ -2,7 +2,7 @@
 
     heartbeats, or an op that failed --> want number 1 --> say so with every beat: everyone wants number 1
       |
-      v   freeze the groups, end their connections (what waits for them fails, and waits for number 1)
+      v   freeze the groups (what waits for their ops waits for number 1)
       |   tell what was done; wait until everyone did
       v   make the groups of number 1 by interface 1; where that fails, want number 2, by the next one
     go on
@@ -29,7 +29,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.transport.failover.gloo_groups import Endpoint, GlooDevice, ToldStore, cut
+from penstock.runtime.transport.failover.gloo_groups import GlooDevice, ToldStore
 from penstock.runtime.transport.failover.heartbeats import Heartbeats
 from penstock.runtime.transport.failover.retried import RetriedGroup
 
@@ -97,7 +97,6 @@ class Failover:
         self._closed = False
         self._changed = threading.Condition()
         self._old: list[Any] = []
-        self._endpoints: set[Endpoint] = set()
         ends = [one.getsockname()[:2] for one in listeners]
         first = _begins_with([address for address, _ in ends])
         told = everyone.gather((ends, secrets.token_hex(16), first))
@@ -221,7 +220,6 @@ class Failover:
             self._changed.notify_all()
         self._thread.join()
         self._beats.close()
-        cut(self._endpoints)
         for group in self._groups.values():
             group.group = None
         _open.discard(self)
@@ -265,7 +263,6 @@ class Failover:
     def _change(self) -> None:
         before, begun = self.number, time.monotonic()
         states = {name: group.freeze() for name, group in self._groups.items()}
-        cut(self._endpoints)
         while not self._closed:
             number = self._wanted
             try:
@@ -306,11 +303,10 @@ class Failover:
         if place in beats.down():
             raise RuntimeError(f"{self._interface(number)} reaches not everyone")
         device = GlooDevice(self._ends[self._me][place][0])
-        beats.tell(f"{number}/state {self._me}", {"groups": states, "gloo": device.endpoint})
+        beats.tell(f"{number}/state {self._me}", states)
         said: dict[int, Any] = {}
         for process in range(len(self._ends)):
             said[process] = self._told(f"{number}/state {process}", number, end)
-        self._endpoints = {(str(each["gloo"][0]), int(each["gloo"][1])) for each in said.values()}
         made: dict[str, Any] = {}
         for name in sorted(self._groups):
             group = self._groups[name]
@@ -321,7 +317,7 @@ class Failover:
             )
             made[name] = device.group(store, group.rank, len(group.members), self._timeout)
         for name, group in self._groups.items():
-            those = {rank: said[process]["groups"][name] for rank, process in enumerate(group.members)}
+            those = {rank: said[process][name] for rank, process in enumerate(group.members)}
             self._old.append(made[name])
             group.adopt(number, made[name], those)
 
