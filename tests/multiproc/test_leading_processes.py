@@ -34,9 +34,9 @@ def trained(schedule: ps.Schedule, **options: Any) -> tuple[ps.Pipeline, list[fl
 
 
 def late_in_one_shard(rank: int) -> tuple[list[float], list[str]]:
-    """Messages are late by random times, of which each process draws its own."""
+    """Messages are late by random times, and what arrives when is each process's own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    late = f"latency:normal:6ms,6ms@5ms..20ms#{rank}"
+    late = "latency:normal:6ms,6ms@5ms..20ms#7"
     links = ps.Links.parse(f"0:1={late} 1:0={late}")
     pipe, losses = trained(
         ps.build("zb-v", 2, 8), mesh=mesh, parallelize=parallelize, dispatch="dynamic", links=links, timeout=20

@@ -122,7 +122,6 @@ def refused(rank: int) -> list[str]:
         {"mesh": flat, "sharding": "zero3"},
         {"mesh": flat, "schedule": ps.build("pipedream-2bw", 2, 4, window=2), "sharding": "fsdp"},
         {"mesh": flat, "schedule": ps.build("1f1b", 4, 4)},
-        {"mesh": flat, "steering": ps.AdaptOptions()},
         {"mesh": flat, "sharding": "zero1" if rank == 1 else "none"},
     ]
     for options in cases:
@@ -147,7 +146,6 @@ def test_what_a_mesh_cannot_run_is_told() -> None:
         "no sharding 'zero3'; choose none, copies, zero1 or fsdp",
         "after each, all replicas would have to gather what it stepped",
         "the schedule is for 4 ranks and the process group has 2",
-        "steering plans for one pipeline",
         "rank 1 was given another sharding than rank 0",
     ]
     for outcome in outcomes:

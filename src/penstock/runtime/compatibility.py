@@ -130,6 +130,15 @@ REFUSALS = (
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
     ),
     Refusal(
+        "`adapt` over tensor-parallel shards",
+        "asynchronous ops, where ranks share stages",
+        "shards that follow a decision and ranks that run a stage together then wait for one another now and then",
+        "leave adapt out, or use a schedule without asynchronous ops",
+        lambda c: (
+            c.adapts and c.num_shards > 1 and bool(c.schedule.asynchronous) and bool(c.schedule.placement.shared)
+        ),
+    ),
+    Refusal(
         "transport 'nccl'",
         "dispatch other than frozen",
         "it can't tell which message has come",
