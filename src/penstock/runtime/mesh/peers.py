@@ -172,7 +172,7 @@ class GroupPeers:
 
     def send(self, tensor: Tensor, target: int, what: str, timeout: float | None = None) -> None:
         """Sends a tensor on the processor that lies in one piece. Raises DeadlineExceeded, PeerLost, with `what`."""
-        with self._explained(target, f"{what} to be taken", timeout) as limit:
+        with self.explained(target, f"{what} to be taken", timeout) as limit:
             if self.retried is not None:
                 self.retried.send(tensor, target, limit)
             elif (work := dist.isend(tensor, group=self.group, group_dst=target)) is not None:
@@ -180,18 +180,18 @@ class GroupPeers:
 
     def receive(self, tensor: Tensor, source: int, what: str, timeout: float | None = None) -> None:
         """Fills a tensor with what another rank sends. Raises as `send`."""
-        with self._explained(source, what, timeout) as limit:
+        with self.explained(source, what, timeout) as limit:
             if self.retried is not None:
                 self.retried.receive(tensor, source, limit)
             elif (work := dist.irecv(tensor, group=self.group, group_src=source)) is not None:
                 work.wait(limit)
 
     def _wait(self, start: Callable[[], Any], peer: int | None, what: str) -> None:
-        with self._explained(peer, what) as limit:
+        with self.explained(peer, what) as limit:
             start().wait(limit)
 
     @contextmanager
-    def _explained(self, peer: int | None, what: str, timeout: float | None = None) -> Iterator[timedelta]:
+    def explained(self, peer: int | None, what: str, timeout: float | None = None) -> Iterator[timedelta]:
         """Around a wait; gives how long it may take."""
         seconds = self._timeout if timeout is None else timeout
         try:

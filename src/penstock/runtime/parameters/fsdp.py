@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -149,7 +148,8 @@ class ShardedParameters:
         found = flat.new_empty(num * flat.numel())
         rows = found.view(num, -1)
         op = AllGather(as_real(flat), as_real(rows).unbind(0))
-        self._peers.start(op).wait(timedelta(seconds=self._mesh.timeout))
+        with self._peers.explained(None, "parts of a stage") as limit:
+            self._peers.start(op).wait(limit)
         if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
             as_real(rows).copy_(torch.stack(op.parts))
         start = 0
