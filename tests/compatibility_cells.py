@@ -356,7 +356,7 @@ def place_of(cell: Cell) -> Any:
     return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: float = 15.0) -> ps.Pipeline:
+def pipeline_of(cell: Cell, model: Sequence[nn.Module], place: Any, timeout: float = 60.0) -> ps.Pipeline:
     late = cell.transport == "late links"
     links = ps.Links({(0, 1): 1.0}) if late else None
     name = "host" if late else cell.transport
