@@ -108,7 +108,9 @@ def agreed(outcomes: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "sharding"), [("1f1b", "copies"), ("zb-h1", "zero1")])
+@pytest.mark.parametrize(
+    ("schedule", "sharding"), [("1f1b", "copies"), pytest.param("zb-h1", "zero1", marks=pytest.mark.nightly)]
+)
 def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     tmp_path: Path, schedule: str, sharding: str
 ) -> None:
@@ -128,7 +130,7 @@ def test_a_late_link_of_a_ring_is_moved_under_pp_and_absorbed_there(
     assert told[0]["nodes"] == then.nodes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_four_ranks_and_two_replicas_nodes_move_from_a_late_ring(tmp_path: Path) -> None:
     told = agreed(
         run_ranks(8, adapted, (4, 2, 1), "zb", "6:7=latency:60ms", str(tmp_path), 30, "copies", deadline=200)

@@ -56,7 +56,7 @@ def test_a_pipeline_goes_on_where_a_connection_is_cut() -> None:
     check(cases, run_ranks(2, trainings, cases, deadline=90.0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xfail(strict=False, reason="now and then one of four ranks waits for a sum until its deadline passes")
 def test_replicas_go_on_where_a_connection_is_cut() -> None:
     plain = LinkCase(dp=2, clip_norm=0.5)

@@ -70,7 +70,7 @@ def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_towers_under_torchrun(tmp_path: Path) -> None:
     """torchrun says how many processes there are, and so the ranks of a pipeline."""
     expected = one_process(tmp_path / "one", f"{CLIP} --pp 2 --dp 2")

@@ -200,7 +200,7 @@ def test_a_second_interrupt_ends_at_once(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun(text: Path, tmp_path: Path) -> None:
     """Ranks that torchrun starts agree on a free folder, and give the same losses."""
     options = f"{SMALL} --steps 6 --data {text} --sample 0"

@@ -24,7 +24,7 @@ def test_rows_are_plain_data() -> None:
     assert split.table([row]).count("\n") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
@@ -35,7 +35,7 @@ def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| - |" in split.table([row])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_file_says_what_it_was_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
     words = ["bench", "split", "--width", "8", "--blocks", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
