@@ -105,12 +105,14 @@ def test_a_message_of_another_update_is_an_error() -> None:
         receiver.run(station_of(wiring, owner), [sent[sending.given.index(later)]])
 
 
-def test_a_run_with_updates_is_frozen() -> None:
+@pytest.mark.parametrize("dispatch", ["hinted", "dynamic"])
+def test_a_run_with_updates_takes_any_dispatch_and_keeps_their_windows(dispatch: str) -> None:
     schedule = ps.build("amdp", 4, 16, window=8)
-    with pytest.raises(RuntimeFailure, match=r"amdp has .*updates.*frozen"):
-        ps.emulate(schedule, costs_of(schedule), dispatch="dynamic")
-    run = ps.emulate(schedule, costs_of(schedule), dispatch="auto")
-    assert run.timelines[0].dispatch == "frozen"
+    (timeline,) = ps.emulate(schedule, costs_of(schedule), dispatch=dispatch, num_steps=1).timelines
+    assert timeline.dispatch == dispatch
+    ran = timeline.executed()
+    assert ran.updates == schedule.updates
+    ps.check(ran)
 
 
 @pytest.mark.parametrize(
