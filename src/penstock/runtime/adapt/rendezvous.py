@@ -124,9 +124,8 @@ def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
         except StoreLost:
             pass
     address = _own_address(networks)
-    several = local_addresses() if named() and len(set(networks)) > 1 else ()
     try:
-        listener = listen(0, "0.0.0.0" if len(several) > 1 else address)
+        listener = listen(0, address)
     except OSError as error:
         raise RuntimeFailure(f"a store for steering cannot listen on {address}: {error.strerror}") from None
     port = listener.getsockname()[1]
@@ -138,8 +137,6 @@ def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
         timeout=timedelta(seconds=30),
         master_listen_fd=listener.detach(),  # by itself it would listen on all addresses of the host
     )
-    if len(several) > 1:
-        return server, f"tcp://{','.join(several)}:{port}"
     return server, f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
 
