@@ -44,6 +44,9 @@ def test_regression_abort_at_exit_of_a_process_whose_pipeline_kept_the_group(
     dist.destroy_process_group()
     let_go_of_defaults()  # as at exit
     assert group() is None
-    with pytest.raises(RuntimeFailure, match="destroy_process_group"):
+    if transport == "host":  # whose ranks share memory: a step needs no group
         pipe.step(torch.ones(4, 3), torch.ones(4, 1))
+    else:
+        with pytest.raises(RuntimeFailure, match="destroy_process_group"):
+            pipe.step(torch.ones(4, 3), torch.ones(4, 1))
     pipe.close()
