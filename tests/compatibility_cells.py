@@ -123,7 +123,6 @@ class Cell:
             self.sharding,
             self.dispatch,
             "host" if not apart or self.transport == "late links" else self.transport,
-            adapts=self.adapt,
             is_late=self.transport == "late links",
             one_process=not apart,
             tied=self.tied_stages,

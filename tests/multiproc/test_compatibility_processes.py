@@ -20,6 +20,9 @@ MENDED = {
     "replicas make updates in orders of their own": Cell(
         "amdp", mesh="pp 2 dp 2", dispatch="dynamic", transport="late links", tied=True
     ),
+    "a rank that waits for two transports is woken by neither": Cell(
+        "mllm", mesh="pp 2 tp 2", dispatch="hinted", transport="gloo", adapt=True, asynchronous="offload"
+    ),
     "updates of four ranks run frozen": Cell("amdp", mesh="pp 4", dispatch="hinted", transport="gloo", tied=True),
 }
 """By the mistake, cells that went wrong."""

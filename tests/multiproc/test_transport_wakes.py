@@ -72,7 +72,6 @@ def woken(rank: int) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.xfail(strict=True, reason="links by two transports lose what happened before the wait")
 def test_what_another_thread_tells_before_a_wait_ends_it() -> None:
     """That an asynchronous op has ended or a decision has come, and that a full channel has room again."""
     outcomes = run_ranks(2, woken)

@@ -31,14 +31,13 @@ FAMILIES = {
     "reduce beside": ps.passes.add_reductions(ps.build("1f1b", 4, 8), asynchronous=True),
 }
 CELLS = [
-    Combination(schedule, dp, tp, sharding, dispatch, transport, adapts=adapts, tied={"a, b": [0, 2]} if tied else {})
-    for schedule, (dp, tp), sharding, dispatch, transport, adapts, tied in product(
+    Combination(schedule, dp, tp, sharding, dispatch, transport, tied={"a, b": [0, 2]} if tied else {})
+    for schedule, (dp, tp), sharding, dispatch, transport, tied in product(
         FAMILIES.values(),
         [(1, 1), (2, 1), (1, 2)],
         ["none", "copies", "zero1", "fsdp"],
         ["frozen", "dynamic"],
         ["host", "direct", "delegate", "nccl"],
-        [False, True],
         [False, True],
     )
 ]
@@ -54,10 +53,9 @@ def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> 
     late = [Combination(FAMILIES["amdp"], 2, is_late=True, one_process=True)]
     used = {refusal_of(cell) for cell in CELLS + late} - {None}
     branching = {row for row in REFUSALS if "branch" in row.other or "several pipelines" in row.other}
-    shared = {row for row in REFUSALS if "where ranks share stages" in row.other}  # a cell of the array has one
-    assert used == set(REFUSALS) - branching - shared, "the library has no schedule for the others"
+    assert used == set(REFUSALS) - branching, "the library has no schedule for the others"
     for cell in CELLS:
-        plain = cell.schedule.updates is None and not cell.adapts and cell.transport != "nccl"
+        plain = cell.schedule.updates is None and cell.transport != "nccl"
         assert not plain or refusal_of(cell) is None
 
 

@@ -37,8 +37,7 @@ class Combination:
     Attributes:
         num_replicas, num_shards: of the mesh (dp, tp). sharding: see `ParallelOptions`.
         dispatch: how ranks pick ops. transport: by its name. device: kind of device that stages lie on.
-        adapts: whether links are measured and anything is changed. is_late: whether links are made late.
-        one_process: whether all ranks of a pipeline are in this process.
+        is_late: whether links are made late. one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending.
     """
 
@@ -49,7 +48,6 @@ class Combination:
     dispatch: str = "frozen"
     transport: str = "host"
     device: str = "cpu"
-    adapts: bool = False
     is_late: bool = False
     one_process: bool = False
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -128,15 +126,6 @@ REFUSALS = (
         "they are made from the optimizer's state, which the copies of a stage in the other pipelines do not have",
         "give sharding=\"none\" (--sharding none), or use rule 'none'",
         lambda c: c.predicts and c.schedule.placement.num_pipelines > 1 and c.sharding != "none",
-    ),
-    Refusal(
-        "`adapt` over tensor-parallel shards",
-        "asynchronous ops, where ranks share stages",
-        "shards that follow a decision and ranks that run a stage together then wait for one another now and then",
-        "leave adapt out, or use a schedule without asynchronous ops",
-        lambda c: (
-            c.adapts and c.num_shards > 1 and bool(c.schedule.asynchronous) and bool(c.schedule.placement.shared)
-        ),
     ),
     Refusal(
         "transport 'nccl'",

@@ -215,7 +215,6 @@ class Pipeline:
             parallel.sharding,
             chosen.value,
             self._choice.name,
-            adapts=adapt is not None,
             is_late=links is not None,
             one_process=not apart,
         )

@@ -184,11 +184,17 @@ class RoutedTransport:
             return self.arrivals() if came is None else came
         if self._left:
             return self._delegates.wait(awaited, who, until)
-        came = self._guarded(lambda: self._base.inbox.poll() or [])
-        if came is None or came:
-            return came or self.arrivals()
+        if (came := self._happened()) is not None:
+            return came
         found = self._delegates.wait(awaited, who, until)
-        return found + (self._guarded(lambda: self._base.inbox.poll() or []) or [])
+        return found + (self._happened() or [])
+
+    def _happened(self) -> list[Edge] | None:
+        """What the base brought since the last look, perhaps nothing: a call of `wake`, room in a channel. None where
+        nothing happened there.
+        """
+        found = self._guarded(lambda: (self._base.inbox.poll(),))
+        return self.arrivals() if found is None else found[0]
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
