@@ -22,6 +22,7 @@ from penstock.planning.bounds import (
     work_bound,
 )
 from penstock.planning.deals import all_deals, quick_bound
+from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.family import Family, family_of, in_turn
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
@@ -344,7 +345,10 @@ def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[s
         return {"span": span_bound(problem)}
     made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound, ramp_bound)
     found = {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
-    return found | {"ramp above work": ramp_bound(problem, found["work"])}
+    return found | {
+        "ramp above work": ramp_bound(problem, found["work"]),
+        "destructive": destructive_bound(problem, found["work"], 4.0 * found["work"]),
+    }
 
 
 GRAPHS = ("towers", "encoder", "skip", "any", "shared", "gather", "sizes", "shared and branched")

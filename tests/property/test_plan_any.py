@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.planning.bounds import ramp_bound, work_bound
+from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.problem import pose
 from penstock.planning.search import time_of
 from strategies import times
@@ -109,3 +110,4 @@ def test_no_order_beats_the_bound(given_: dict[str, Any], random: Any) -> None:
     bound = ramp_bound(problem, work_bound(problem))
     assert bound >= work_bound(problem)
     assert time_of(problem, row) >= bound * (1 - 1e-9)
+    assert time_of(problem, row) >= destructive_bound(problem, bound, 1.1 * bound) * (1 - 1e-9)

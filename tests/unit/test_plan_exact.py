@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, ramps
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
+from penstock.planning.destructive_bound import Destructive, destructive_bound
 from penstock.planning.library_starts import fits
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, greedy, time_of
@@ -68,6 +69,7 @@ def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: floa
     assert jackson_bound(problem) <= work_bound(problem) <= best
     assert ramp_bound(problem) <= best
     assert ramp_bound(problem, work_bound(problem)) <= best
+    assert work_bound(problem) <= destructive_bound(problem, 0.0, 2 * best) * (1 + 1e-6) <= best * (1 + 2e-6)
     search = Search(problem, work_bound(problem))
     greedy(search, ListSpace.of(problem.queues))
     assert search.value >= best
@@ -98,6 +100,39 @@ def test_two_stages_of_a_rank_that_share_its_memory_keep_it_idle_at_both_ends(
     assert (solved.value, solved.proved) == (best, True)
     assert work_bound(problem) == paths_alone
     assert ramp_bound(problem, work_bound(problem)) == pytest.approx(best, rel=1e-6)
+    assert destructive_bound(problem, 0.0, 100.0) == pytest.approx(best, rel=2e-6)
+
+
+def test_what_memory_is_freed_in_halves_is_waited_for_whichever_halves_they_are() -> None:
+    """A third forward waits for two of the I and W before it: bounds saw it wait for one I."""
+    pytest.importorskip("ortools")
+    from exact_solver import Instance, solve
+
+    times = {"F": 4, "I": 2, "W": 5}
+    problem = pose(
+        ps.Costs.uniform(4, f=4, i=2, w=5), one_to_one(4), 4, 6, ps.Links(), [(2.0, 0.5)] * 4, [4.0] * 4, split=True
+    )
+    solved = solve(
+        Instance(((0, 1, 2, 3),), 6, {kind: (t,) * 4 for kind, t in times.items()}, {}, (2,) * 4, (1,) * 4, (4,) * 4)
+    )
+    assert (solved.value, solved.proved) == (100, True)
+    assert ramp_bound(problem, work_bound(problem)) < 90
+    assert destructive_bound(problem, 0.0, 200.0) == pytest.approx(100, rel=2e-6)
+
+
+def test_a_rank_with_too_many_states_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(0, 2, 3, 0.5)
+    known = work_bound(problem)
+    for name in ("_MOST_STATES", "_MOST_STATES_UNCOMPILED"):
+        monkeypatch.setattr(f"penstock.planning.destructive_bound.{name}", 3)
+    assert destructive_bound(problem, known, 1000.0) == known
+
+
+def test_a_bound_by_refutation_that_is_stopped_is_what_was_known() -> None:
+    problem = problem_of(0, 2, 3, 0.5)
+    search = Destructive(problem, 1.0, 1000.0)
+    search.go(np.ones(1, np.int64))
+    assert search.bound == 1.0
 
 
 @pytest.mark.parametrize("unlike", [0.0, 1e-3])

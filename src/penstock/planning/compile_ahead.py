@@ -31,9 +31,10 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
 from penstock.library import build
-from penstock.planning import anneal, forward_backward, longest_paths, ramps, repeat
+from penstock.planning import anneal, forward_backward, longest_paths, ramps, repeat, time_windows
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
+from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.family import Forms
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.problem import pose_graph
@@ -151,6 +152,10 @@ def _ramps(problem: Problem) -> None:
     ramp_bound(problem, 0.0)
 
 
+def _windows(problem: Problem) -> None:
+    destructive_bound(problem, 0.0, 100.0)
+
+
 def _time(problem: Problem) -> None:
     _begun(problem)
     _prove(problem)
@@ -226,6 +231,7 @@ STEPS: dict[ModuleType, Callable[[Problem], object]] = {
     sweep: _time,
     longest_paths: _bounds,
     ramps: _ramps,
+    time_windows: _windows,
     event_loop: _dispatch,
     list_by_rules: _build,
     forward_backward: _justify,

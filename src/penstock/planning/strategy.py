@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
-from penstock.planning import exact, longest_paths
+from penstock.planning import exact, longest_paths, time_windows
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
+from penstock.planning.destructive_bound import Destructive
 from penstock.planning.expected import Samples, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.local_search import walked
@@ -19,6 +21,7 @@ from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
 from penstock.planning.search import Search, greedy, justified
 from penstock.planning.span_objective import Span, span_of
+from penstock.planning.threads import Threads
 
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
@@ -31,6 +34,9 @@ _MOST_OPS_IF_SEVERAL = 500
 
 _BOUND_SHARE = 0.1
 """The most of the time left that the bound which counts a rank's own work may take."""
+
+_REFUTED_SHARE = 0.1
+"""The share of the time left that the bound by refutation takes at most."""
 
 _UNCOMPILED_SPEED = 1e-3
 """How fast bounds are that are not compiled, beside compiled ones."""
@@ -85,6 +91,7 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             search.improve_bound(known)
             if not search.closed:
                 search.improve_bound(ramp_bound(search.bounded, known))
+        _refute(search, _REFUTED_SHARE * search.left)
         if not search.closed and hosts_several(search.problem):
             named(search)
         if not search.closed and hosts_several(search.problem):
@@ -98,6 +105,20 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             exact.solve(search, search.until)
         walked(search, search.until)
         justified(search, search.until)
+
+
+def _refute(search: Search, seconds: float) -> None:
+    """Raises the bound by refuting times between it and the best order so far.
+
+    Not that of a span, which ranks can make shorter by beginning with another microbatch, that comes later: what is
+    refuted here is every order in which microbatches come to all ranks in turn.
+    """
+    if search.span is not None or search.closed or seconds <= 0:
+        return
+    bound = Destructive(search.problem, search.lower_bound, search.value, search.stop_at_gap)
+    with Threads(1, is_compiled(time_windows)) as threads:
+        threads.run([partial(bound.go, threads.stop)], seconds)
+    search.improve_bound(bound.bound)
 
 
 def _samples(problem: Problem, goal: Expected) -> Samples:
