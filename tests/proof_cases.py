@@ -234,7 +234,7 @@ class Verdict:
         wrong: what does not hold, in words; empty where all does.
     """
 
-    case: Case
+    case: Case | GraphCase
     solved: Solved
     value: float | None = None
     lower_bound: float | None = None
@@ -533,20 +533,22 @@ def _tasks(
     return tasks, place
 
 
-def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0) -> tuple[Solved, list[str]]:
+def judge_graph(case: GraphCase, time_limit: float = 0.3, seconds: float = 60.0) -> Verdict:
     """Plans a problem of a graph, solves it, and compares; what does not hold, in words."""
     solved = solve_tasks(case.tasks, case.cap, seconds)
+    verdict = Verdict(case, solved)
     try:
         plan = ps.plan(**case.arguments, time_limit=time_limit)
     except ps.ScheduleError as error:
-        return solved, [f"ps.plan: {error}"]
-    wrong = []
-    value, bound = plan.value, plan.lower_bound
+        verdict.wrong.append(f"ps.plan: {error}")
+        return verdict
+    verdict.value, verdict.lower_bound = value, bound = plan.value, plan.lower_bound
+    verdict.proved = plan.gap <= CLAIMED
     ps.check(plan.schedule)
     if solved.value is not None and bound > solved.value * (1 + ROUNDING):
-        wrong.append(f"the plan's bound {bound:g} is above the achieved {solved.value}")
+        verdict.wrong.append(f"the plan's bound {bound:g} is above the achieved {solved.value}")
     if value < solved.bound * (1 - ROUNDING):
-        wrong.append(f"the plan's value {value:g} is below the solver's bound {solved.bound}")
-    if plan.gap <= CLAIMED and solved.proved and solved.value is not None and value > solved.value * (1 + CLAIMED):
-        wrong.append(f"the plan's {value:g} is called proved, but {solved.value} is achieved")
-    return solved, wrong
+        verdict.wrong.append(f"the plan's value {value:g} is below the solver's bound {solved.bound}")
+    if verdict.proved and solved.proved and solved.value is not None and value > solved.value * (1 + CLAIMED):
+        verdict.wrong.append(f"the plan's {value:g} is called proved, but {solved.value} is achieved")
+    return verdict

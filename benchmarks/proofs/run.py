@@ -1,8 +1,10 @@
 """Small planning problems, each beside an exact solver that shares no code with the planner.
 
     python benchmarks/proofs/run.py --cases 2000 --out benchmarks/proofs/proofs.json
+    python benchmarks/proofs/run.py --out benchmarks/proofs/proofs.json --seconds 200   those that begin by then
     python benchmarks/proofs/run.py --case 17                     one case, with all its numbers
 
+Each case is a line of the file beside --out that ends in .jsonl, so the same command goes on where it was ended.
 Exits with 1 where a bound is above a schedule, a schedule below a bound, or a proved value is not the optimum.
 """
 
@@ -10,11 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
+import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from pprint import pprint
@@ -25,86 +33,142 @@ import ortools
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from penstock.bench.machine import machine
-from proof_cases import GRAPHS, OFFLOADED, Verdict, draw, draw_free, draw_graph, judge, judge_graph
+from proof_cases import GRAPHS, OFFLOADED, Case, GraphCase, draw, draw_free, draw_graph, judge, judge_graph
 
 
-def _judged(given: tuple[int, float, float, bool, bool]) -> Verdict:
-    seed, time_limit, seconds, free, offload = given
-    family = OFFLOADED[seed % len(OFFLOADED)] if offload else None
-    return judge(draw_free(seed, family) if free or offload else draw(seed), time_limit, seconds)
+@dataclass(frozen=True)
+class Settings:
+    """What a run judges, and how long each case has."""
+
+    kind: str
+    time: float
+    seconds: float
+    commit: str
 
 
-def _judged_graph(given: tuple[int, float, float]) -> tuple[int, str, bool, list[str]]:
-    seed, time_limit, seconds = given
-    case = draw_graph(seed, GRAPHS[seed % len(GRAPHS)])
-    solved, wrong = judge_graph(case, time_limit, seconds)
-    return seed, case.family, solved.proved, wrong
+def _case_of(kind: str, seed: int) -> Case | GraphCase:
+    if kind == "graphs":
+        return draw_graph(seed, GRAPHS[seed % len(GRAPHS)])
+    if kind == "plain":
+        return draw(seed)
+    return draw_free(seed, OFFLOADED[seed % len(OFFLOADED)] if kind == "offload" else None)
 
 
-def graphs(arguments: argparse.Namespace) -> int:
-    """Cases of stages in a graph; what is written says how many of each family are wrong, and which."""
-    given = [
-        (seed, arguments.time, arguments.solver_seconds)
-        for seed in range(arguments.first, arguments.first + arguments.cases)
-    ]
-    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
-        found = list(pool.map(_judged_graph, given))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    told = {
-        "commit": commit,
-        "first": arguments.first,
-        "planner_seconds": arguments.time,
-        "solver_seconds": arguments.solver_seconds,
-        "machine": machine() | {"ortools": ortools.__version__},
-        "cases": len(found),
-        "optimum_known": sum(proved for _, _, proved, _ in found),
-        "wrong": sum(bool(wrong) for *_, wrong in found),
-        "family": dict(sorted(Counter(family for _, family, _, _ in found).items())),
-        "wrong_cases": [{"case": seed, "wrong": wrong} for seed, _, _, wrong in found if wrong],
-    }
-    print(json.dumps(told))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(told, indent=1) + "\n")
-    return 1 if told["wrong"] else 0
-
-
-def counts(verdicts: list[Verdict]) -> dict[str, Any]:
-    """How many cases, what became of them, and how far plans are above the optimum where it is known."""
-    known = [v for v in verdicts if v.solved.proved and v.value is not None and v.solved.value]
-    above = [v.value / v.solved.value - 1 for v in known if v.value is not None and v.solved.value]
+def _judged(given: tuple[int, Settings]) -> dict[str, Any]:
+    """The line of a case."""
+    seed, asked = given
+    case, load = _case_of(asked.kind, seed), os.getloadavg()[0]
+    if isinstance(case, GraphCase):
+        found = judge_graph(case, asked.time, asked.seconds)
+    else:
+        found = judge(case, asked.time, asked.seconds)
+    solved = found.solved
     return {
-        "cases": len(verdicts),
+        "case": seed,
+        "value": found.value and round(found.value, 6),
+        "bound": found.lower_bound and round(found.lower_bound, 6),
+        "proved": found.proved,
+        "solved": [solved.value, solved.bound, solved.proved],
+        "wrong": found.wrong,
+        "commit": asked.commit,
+        "load": round(load, 1),
+    }
+
+
+def _groups(kind: str, seed: int) -> dict[str, str]:
+    """The groups that a case is counted in."""
+    case = _case_of(kind, seed)
+    if isinstance(case, GraphCase):
+        return {"family": case.family}
+    return {
+        "family": case.family,
+        "objective": case.instance.objective,
+        "limit": case.limit,
+        "backward": "split" if case.split else "whole",
+    }
+
+
+def counts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many cases, what became of them, and how far plans are above the optimum where it is known."""
+    known = [row for row in rows if row["solved"][2]]
+    above = [row["value"] / row["solved"][0] - 1 for row in known if row["value"] is not None and row["solved"][0]]
+    return {
+        "cases": len(rows),
         "optimum_known": len(known),
-        "unsolved": sum(not v.solved.proved for v in verdicts),
-        "planner_proved": sum(v.proved for v in verdicts),
-        "wrong": sum(bool(v.wrong) for v in verdicts),
+        "unsolved": len(rows) - len(known),
+        "planner_proved": sum(row["proved"] for row in rows),
+        "wrong": sum(bool(row["wrong"]) for row in rows),
         "mean_above_optimum": round(statistics.fmean(above), 5) + 0.0 if above else None,
         "most_above_optimum": round(max(above), 5) + 0.0 if above else None,
     }
 
 
-def summary(verdicts: list[Verdict], arguments: argparse.Namespace) -> dict[str, Any]:
-    groups = {
-        name: {key: counts([v for v in verdicts if of(v) == key]) for key in sorted(Counter(of(v) for v in verdicts))}
-        for name, of in (
-            ("family", lambda v: v.case.family),
-            ("objective", lambda v: v.case.instance.objective),
-            ("limit", lambda v: v.case.limit),
-            ("backward", lambda v: "split" if v.case.split else "whole"),
-        )
-    }
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+def summary(rows: Sequence[dict[str, Any]], asked: Settings) -> dict[str, Any]:
+    """Counts of all cases and by group, from the lines."""
+    by: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        for name, key in _groups(asked.kind, row["case"]).items():
+            by.setdefault(name, {}).setdefault(key, []).append(row)
+    loads = [row["load"] for row in rows]
     return {
-        "commit": commit,
-        "first": arguments.first,
-        "planner_seconds": arguments.time,
-        "solver_seconds": arguments.solver_seconds,
+        "commits": dict(Counter(row["commit"] for row in rows)),
+        "first": min((row["case"] for row in rows), default=None),
+        "planner_seconds": asked.time,
+        "solver_seconds": asked.seconds,
         "machine": machine() | {"ortools": ortools.__version__},
-        "all": counts(verdicts),
-        **groups,
-        "unsolved_cases": [v.case.seed for v in verdicts if not v.solved.proved],
-        "wrong_cases": [{"case": v.case.seed, "wrong": v.wrong} for v in verdicts if v.wrong],
+        "load": [min(loads), statistics.median(loads), max(loads)] if loads else None,
+        "all": counts(rows),
+        **{name: {key: counts(of) for key, of in sorted(groups.items())} for name, groups in by.items()},
+        "unsolved_cases": [row["case"] for row in rows if not row["solved"][2]],
+        "wrong_cases": [{"case": row["case"], "wrong": row["wrong"]} for row in rows if row["wrong"]],
     }
+
+
+def kept(lines: Path, asked: Settings) -> list[dict[str, Any]]:
+    """The cases that earlier runs with the same settings wrote. The first line of a file holds its settings."""
+    if not lines.exists():
+        lines.write_text(json.dumps(_first_line(asked)) + "\n")
+        return []
+    first, *rows = (json.loads(line) for line in lines.read_text().splitlines())
+    if first != _first_line(asked):
+        raise SystemExit(f"{lines} has cases of {first}; give another --out, or its settings")
+    return rows
+
+
+def _first_line(asked: Settings) -> dict[str, Any]:
+    return {"kind": asked.kind, "planner_seconds": asked.time, "solver_seconds": asked.seconds}
+
+
+def run(given: Iterable[int], asked: Settings, num_workers: int, out: Path | None, until: float) -> int:
+    """Judges cases, those that are in the lines of `out` already excepted; a summary of all is written at the end.
+
+    Args:
+        until: seconds after which no other case begins.
+    """
+    lines = out.with_suffix(".jsonl") if out is not None else None
+    rows = kept(lines, asked) if lines is not None else []
+    done = {row["case"] for row in rows}
+    left = iter([(seed, asked) for seed in given if seed not in done])
+    began = time.perf_counter()
+    with ProcessPoolExecutor(num_workers, get_context("spawn")) as pool:
+        running = {pool.submit(_judged, one) for one in islice(left, num_workers)}
+        while running:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in ended:
+                rows.append(one.result())
+                for wrong in rows[-1]["wrong"]:
+                    print(f"case {rows[-1]['case']}: {wrong}", flush=True)
+                if lines is not None:
+                    with lines.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
+            if time.perf_counter() - began < until:
+                running |= {pool.submit(_judged, one) for one in islice(left, len(ended))}
+    rows.sort(key=lambda row: int(row["case"]))
+    found = summary(rows, asked)
+    print(json.dumps(found["all"]))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong_cases"] else 0
 
 
 def main() -> int:
@@ -115,36 +179,25 @@ def main() -> int:
     parser.add_argument("--time", type=float, default=0.3, help="seconds for the planner")
     parser.add_argument("--solver-seconds", type=float, default=60.0)
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--free", action="store_true", help="cases in which more than the order is free")
-    parser.add_argument("--graphs", action="store_true", help="cases of stages that branch, and of shared stages")
-    parser.add_argument("--offload", action="store_true", help="cases in which activations may go to host memory")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than that")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, of in (
+        ("free", "cases in which more than the order is free"),
+        ("graphs", "cases of stages that branch, and of shared stages"),
+        ("offload", "cases in which activations may go to host memory"),
+    ):
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=of)
+    parser.add_argument("--out", type=Path, help="the summary; the lines of cases go beside it, to .jsonl")
     arguments = parser.parse_args()
-    if arguments.graphs:
-        return graphs(arguments)
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    asked = Settings(arguments.kind, arguments.time, arguments.solver_seconds, said.strip())
     if arguments.case is not None:
-        verdict = _judged(
-            (arguments.case, arguments.time, arguments.solver_seconds, arguments.free, arguments.offload)
-        )
-        pprint(verdict)
-        return 1 if verdict.wrong else 0
-    verdicts: list[Verdict] = []
-    given = [
-        (seed, arguments.time, arguments.solver_seconds, arguments.free, arguments.offload)
-        for seed in range(arguments.first, arguments.first + arguments.cases)
-    ]
-    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
-        for verdict in pool.map(_judged, given):
-            verdicts.append(verdict)
-            for wrong in verdict.wrong:
-                print(f"case {verdict.case.seed}: {wrong}", flush=True)
-            if arguments.out is not None and len(verdicts) % 100 == 0:
-                arguments.out.write_text(json.dumps(summary(verdicts, arguments), indent=1) + "\n")
-    found = summary(verdicts, arguments)
-    print(json.dumps(found["all"]))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if found["wrong_cases"] else 0
+        pprint(_case_of(asked.kind, arguments.case))
+        row = _judged((arguments.case, asked))
+        pprint(row)
+        return 1 if row["wrong"] else 0
+    given = range(arguments.first, arguments.first + arguments.cases)
+    return run(given, asked, arguments.workers, arguments.out, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ def test_bounds_and_plans_beside_the_exact_solver(family: int) -> None:
     from proof_cases import GRAPHS, draw_graph, judge_graph
 
     for seed in (1000, 1001, 1002):
-        solved, wrong = judge_graph(draw_graph(seed, GRAPHS[family]), 0.05, 10.0)
-        assert not wrong, (seed, GRAPHS[family])
-        assert solved.value is not None
+        verdict = judge_graph(draw_graph(seed, GRAPHS[family]), 0.05, 10.0)
+        assert not verdict.wrong, (seed, GRAPHS[family])
+        assert verdict.solved.value is not None
 
 
 @pytest.mark.parametrize("name", branches_runs.GRAPHS)
