@@ -4,6 +4,7 @@
     python benchmarks/plan/before.py BEFORE free      posing, bound and first schedule; plans within a second
     python benchmarks/plan/before.py BEFORE tight     gaps within ten seconds under a tight cap, 8 x 32
     python benchmarks/plan/before.py BEFORE space     the whole space of programs
+    python benchmarks/plan/before.py BEFORE space 1   only the next run, of this checkout or that one
     python benchmarks/plan/before.py --table          the tables of the READMEs, from the results
 
 BEFORE is the path of a checkout of the commit to compare with, whose numba code lies in its own folders. Each call
@@ -51,12 +52,14 @@ def ran(checkout: Path, part: str) -> dict[str, Any]:
         return {"part": part, "commit": said, "load": load, "result": json.loads(out.read_text())}
 
 
-def measure(before: Path, part: str) -> None:
+def measure(before: Path, part: str, most: int | None = None) -> None:
+    """Runs the order of a part, or at most so many of its runs, and goes on where it was left."""
     known = json.loads(results(part).read_text()) if results(part).exists() else []
     order = ORDER_OF.get(part, ORDER)
-    if part in ORDER_OF and len([row for row in known if row["part"] == part]) // 2 % 2:
+    rounds, done = divmod(len([row for row in known if row["part"] == part]), len(order))
+    if part in ORDER_OF and rounds % 2:
         order = order[::-1]
-    for which in order:
+    for which in order[done:][:most]:
         known.append({"which": which, **ran(before if which == "before" else NOW, part)})
         results(part).write_text(json.dumps(known) + "\n")
         print(which, *(f"{name} {value:.4g}" for name, value in numbers(known[-1]).items()), flush=True)
@@ -107,4 +110,4 @@ if __name__ == "__main__":
         for each in (results("speed"), results("space")):
             print(each.parent.name, table(json.loads(each.read_text())) if each.exists() else "", sep="\n")
     else:
-        measure(Path(sys.argv[1]).resolve(), sys.argv[2])
+        measure(Path(sys.argv[1]).resolve(), sys.argv[2], *map(int, sys.argv[3:]))
