@@ -1,9 +1,11 @@
 """The best schedule of a small problem by CP-SAT over one interval per op. It shares no code with penstock.
 
-Plain numbers go in, and an instance says all that is assumed. Where forms are given no order within a stage is
-assumed: which microbatch runs when is free, but that microbatches of one pipeline are alike and may be numbered by
-their first forward. Where they are free, each stage of a pipeline runs its F, its R, its backwards (I or B), and what
-adds to its weights' gradients (W or B) in the order of microbatches each, as schedules must.
+Plain numbers go in, and an instance says all that is assumed. Where forms are given and the makespan counts no order
+within a stage is assumed: which microbatch runs when is free, but that microbatches of one pipeline are alike and may
+be numbered by their first forward. Where forms are free, or the span counts, each stage of a pipeline runs its F, its
+R, its backwards (I or B), and what adds to its weights' gradients (W or B) in the order of microbatches each, as
+schedules must that declare no other. (The least makespan is the same either way. A span may be shorter where a rank
+begins with a microbatch that comes late, since its time counts from there on.)
 
     rule        constraint
     rank        its ops do not overlap; nor do its offloads and reloads, which run beside its ops
@@ -140,7 +142,7 @@ def solve(instance: Instance, seconds: float = 60.0, num_workers: int = 1) -> So
     for op in ops:
         for before, lag in needs[op]:
             model.add(start[op] >= end[before] + lag)
-    if instance.free:
+    if instance.free or instance.objective == "span":
         _in_order(model, instance, kinds, pipeline, start, end, whole)
     else:
         last: dict[int, int] = {}
