@@ -39,7 +39,7 @@ def groups() -> list[Any]:
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_groups() -> Iterator[tuple[list[Any], list[Any]]]:
     """A group for each rank, and the next, on which ops are done again."""
     found = groups(), groups()
@@ -80,15 +80,7 @@ def wait(works: Sequence[Any]) -> None:
             work.wait(LONG)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="gloo's own ignores the limit"))
-        if kind == "reduce-scatter"
-        else kind
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_wait_for_an_op_that_others_have_not_begun_ends_at_its_limit(
     kind: str, two_groups: tuple[list[Any], list[Any]]
 ) -> None:
@@ -102,15 +94,7 @@ def test_a_wait_for_an_op_that_others_have_not_begun_ends_at_its_limit(
 
 
 @pytest.mark.parametrize("done", [{0}, {0, 2}, {2}])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="what a rank has is begun anew there too"))
-        if kind in ("broadcast", "all-gather", "reduce-scatter")
-        else kind
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_has_its_result_keeps_it_where_others_need_the_op_once_more(
     kind: str, done: set[int], two_groups: tuple[list[Any], list[Any]]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import AllReduce, Reduce
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
@@ -300,3 +300,14 @@ def test_a_sum_that_is_done_everywhere_is_not_asked_for_again_though_one_rank_kn
     service.group.start(late).wait(timedelta(seconds=1))
     assert service.next.asked == ["from 1"]
     assert late.tensor.tolist() == [5.0]
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_sum_that_another_rank_has_forgotten_is_not_done_again_with_what_that_one_does_next() -> None:
+    service = Changing({"done": [1], "before": 1})
+    service.group.adopt(0, Settled(fails=True), {})
+    with pytest.raises(
+        RuntimeFailure, match=r"process 0 is not done with op 0 \(AllReduce\) .* process 1 has forgotten"
+    ):
+        service.group.start(AllReduce(lambda: torch.ones(1))).wait(timedelta(seconds=1))
+    assert service.next.asked == []

@@ -5,12 +5,18 @@
     one.tensor                                              the sum
 
 An op keeps what it was given until it is done on every rank. Where it must be done again, it begins with a buffer of
-its own, for the op that failed may still write into the one before.
+its own, for the op that failed may still write into the one before. A rank on which it was done takes part for the
+others' sake: what it has, and may be reading just now, stays as it is.
+
+Every wait must end after the limit that it is given: in between, a rank that waits for an op of a group that broke
+learns of the next group. Not all of torch's do: gloo's `reduce_scatter` gives something to wait for that ignores it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +34,7 @@ class Collective(Protocol):
     is_meeting: bool
 
     def start(self, group: Any) -> Any:
-        """Begins it; returns what to wait for."""
+        """Begins it; returns what to wait for, for no longer than is said."""
 
     def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         """Begins it on another group of `num_ranks` ranks; None where nobody needs that.
@@ -112,9 +118,12 @@ class Broadcast:
     def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         if len(done) == num_ranks:
             return None
-        if group.rank() != self._root:
+        mine = group.rank()
+        if mine not in done and mine != self._root:
             self.tensor = torch.empty_like(self.tensor)
-        return self.start(group)
+        own = mine == self._root or mine not in done
+        given = self.tensor if own else torch.empty_like(self.tensor)
+        return dist.broadcast(given, group=group, group_src=self._root, async_op=True)
 
 
 class AllGather:
@@ -136,8 +145,10 @@ class AllGather:
     def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         if len(done) == num_ranks:
             return None
-        self.parts = [torch.empty_like(part) for part in self.parts]
-        return self.start(group)
+        parts = [torch.empty_like(part) for part in self.parts]
+        if group.rank() not in done:
+            self.parts = parts
+        return dist.all_gather(parts, self._mine, group=group, async_op=True)
 
 
 class ReduceScatter:
@@ -154,10 +165,33 @@ class ReduceScatter:
         self._rows, self.tensor = list(rows), tensor
 
     def start(self, group: Any) -> Any:
-        return dist.reduce_scatter(self.tensor, self._rows, group=group, async_op=True)
+        return self._begin(group, self.tensor)
 
     def again(self, group: Any, done: Collection[int], num_ranks: int) -> Any | None:
         if len(done) == num_ranks:
             return None
-        self.tensor = torch.empty_like(self.tensor)
-        return self.start(group)
+        part = torch.empty_like(self.tensor)
+        if group.rank() not in done:
+            self.tensor = part
+        return self._begin(group, part)
+
+    def _begin(self, group: Any, part: Tensor) -> Any:
+        if part.device.type != "cpu":
+            return dist.reduce_scatter(part, self._rows, group=group, async_op=True)
+        rows = [row.clone() for row in self._rows]  # a sum towards another rank leaves them as it likes
+        works = [dist.reduce(row, group=group, group_dst=r, async_op=True) for r, row in enumerate(rows)]
+        return _PartWork(works, rows[group.rank()], part)
+
+
+class _PartWork:
+    """The sums of all parts, each towards the rank that gets it: bitwise gloo's own `reduce_scatter`, which can't be
+    waited for with a limit."""
+
+    def __init__(self, works: Sequence[Any], found: Tensor, part: Tensor) -> None:
+        self._works, self._found, self._part = works, found, part
+
+    def wait(self, limit: timedelta) -> None:
+        end = time.monotonic() + limit.total_seconds()
+        for work in self._works:
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        self._part.copy_(self._found)

@@ -129,8 +129,9 @@ class Heartbeats:
             return set(self._gone)
 
     def say(self, number: int) -> None:
-        """Says a larger number with every beat from now on, and at once."""
-        self.number = max(self.number, number)
+        """Says a larger number with every beat from now on, and at once; several threads may at the same time."""
+        with self._lock:
+            self.number = max(self.number, number)
         self._wake()
 
     def close(self) -> None:
@@ -215,7 +216,8 @@ class Heartbeats:
             call.out = bytearray()
             self._write(call, _line({"hello": self._key, "from": self._me}) + b"".join(told))
             self._changed()
-        elif mask & selectors.EVENT_READ:
+            return
+        if mask & selectors.EVENT_READ:
             try:
                 ended = call.made.recv(1) == b""  # nothing is ever said this way
             except BlockingIOError:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import Collective
 from penstock.runtime.mesh.failure import is_late, is_of_a_group
 
@@ -233,6 +234,18 @@ class RetriedGroup:
 
     # The service's thread.
 
+    def _require_kept(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """An op that is not done here is kept by all: another rank, which begins others, would take it for those."""
+        for rank, said in states.items():
+            for place, one in self._begun.items():
+                if place < said["before"] and not one.done:
+                    raise RuntimeFailure(
+                        f"process {self.members[self.rank]} is not done with op {place} "
+                        f"({type(one.op).__name__}) of processes {', '.join(map(str, self.members))}, and process "
+                        f"{self.members[rank]} has forgotten it as done by all: they wait for their ops in different "
+                        f"orders, so nothing can be done again; start again from the newest checkpoint"
+                    )
+
     def freeze(self) -> dict[str, Any]:
         """Nothing begins or gets done any more; returns what is done here."""
         with self._changed:
@@ -248,8 +261,12 @@ class RetriedGroup:
 
         Args:
             states: of each rank, what `freeze` said there.
+
+        Raises:
+            RuntimeFailure: another rank has forgotten what is not done here.
         """
         with self._changed:
+            self._require_kept(states)
             self.group, self.number = group, number
             self._taken = {rank: said["received"].get(str(self.rank), 0) for rank, said in states.items()}
             for place in sorted(self._begun):
