@@ -20,6 +20,7 @@ from torch.nn import Parameter
 import penstock as ps
 import tie_runs
 from packed import packed
+from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Op
 
 MSE = nn.MSELoss()
@@ -122,9 +123,9 @@ class VersionsLoop:
         return newest
 
     def put(self, k: int, s: int, versions: Mapping[str, int]) -> None:
-        for name, whole, owned in self.names(s):
+        for name, full, owned in self.names(s):
             parameter = self.copies[k][s].get_parameter(name)
-            value = self.versions[owned][versions[whole]]
+            value = self.versions[owned][versions[full]]
             if self.rule == "none":
                 parameter.data.copy_(value)
             else:
@@ -135,7 +136,7 @@ class VersionsLoop:
         for owner in range(s):
             self.seen[k, s, owner] = max(self.seen[k, s, owner], self.held["made", owner, m])
         self.held["made", s, m] = self.made[k, s]
-        versions = {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
+        versions = {full: self.read(k, s, int(owned.split(".")[0]), m) for _, full, owned in self.names(s)}
         self.held["versions", s, m] = versions
         self.put(k, s, versions)
         x = self.inputs[m] if s == 0 else self.held["sent", s - 1, m].detach().requires_grad_()
@@ -162,7 +163,7 @@ class VersionsLoop:
         if self.rule != "none":
             found: dict[str, int] = self.held["versions", s, m]
             return found
-        return {whole: self.read(k, s, int(owned.split(".")[0]), m) for _, whole, owned in self.names(s)}
+        return {full: self.read(k, s, int(owned.split(".")[0]), m) for _, full, owned in self.names(s)}
 
     def B(self, op: Op, k: int) -> None:
         _, s, m = op
@@ -171,7 +172,7 @@ class VersionsLoop:
         module.zero_grad()
         torch.autograd.backward(self.held["y", s, m], self.held.get(("g", s + 1, m)))
         self.held["g", s, m] = x.grad
-        for name, whole, owned in self.names(s):
+        for name, full, owned in self.names(s):
             gradient = module.get_parameter(name).grad
             assert gradient is not None
             if (came := self.held.pop(("sum", owned, m), None)) is not None:
@@ -179,7 +180,7 @@ class VersionsLoop:
                 gradient = (
                     came + gradient if self.autocast is None else (came.bfloat16() + gradient.bfloat16()).float()
                 )
-            if whole != owned:
+            if full != owned:
                 self.held["sum", owned, m] = gradient
                 continue
             key = k, owned, m // self.window
@@ -198,7 +199,7 @@ class VersionsLoop:
         self.made[k, s] += 1
         if k:
             return
-        own = [owned for _, whole, owned in self.names(s) if whole == owned]
+        own = [owned for _, full, owned in self.names(s) if full == owned]
         for name in own:
             sums = []
             for gradients in self.all_gradients:
@@ -251,8 +252,9 @@ def unlike_the_loop(
         if (counted := pipe.mismatch()) != ps.schedule.count_mismatch(schedule):
             found.append(f"step {number}: mismatch {counted}")
         for name, parameter in pipe.named_parameters():
-            if not torch.equal(parameter, loop.versions[name][-1]):
-                far = float((parameter - loop.versions[name][-1]).abs().max())
+            value = whole(parameter.detach())
+            if not torch.equal(value, loop.versions[name][-1]):
+                far = float((value - loop.versions[name][-1]).abs().max())
                 found.append(f"step {number}: {name} is off by {far}")
     x, y = batches(num, 1)[0]
     for layer in model:
