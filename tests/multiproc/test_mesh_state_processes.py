@@ -120,7 +120,6 @@ def refused(rank: int) -> list[str]:
         {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "rows"))},
         {"mesh": init_device_mesh("cpu", (2, 2))},
         {"mesh": flat, "sharding": "zero3"},
-        {"mesh": flat, "schedule": ps.build("pipedream-2bw", 2, 4, window=2), "sharding": "fsdp"},
         {"mesh": flat, "schedule": ps.build("1f1b", 4, 4)},
         {"mesh": flat, "sharding": "zero1" if rank == 1 else "none"},
     ]
@@ -144,7 +143,6 @@ def test_what_a_mesh_cannot_run_is_told() -> None:
         "a dimension 'rows'; the names are pp, dp and tp",
         "2 dimensions, named nothing",
         "no sharding 'zero3'; choose none, copies, zero1 or fsdp",
-        "after each, all replicas would have to gather what it stepped",
         "the schedule is for 4 ranks and the process group has 2",
         "rank 1 was given another sharding than rank 0",
     ]

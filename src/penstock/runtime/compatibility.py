@@ -86,13 +86,6 @@ UPDATES, PREDICTIONS = "updates as ops of the schedule", "weights that a rule pr
 REFUSALS = (
     Refusal(
         UPDATES,
-        'sharding="fsdp" over replicas',
-        "after each, all replicas would have to gather what it stepped, as the next op reads it",
-        'use sharding="zero1", which shares out the optimizer\'s state alone',
-        lambda c: c.has_updates and c.num_replicas > 1 and c.sharding == "fsdp",
-    ),
-    Refusal(
-        UPDATES,
         "links made late, with replicas whose ranks share a process",
         "late links change when these ranks take turns, and so in which order updates come, which all replicas have "
         "to make alike",
@@ -115,10 +108,10 @@ REFUSALS = (
     ),
     Refusal(
         PREDICTIONS,
-        'sharding="zero1" over replicas',
+        'sharding="zero1" or "fsdp" over replicas',
         "they are made from the optimizer's state, of which each replica has a part",
         "use sharding=\"copies\", or rule 'none' or 'pipedream', which predict nothing",
-        lambda c: c.predicts and c.num_replicas > 1 and c.sharding == "zero1",
+        lambda c: c.predicts and c.num_replicas > 1 and c.sharding in ("zero1", "fsdp"),
     ),
     Refusal(
         PREDICTIONS,

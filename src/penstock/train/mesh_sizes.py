@@ -21,11 +21,6 @@ def check_mesh(settings: Settings) -> None:
         )
     if settings.is_flat:
         return
-    if settings.is_asynchronous and settings.sharding == "fsdp":
-        raise SettingsError(
-            f"{settings.schedule} has its updates among the other ops, after each of which all replicas would have "
-            "to gather what it stepped; give --sharding zero1, which shares out the optimizer's state alone"
-        )
     if settings.in_process:
         _check_in_process(settings)
 

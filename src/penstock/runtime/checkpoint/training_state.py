@@ -397,10 +397,14 @@ class Staged:
                 target.copy_(value)
         if self._optimizer is not None:
             self._optimizer()
-        self._model.share_values()
-        self._model.zero_grad()
-        if self._updating is not None:
-            self._updating()
+        if self._updating is None:
+            self._model.share_values()
+            self._model.zero_grad()
+        else:
+            with self._model.as_whole():  # versions are of whole parameters
+                self._model.share_values()
+                self._model.zero_grad()
+                self._updating()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for extra, value in self._extras:  # last, as torch does it

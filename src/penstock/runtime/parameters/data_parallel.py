@@ -37,11 +37,12 @@ from penstock.runtime.parameters.buckets import (
     cut_into_buckets,
     wait_for,
 )
-from penstock.runtime.parameters.fsdp import ShardedParameters
+from penstock.runtime.parameters.fsdp import ShardedParameter, ShardedParameters
 from penstock.runtime.parameters.late_rings import LateRing, sleep_until
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.versions.gradients import Gradients
 from penstock.runtime.stage.registered_ops import OpFunction
-from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.schedule import Schedule
 
 
@@ -115,7 +116,7 @@ class Replicas:
         return self._owner.get(id(parameter))
 
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Of some parameters those that this replica steps."""
+        """Of some parameters those that this replica steps; where it steps parts of them, these."""
         return [p for p in parameters if self._owner_of(p) in (None, self._peers.here[0])]
 
     def answers_for(self, parameter: Tensor) -> bool:
@@ -197,6 +198,10 @@ class Replicas:
         """What an update steps in place of a parameter has that one's owner."""
         if (owner := self._owner_of(parameter)) is not None:
             self._owner[id(master)] = owner
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        """At an update that is an op: what the optimizer may step in their place, and the gradients of that."""
+        return masters, gradients
 
     def share_stepped(self, masters: Sequence[Parameter]) -> None:
         """After an update that is an op: every owner gives the others the new values."""
@@ -310,6 +315,8 @@ def replicas_of(
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     if not isinstance(mesh.replicas, GroupPeers):
         return NoReplicas()
+    if schedule.updates is not None and model.sharded is not None:
+        return UpdatingParts(model, model.sharded, mesh.replicas, timeout)
     if schedule.updates is not None:
         return UpdatingReplicas(model, mesh.replicas, (), mesh.sharding == "zero1", timeout)
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
@@ -358,6 +365,7 @@ class ShardedReplicas(Replicas):
         self._sharded.unshard()
 
     def reshard(self) -> None:
+        self._sharded.drop_gradients()
         self._sharded.reshard()
 
 
@@ -371,6 +379,43 @@ class UpdatingReplicas(Replicas):
 
     def finish(self) -> None:
         """All sums were made by updates."""
+
+
+class UpdatingParts(UpdatingReplicas):
+    """The same, of which each keeps a part of every parameter: an update steps the parts, and gathers the whole."""
+
+    def __init__(self, model: LocalModel, sharded: ShardedParameters, peers: GroupPeers, timeout: float) -> None:
+        super().__init__(model, peers, (), False, timeout)
+        self._sharded = sharded
+        self._stepped: dict[int, ShardedParameter] = {}
+
+    def answer_alike(self, master: Parameter, parameter: Parameter) -> None:
+        if (one := self._sharded.of_whole.get(id(parameter))) is not None:
+            self._stepped[id(master)] = one
+
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        found = ((p, self._stepped.get(id(p))) for p in parameters)
+        return [p if one is None else one.part for p, one in found]
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        known = [self._stepped.get(id(master)) for master in masters]
+        rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
+        return self.owned(masters), rows
+
+    def share_stepped(self, masters: Sequence[Parameter]) -> None:
+        mine = [master for master in masters if id(master) in self._stepped]
+        for bucket in cut_into_buckets(mine, lambda _: None):
+            self._sharded.gather([self._stepped[id(master)] for master in bucket], [memory(m) for m in bucket])
+
+    def share_all(self) -> None:
+        """They started alike, before each kept its part."""
+
+    def unshard(self) -> None:
+        self._sharded.unshard()
+
+    def reshard(self) -> None:
+        self._sharded.keep()
+        self._sharded.reshard()
 
 
 class NoReplicas:
@@ -405,5 +450,8 @@ class NoReplicas:
         return list(gradients)
 
     def answer_alike(self, master: Parameter, parameter: Parameter) -> None: ...
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        return masters, gradients
 
     def share_stepped(self, masters: Sequence[Parameter]) -> None: ...

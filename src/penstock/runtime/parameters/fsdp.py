@@ -6,6 +6,10 @@
     REDUCE             adds a stage's gradients up over the replicas and leaves each its part of the sum
     the step ends      module.weight is the part again, and the whole's memory is given up
 
+Where updates are ops of the schedule, each sums its gradients and steps its part, and what all parts come to is
+gathered at once, as the next op reads it. Older versions that a rule keeps, and gradients of an open window, stay
+whole between steps.
+
 Everything is gathered at once, in one order on all replicas, and gradients go stage by stage. So replicas may use
 different layers (a mixture whose expert gets no sample here) and run their ops in different orders. torch's FSDP2
 gathers a layer when it is called and adds its gradients up when a backward reaches it, where such replicas would wait
@@ -18,7 +22,7 @@ other pipelines, or ranks that have one stage together, has a part in each of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +45,7 @@ from penstock.runtime.tensors.dtensor import is_sharded, local
 class ShardedParameter:
     """Attributes:
     whole: the parameter that was given; it has memory in a step alone.
-    part: what takes its place at rest: rows of it, along dimension `dim`.
+    part: what takes its place at rest: rows of it, along dimension `dim`, the first of which is `begin`.
     places: the modules that have it, with its name there.
     """
 
@@ -49,12 +53,17 @@ class ShardedParameter:
     whole: Parameter
     part: Parameter
     dim: int
+    begin: int
     places: tuple[tuple[nn.Module, str], ...]
 
     def put(self, parameter: Parameter) -> None:
         """Puts the whole or the part into its modules."""
         for module, name in self.places:
             setattr(module, name, parameter)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Of a local tensor of the whole's shape the rows that the part has."""
+        return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
 
 
 class ShardedParameters:
@@ -81,8 +90,8 @@ class ShardedParameters:
         for parameter, name in names.items():
             dim = _cut_along(parameter)
             if dim is not None and _has_own_memory(parameter):
-                part = self._part(parameter, dim)
-                one = ShardedParameter(name, parameter, part, dim, tuple(places[parameter]))
+                part, begin = self._part(parameter, dim)
+                one = ShardedParameter(name, parameter, part, dim, begin, tuple(places[parameter]))
                 self.of_whole[id(parameter)] = one
         # By the wholes, which are as large on every replica.
         buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
@@ -90,7 +99,8 @@ class ShardedParameters:
         self._is_whole = True
         self.reshard()
 
-    def _part(self, parameter: Parameter, dim: int) -> Parameter:
+    def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
+        """What is kept here of a parameter, and its first row."""
         from torch.distributed.tensor import DTensor, Shard
 
         num, number = self._mesh.num_replicas, self._mesh.replica
@@ -112,7 +122,7 @@ class ShardedParameters:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return Parameter(part, requires_grad=parameter.requires_grad)
+        return Parameter(part, requires_grad=parameter.requires_grad), begin
 
     def _holders_with(self, across: Any) -> Any:
         """The device mesh of the replicas of all ranks that have a stage together."""
@@ -129,14 +139,18 @@ class ShardedParameters:
         if self._is_whole:
             return
         for bucket in self._buckets:
-            self._gather(bucket)
+            for one in bucket:
+                whole = local(one.whole.data)
+                whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            self.gather(bucket, [local(one.whole.data) for one in bucket])
         for one in self.of_whole.values():
             one.whole.requires_grad_(one.part.requires_grad)
             one.put(one.whole)
         self._is_whole = True
 
     @torch.no_grad()
-    def _gather(self, bucket: list[ShardedParameter]) -> None:
+    def gather(self, bucket: Sequence[ShardedParameter], into: Sequence[Tensor]) -> None:
+        """Writes what the parts of some parameters come to into local tensors. Every replica must call it."""
         num, mine, shapes = self._mesh.num_replicas, [], []
         for one in bucket:
             part = local(one.part).movedim(one.dim, 0)
@@ -153,13 +167,23 @@ class ShardedParameters:
         if op.parts[0].data_ptr() != rows.data_ptr():  # it was done again, elsewhere
             as_real(rows).copy_(torch.stack(op.parts))
         start = 0
-        for one, shape in zip(bucket, shapes, strict=True):
+        for one, shape, whole in zip(bucket, shapes, into, strict=True):
             size = math.prod(shape)
             value = rows[:, start : start + size].reshape(num * shape[0], *shape[1:])
             start += size
-            whole = local(one.whole.data)
-            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
             whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Parts get the values that the whole parameters have, which updates among the ops of a step have changed."""
+        if self._is_whole:
+            for one in self.of_whole.values():
+                local(one.part).copy_(one.rows_of(local(one.whole.data)))
+
+    def drop_gradients(self) -> None:
+        """Leaves the wholes none: it went into the sum, or belongs to a step that broke off."""
+        for one in self.of_whole.values():
+            one.whole.grad = None
 
     def reshard(self) -> None:
         """Gives up what other replicas keep."""
@@ -167,7 +191,6 @@ class ShardedParameters:
             return
         for one in self.of_whole.values():
             one.put(one.part)
-            one.whole.grad = None  # of a step that broke off; else it went into the sum
             local(one.whole.data).untyped_storage().resize_(0)
         self._is_whole = False
 

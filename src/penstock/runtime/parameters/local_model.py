@@ -194,7 +194,23 @@ class LocalModel:
 
     def zero_grad(self) -> None:
         # Where replicas keep parts, a step has other parameters in the modules than there are between steps.
-        self.copies.drop_gradients(self.parameters if self.sharded is None else self.copies.parameters())
+        parameters = self.parameters
+        if self.sharded is not None:
+            parameters = [*self.copies.parameters(), *(one.whole for one in self.sharded.of_whole.values())]
+        self.copies.drop_gradients(parameters)
+
+    @contextmanager
+    def as_whole(self) -> Iterator[None]:
+        """Between steps: what replicas keep in parts is whole in here. Every process must call it."""
+        if self.sharded is None:
+            yield
+            return
+        self.sharded.unshard()
+        try:
+            yield
+        finally:
+            self.sharded.keep()
+            self.sharded.reshard()
 
     def every_stage(self) -> list[nn.Module]:
         """All stages here, whichever pipelines run them."""

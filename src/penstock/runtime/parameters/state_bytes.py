@@ -34,7 +34,7 @@ def bytes_of(
         versions, gradients = 0, _size(p for p in parameters if p.requires_grad)
     else:
         held = [updating.weights[key] for key in mine]
-        stepped = [master for weights in held for master in weights.masters.values()]
+        stepped = [*updating.replicas.owned(master for weights in held for master in weights.masters.values())]
         counted = [weights.bytes() for weights in held]
         versions = sum(each["versions"] for each in counted)
         gradients = sum(each["gradients"] for each in counted)

@@ -60,6 +60,7 @@ class Updating:
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self.rule.require_schedule(schedule, zero)
+        replicas.unshard()
         copies.separate_weights()
         model.tied.separate()
         self._twins = [twin for tie in model.ties for twin in tie.twins]
@@ -67,6 +68,7 @@ class Updating:
         for key in copies.each():
             for name, master in self.weights[key].masters.items():
                 replicas.answer_alike(master, copies.here[key].get_parameter(name))
+        replicas.reshard()
         self.leaves_open = False
         self._failed: str | None = None
 
@@ -105,7 +107,7 @@ class Updating:
         for key in sorted(self.weights):
             for name, parameter in self.copies.here[key].named_parameters():
                 master = self.weights[key].masters.get(name)
-                found.setdefault(id(parameter), []).extend([] if master is None else [master])
+                found.setdefault(id(parameter), []).extend(self.replicas.owned([] if master is None else [master]))
         for given, those in self._model.stand_ins().items():  # what was cut into shards
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
@@ -137,6 +139,7 @@ class Updating:
             )
         self.leaves_open = leave_open
         self._require_known()
+        self.replicas.unshard()
         self.copies.share_weights()  # whatever was done to the model's since
         self._fill_twins()
         for key in self.copies.each():

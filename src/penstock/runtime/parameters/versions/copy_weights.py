@@ -11,7 +11,7 @@ own; `held.py` and `written.py` say how the module's parameters get to hold what
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from penstock.runtime.parameters.versions.twins import TwinVersions
 from penstock.runtime.parameters.versions.written import WrittenVersion
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
 from penstock.schedule import Schedule, ScheduleError
+
+ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
 
 
 class CopyWeights:
@@ -180,8 +182,11 @@ class CopyWeights:
         """The sum of all copies' gradients, pipelines in order."""
         return steps.summed(parts)
 
-    def apply(self, update: int, parts: Sequence[Gradients]) -> None:
+    def apply(self, update: int, parts: Sequence[Gradients], to_step: ToStep | None = None) -> None:
         """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
+
+        Args:
+            to_step: what the optimizer steps in the masters' place, and the gradients of that; them where not given.
 
         Raises:
             RuntimeFailure: another update is next, or there is no optimizer to step.
@@ -199,7 +204,10 @@ class CopyWeights:
             total = steps.clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
         self._weights.advance(self._rule.oldest(self.num_updates + 1))
-        steps.step(self._optimizer, list(self.masters.values()), total, rate)
+        masters: Sequence[Parameter] = list(self.masters.values())
+        if to_step is not None:
+            masters, total = to_step(masters, total)
+        steps.step(self._optimizer, masters, total, rate)
 
     def values(self) -> list[Tensor]:
         """Copies of the newest parameters with gradients, in their order."""
