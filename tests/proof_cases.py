@@ -28,6 +28,7 @@ from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import Limits, limits_of
 from penstock.planning.problem import pose
+from penstock.planning.span_objective import span_of
 
 ROUNDING = 1e-7
 CLAIMED = 1e-4
@@ -342,7 +343,9 @@ def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[s
         limits.held, limits.cap, case.split, counts,
     )  # fmt: skip
     if case.instance.objective == "span":
-        return {"span": span_bound(problem)}
+        span = span_of(problem)
+        refuted = destructive_bound(span.bounded, 0.0, 4.0 * work_bound(span.bounded)) - span.shift
+        return {"span": span_bound(problem), "destructive": refuted}
     made = (busy_bound, round_trip_bound, path_bound, jackson_bound, work_bound, ramp_bound)
     found = {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
     return found | {

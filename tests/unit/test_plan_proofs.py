@@ -127,9 +127,10 @@ def test_caps_that_do_not_divide_a_million_act_as_themselves_and_are_proved(
     assert plan.gap <= 1e-4
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4, 5, 6, 8, 9, 11, 99, 116])
+@pytest.mark.parametrize("seed", [0, 3, 4, 5, 6, 8, 9, 11, 99, 116, 5014])
 def test_a_small_problem_agrees_with_the_exact_solver(seed: int) -> None:
-    """A few of the 2,000 of benchmarks/proofs; the bound of 116 was above a schedule."""
+    """A few of the 2,000 of benchmarks/proofs; the bound of 116 was above a schedule, that of 5014 above one
+    that is of no plan's family: its span is short since its ranks run microbatches in unlike orders."""
     pytest.importorskip("ortools")
     from proof_cases import draw, judge
 

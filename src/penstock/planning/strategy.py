@@ -108,14 +108,10 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
 
 
 def _refute(search: Search, seconds: float) -> None:
-    """Raises the bound by refuting times between it and the best order so far.
-
-    Not that of a span, which ranks can make shorter by beginning with another microbatch, that comes later: what is
-    refuted here is every order in which microbatches come to all ranks in turn.
-    """
-    if search.span is not None or search.closed or seconds <= 0:
+    """Raises the bound by refuting times between it and the best order so far."""
+    if search.closed or seconds <= 0:
         return
-    bound = Destructive(search.problem, search.lower_bound, search.value, search.stop_at_gap)
+    bound = Destructive(search.bounded, search.lower_bound, search.value, search.stop_at_gap)
     with Threads(1, is_compiled(time_windows)) as threads:
         threads.run([partial(bound.go, threads.stop)], seconds)
     search.improve_bound(bound.bound)
