@@ -19,7 +19,7 @@ Rows = list[list[Op]]
 BASES: dict[str, tuple[tuple[int, int, dict], ...]] = {
     "gpipe": ((3, 4, {}), (1, 3, {})),
     "1f1b": ((4, 6, {}), (2, 5, {})),
-    "interleaved-1f1b": ((2, 4, {}), (3, 3, {"num_stages": 9})),
+    "interleaved-1f1b": ((2, 4, {}), (3, 3, {"num_stages": 9, "backward": "split"})),
     "zb-h1": ((4, 5, {}), (3, 6, {})),
     "zb-h2": ((3, 6, {}), (2, 4, {})),
     "zb-v": ((2, 5, {}), (3, 4, {})),

@@ -40,6 +40,7 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
     elif name == "interleaved-1f1b":
         n = p * draw(st.integers(1, max(1, max_microbatches // p)))
         options["num_stages"] = p * draw(st.integers(1, 3))
+        options["backward"] = draw(st.sampled_from(["whole", "split"]))
     elif name == "zb-h2":
         n = max(n, 2 * p - 1)
     elif name == "zb":

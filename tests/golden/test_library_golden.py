@@ -13,7 +13,7 @@ pytestmark = pytest.mark.golden
 SIZES: dict[str, list[tuple[int, int, dict]]] = {
     "gpipe": [(1, 2, {}), (4, 6, {})],
     "1f1b": [(1, 2, {}), (4, 3, {}), (4, 8, {})],
-    "interleaved-1f1b": [(2, 4, {}), (4, 8, {}), (2, 4, {"num_stages": 6})],
+    "interleaved-1f1b": [(2, 4, {}), (4, 8, {}), (2, 4, {"num_stages": 6}), (4, 8, {"backward": "split"})],
     "zb-h1": [(1, 2, {}), (4, 3, {}), (4, 8, {})],
     "zb-h2": [(2, 3, {}), (4, 8, {})],
     "zb-v": [(1, 3, {}), (2, 4, {}), (4, 3, {}), (4, 8, {})],

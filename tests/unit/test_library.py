@@ -51,6 +51,19 @@ def test_interleaved(p: int, v: int, groups: int) -> None:
     assert peak_in_flight(schedule) == expected
 
 
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_interleaved_with_split_backwards_is_zb_h1_over_more_stages(p: int, v: int, groups: int) -> None:
+    n = groups * p
+    schedule = ps.build("interleaved-1f1b", p, n, num_stages=v * p, backward="split")
+    for f, i, w in TIMES[:-1]:
+        assert timed(schedule, f, i, w).makespan == n * v * (f + i + w) + (p - 1) * (f + i - w)
+    assert peak_in_flight(schedule) == (v * p,) * p
+    if v == 1:
+        assert schedule.order == ps.build("zb-h1", p, n).order
+
+
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("n", MICROBATCHES)
 def test_zb_h1(p: int, n: int) -> None:

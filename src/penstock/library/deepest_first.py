@@ -23,6 +23,12 @@ from penstock.schedule import Placement, Schedule, ScheduleError
 Backward = Literal["whole", "split"]
 
 
+def check_backward(name: str, backward: object) -> None:
+    """Raises ScheduleError where that is neither "whole" nor "split"."""
+    if backward not in get_args(Backward):
+        raise ScheduleError(f"{name}: backward is {backward!r}; give 'whole' or 'split'", rule="options")
+
+
 def deepest_first(
     name: str, placement: Placement, num_ranks: int, num_microbatches: int, backward: Backward
 ) -> Schedule:
@@ -31,8 +37,7 @@ def deepest_first(
     Raises:
         ScheduleError: `backward` is neither "whole" nor "split".
     """
-    if backward not in get_args(Backward):
-        raise ScheduleError(f"{name}: backward is {backward!r}; give 'whole' or 'split'", rule="options")
+    check_backward(name, backward)
     rules = Rules(
         "backward-first",
         forward=depth_first(),
