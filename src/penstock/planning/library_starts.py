@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.memory import peaks
 from penstock.engine.network import Array
 from penstock.engine.tolerance import is_within
@@ -30,7 +32,7 @@ STARTS: dict[str, Start] = {
     "zb-h1": _ONE_TO_ONE,
     "zb-h2": _ONE_TO_ONE,
     "zb": _ONE_TO_ONE,
-    "interleaved-1f1b": (circular, ({},)),
+    "interleaved-1f1b": (circular, _WHOLE_OR_SPLIT),
     "looped-bfs": (circular, ({},)),
     "zb-v": _V,
     "v-half": _V,
@@ -53,8 +55,8 @@ def named(search: Search) -> None:
     if problem.queues.num_ops > MOST_OPS:
         return
     for name, schedule in built(problem.placement, problem.queues.num_ranks, len(problem.microbatch_pipeline)):
-        if _solves(problem, schedule):
-            row = problem.row(schedule)
+        row = row_of(problem, schedule)
+        if row is not None:
             value = time_of(problem, row) if fits(problem, row) else -1.0
             if value >= 0:
                 search.take(value, row, name)
@@ -84,10 +86,20 @@ def built(placement: Placement, num_ranks: int, num_microbatches: int) -> Iterat
                     yield name, made
 
 
-def _solves(problem: Problem, schedule: Schedule) -> bool:
-    return schedule.microbatch_pipeline == problem.microbatch_pipeline and {
-        op.kind for row in schedule.order for op in row
-    } == set(problem.kind)
+def row_of(problem: Problem, schedule: Schedule) -> Array | None:
+    """The schedule as queue ids, each B as I and its W behind it where the problem has those; None where it does not
+    solve the problem."""
+    if schedule.microbatch_pipeline != problem.microbatch_pipeline:
+        return None
+    kinds = set(problem.kind)
+    halves = {"B": "IW"} if "W" in kinds else {}
+    ops = [op for row in schedule.order for op in row]
+    if not {op.kind for op in ops} <= kinds | set(halves):
+        return None
+    pipelines, queue = schedule.microbatch_pipeline, problem.number
+    return np.array(
+        [queue[kind, stage, pipelines[m]] for each, stage, m in ops for kind in halves.get(each, each)], np.int64
+    )
 
 
 def fits(problem: Problem, row: Array) -> bool:

@@ -92,7 +92,7 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             if not search.closed:
                 search.improve_bound(ramp_bound(search.bounded, known))
         _refute(search, _REFUTED_SHARE * search.left)
-        if not search.closed and hosts_several(search.problem):
+        if not search.closed:
             named(search)
         if not search.closed and hosts_several(search.problem):
             repeated(search, search.seconds + _REPEATED_SHARE * search.left)
