@@ -90,22 +90,20 @@ def can_finish(
     Its queues are `first` to `last - 1`.
     """
     oldest, newest = count[taken], 0
+    least_pipeline, last_pipeline = pipeline[taken], pipeline[taken]
+    most = 0.0  # that a microbatch takes
     for q in range(first, last):
         reached = head[q] + (1 if q == taken else 0)
         if count[q] > 0:
             oldest = min(oldest, reached)
         if memory[q] > 0:
             newest = max(newest, reached)
+            most += memory[q]
+        least_pipeline, last_pipeline = min(least_pipeline, pipeline[q]), max(last_pipeline, pipeline[q])
     for j in range(oldest, newest):
-        current = -1
-        while True:  # the pipelines in turn
-            following = -1
-            for q in range(first, last):
-                if pipeline[q] > current and (following < 0 or pipeline[q] < following):
-                    following = pipeline[q]
-            if following < 0:
-                break
-            current = following
+        for current in range(least_pipeline, last_pipeline + 1):
+            if room >= most:  # and what ends leaves no less: none of those that follow can want for it
+                return True
             need = kept = 0.0
             for q in range(first, last):
                 if pipeline[q] != current or j >= count[q]:
