@@ -91,9 +91,9 @@ def run(search: Search, goal: str | Expected = "makespan") -> None:
             search.improve_bound(known)
             if not search.closed:
                 search.improve_bound(ramp_bound(search.bounded, known))
-        _refute(search, _REFUTED_SHARE * search.left)
         if not search.closed:
             named(search)
+        _refute(search, _REFUTED_SHARE * search.left)
         if not search.closed and hosts_several(search.problem):
             repeated(search, search.seconds + _REPEATED_SHARE * search.left)
         justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
