@@ -198,13 +198,14 @@ def wrong(fault: Fault, outcome: Outcome, expected: list[str]) -> list[str]:
 
 
 def _launch(fault: Fault, folder: Path, resume: bool, changes: bool = True) -> tuple[int, str]:
-    from penstock.runtime.launch import launch
+    from penstock.runtime.launch import FIRST_OPTIMIZER, launch
 
     said = io.StringIO()
     words = [json.dumps(dataclasses.asdict(fault)), str(folder), str(int(resume)), str(int(changes))]
     mark = {MARK: str(folder), "OMP_NUM_THREADS": "1"}
     with contextlib.redirect_stderr(said):
-        code = launch([sys.executable, __file__, "rank", *words], 4 if fault.phase == "handing over" else 2, env=mark)
+        num_ranks = 4 if fault.phase == "handing over" else 2
+        code = launch([__file__, "rank", *words], num_ranks, preload=[FIRST_OPTIMIZER], env=mark)
     return code, said.getvalue().strip()
 
 

@@ -70,10 +70,12 @@ class Run:
     def ranks(self) -> dict[int, int]:
         """Rank -> process, of those that run now."""
         found = {}
-        for pid in _children(self._process.pid):
-            with contextlib.suppress(OSError):
-                pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found.update({int(pair[5:]): pid for pair in pairs if pair.startswith(b"RANK=")})
+        for server in _children(self._process.pid):
+            for pid in _children(server):
+                with contextlib.suppress(OSError):
+                    kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
+                    if kind == "rank":
+                        found[int(number)] = pid
         self.pids |= set(found.values())
         return found
 

@@ -55,7 +55,7 @@ def measure(order: Order, processes: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-figure-") as name:
         folder = Path(name)
         (folder / "order").write_bytes(pickle.dumps(order))
-        code = launch([sys.executable, __file__, name], order.configuration.schedule.num_ranks)
+        code = launch([__file__, name], order.configuration.schedule.num_ranks)
         if code != 0:
             raise SystemExit(f"a rank ended with exit code {code}; why is said above")
         found: dict[str, Any] = pickle.loads((folder / "result").read_bytes())

@@ -152,4 +152,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         rank()
     else:
-        sys.exit(launch([sys.executable, __file__, "--rank"], SETTING.num_ranks))
+        sys.exit(launch([__file__, "--rank"], SETTING.num_ranks))

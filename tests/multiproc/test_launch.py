@@ -55,13 +55,24 @@ assert pass_on(rank) == (rank - 1) % num_ranks
 """
 
 
-def launch_there(folder: Path) -> None:
+AT_ONCE = """
+import json, os, sys, time
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+(folder / f"handed-{rank}").write_text(json.loads(os.environ["PENSTOCK_LAUNCH"])["reports"])
+"""
+"""In place of the head, for ranks that never join."""
+
+
+def launch_there(folder: Path, preload: list[str]) -> None:
     """The parent of the ranks, in a session of its own; what it says goes to files."""
     os.setsid()
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), number)
-    sys.exit(launch([sys.executable, str(folder / "ranks.py"), str(folder)], NUM_RANKS))
+    sys.exit(launch([str(folder / "ranks.py"), str(folder)], NUM_RANKS, preload=preload))
 
 
 @dataclass
@@ -77,9 +88,10 @@ class Run:
         """Returns when all ranks have talked to each other."""
         self.appear("ready-*")
 
-    def appear(self, pattern: str) -> None:
+    def appear(self, pattern: str, number: int | None = None) -> None:
+        """Returns when there are as many such files, one per rank unless it is said."""
         end = time.monotonic() + 60
-        while len(list(self.folder.glob(pattern))) < self.num_ranks:
+        while len(list(self.folder.glob(pattern))) < (number or self.num_ranks):
             assert time.monotonic() < end, "the ranks did not start"
             assert not self.ended(), self.outcome()
             time.sleep(0.02)
@@ -102,7 +114,7 @@ def alive(pids: list[int]) -> list[int]:
     for pid in pids:
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and "PENSTOCK_LAUNCH" in Path(f"/proc/{pid}/environ").read_text():
+            if state != "Z" and Path(f"/proc/{pid}/comm").read_text().startswith("rank "):
                 running.append(pid)
     return running
 
@@ -115,7 +127,7 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callabl
         def start(body: str, num_ranks: int = NUM_RANKS, port: int | None = None) -> Run:
             script = tmp_path / "ranks.py"
             script.write_text(HEAD + body)
-            running = pool.submit(launch, [sys.executable, str(script), str(tmp_path)], num_ranks, port=port)
+            running = pool.submit(launch, [str(script), str(tmp_path)], num_ranks, port=port)
 
             def outcome() -> tuple[int, str, str]:
                 code = running.result(60)
@@ -127,13 +139,13 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callabl
 
 
 @pytest.fixture
-def start_parent(tmp_path: Path) -> Iterator[Callable[[str], tuple[Run, int]]]:
+def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
     """Launches from a process that can be sent signals, and gives its number."""
     processes: list[Any] = []
 
-    def start(body: str) -> tuple[Run, int]:
-        (tmp_path / "ranks.py").write_text(HEAD + body)
-        process = forkserver().Process(target=launch_there, args=(tmp_path,))
+    def start(body: str, head: str = HEAD, preload: str = "penstock.runtime") -> tuple[Run, int]:
+        (tmp_path / "ranks.py").write_text(head + body)
+        process = forkserver().Process(target=launch_there, args=(tmp_path, [preload]))
         processes.append(process)
         process.start()
 
@@ -156,20 +168,22 @@ def once(err: str, words: str) -> None:
     assert len(err.splitlines()) < 15, err
 
 
-def test_all_well(start) -> None:
-    """On a chosen port; stdout and stderr are the parent's."""
+def test_all_well(start, tmp_path: Path) -> None:
+    """On a chosen port; stdout and stderr are the parent's, and the process that loaded torch is the same for all."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
     body = (
         "told = [rank, torch.get_num_threads(), os.getsid(0) == os.getpid(), os.environ['MASTER_PORT']]\n"
         "print('rank', *told, flush=True)\n"
+        "(folder / f'loaded-by-{os.getppid()}').touch()\n"
         "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
     )
     code, out, err, _ = start(body, port=port).finish()
     threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
     expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
     assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
+    assert len(list(tmp_path.glob("loaded-by-*"))) == 1
 
 
 def test_an_exception(start) -> None:
@@ -268,6 +282,53 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     print(f"ended after {time.monotonic() - begin:.2f} s")
 
 
+def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) -> None:
+    """Nothing of theirs looks after the parent yet; the process that they were forked from does, and removes the
+    reports. The test's timeout is the judge.
+    """
+    run, parent = start_parent("time.sleep(100)", AT_ONCE)
+    run.appear("handed-*")
+    reports = {path.read_text() for path in run.folder.glob("handed-*")}
+    os.kill(parent, signal.SIGKILL)
+    while alive(run.pids()) or any(Path(each).exists() for each in reports):
+        time.sleep(0.02)
+
+
+def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
+    run = start("(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)")
+    run.ready()
+    (server,) = run.folder.glob("by-*")
+    os.kill(int(server.name[3:]), signal.SIGKILL)
+    code, _, err, _ = run.finish()
+    once(err, "the process that ranks are forked from was killed by SIGKILL")
+    assert code == 1
+
+
+def test_modules_that_cannot_be_loaded_beforehand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "ranks.py"
+    script.touch()
+    assert launch([str(script)], 2, preload=["no_such_module_at_all"]) == 1
+    err = capfd.readouterr().err
+    assert err.count("the process that ranks are forked from ended with exit code 1\n") == 1
+    assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+)
+@pytest.mark.usefixtures("interruptible")
+def test_signals_before_there_are_ranks(start_parent, tmp_path: Path, number: int, code: int, words: str) -> None:
+    """While a module is loaded that takes its time."""
+    (tmp_path / "takes_long.py").write_text(
+        "import time\nfrom pathlib import Path\nPath(__file__).with_name('loading').touch()\ntime.sleep(100)\n"
+    )
+    run, parent = start_parent("", preload="takes_long")
+    run.appear("loading", 1)
+    os.kill(parent, number)
+    assert run.finish()[:3] == (code, "", f"penstock: {words}\n")
+
+
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
 def test_ctrl_c_is_passed_on_and_ranks_may_leave_cleanly(start_parent) -> None:
@@ -332,12 +393,12 @@ def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
 def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import no_such_module_at_all")
-    assert launch([sys.executable, str(script)], 3) == 1
+    assert launch([str(script)], 3) == 1
     err = capfd.readouterr().err
     assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
     assert "ended with exit code 1 and reported no exception" in err
     script.write_text("import sys; print('by the way', file=sys.stderr)")
-    assert launch([sys.executable, str(script)], 2) == 0
+    assert launch([str(script)], 2) == 0
     assert capfd.readouterr().err == "by the way\n" * 2
 
 
@@ -353,15 +414,17 @@ def test_a_port_in_use(start) -> None:
     assert run.pids() == []
 
 
-def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert launch(["/no/such/program"], 2) == 2
     assert capsys.readouterr().err == (
-        "penstock: /no/such/program cannot be started: No such file or directory; give a program's path\n"
+        "penstock: /no/such/program cannot be started: there is no such file; give a Python script's path\n"
     )
-    assert launch(["true"], 0) == 2
+    for program in ([], ["-m"]):
+        assert launch(program, 2) == 2
+        assert f"got the program {program}" in capsys.readouterr().err
+    script = tmp_path / "ranks.py"
+    script.touch()
+    assert launch([str(script)], 0) == 2
     assert "got 0 ranks" in capsys.readouterr().err
-    assert launch(["true"], 2, port=70000) == 2
+    assert launch([str(script)], 2, port=70000) == 2
     assert "port 70000" in capsys.readouterr().err
-    assert launch(["true"], 3) == 0
-    assert launch(["false"], 1) == 1
-    assert "rank 0 ended with exit code 1 and reported no exception" in capsys.readouterr().err

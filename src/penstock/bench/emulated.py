@@ -87,9 +87,9 @@ def run_processes(
     rows: list[dict[str, Any]] = []
     for num_ranks in ranks:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-            command = [sys.executable, "-m", "penstock.bench.emulated", "--ranks", str(num_ranks)]
-            command += ["--steps", str(steps), "--stretch", str(stretch), "--schedules", ",".join(schedules)]
-            code = launch([*command, "--out", f"{name}/rows.json"], num_ranks)
+            program = ["-m", "penstock.bench.emulated", "--ranks", str(num_ranks)]
+            program += ["--steps", str(steps), "--stretch", str(stretch), "--schedules", ",".join(schedules)]
+            code = launch([*program, "--out", f"{name}/rows.json"], num_ranks)
             if code != 0:
                 raise SystemExit(code)
             rows += json.loads(Path(name, "rows.json").read_text())["rows"]

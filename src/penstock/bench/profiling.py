@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
             Path(given.out).write_text(json.dumps(rows))
         return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        again = [sys.executable, "-m", "penstock.bench.profiling", *arguments, "--out", f"{name}/rows.json"]
+        again = ["-m", "penstock.bench.profiling", *arguments, "--out", f"{name}/rows.json"]
         code = launch(again, given.ranks)
         if code != 0:
             raise SystemExit(code)

@@ -138,7 +138,7 @@ def launch_order(order: TrainJob, corpus: Corpus | None, port: int | None) -> tu
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, corpus)
         env = {"OMP_NUM_THREADS": str(order.settings.num_threads)}
-        return start_ranks(["--order", handover], order.settings.num_processes, port, env)
+        return start_ranks(["--order", handover], order.settings.num_processes, port, __name__, env)
 
 
 def _announcement(order: TrainJob, inputs: Inputs, goes_on: GoingOn | None) -> str:

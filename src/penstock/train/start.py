@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Mapping, Sequence
 
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import StoreLost, open_store
-from penstock.runtime.launch import launch
+from penstock.runtime.launch import FIRST_OPTIMIZER, launch
 from penstock.runtime.launch.port import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
@@ -59,12 +58,14 @@ def check_interfaces(travel: Travel) -> None:
 
 
 def start_ranks(
-    arguments: Sequence[str], num_ranks: int, port: int | None, env: Mapping[str, str] | None = None
+    arguments: Sequence[str], num_ranks: int, port: int | None, preload: str, env: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """`python -m penstock.train` with these arguments, one process a rank; the exit code, and what was said of a
-    failure."""
+    """`python -m penstock.train` with these arguments, one process per rank; the exit code, and what was said of a
+    failure. `preload` is the module that the ranks have their work from."""
     said = io.StringIO()
-    command = [sys.executable, "-m", "penstock.train", *arguments]
+    program = ["-m", "penstock.train", *arguments]
     with contextlib.redirect_stderr(said):
-        code = launch(command, num_ranks, port=port, env=dict(env or {}), patience=PATIENCE)
+        code = launch(
+            program, num_ranks, preload=[FIRST_OPTIMIZER, preload], port=port, env=dict(env or {}), patience=PATIENCE
+        )
     return code, said.getvalue().strip().removeprefix("penstock: ")

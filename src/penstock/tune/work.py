@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.launch import launch
+from penstock.runtime.launch import FIRST_OPTIMIZER, launch
 from penstock.tune.device import others
 from penstock.tune.errors import RanksFailed
 
@@ -60,9 +59,14 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({"tasks": list(tasks), "num_threads": num_threads}))
-        command = [sys.executable, "-m", "penstock.tune", str(folder)]
+        program = ["-m", "penstock.tune", str(folder)]
         with contextlib.redirect_stderr(said):
-            code = launch(command, num_ranks, env={"OMP_NUM_THREADS": str(num_threads)})
+            code = launch(
+                program,
+                num_ranks,
+                preload=[FIRST_OPTIMIZER, "penstock.tune.rank"],
+                env={"OMP_NUM_THREADS": str(num_threads)},
+            )
         answers = []
         for number in range(len(tasks)):
             paths = [folder / f"{number}-{rank}.json" for rank in range(num_ranks)]

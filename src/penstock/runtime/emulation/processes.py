@@ -29,7 +29,7 @@ def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0
     with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
         folder = Path(name)
         (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
-        code = launch([sys.executable, "-m", "penstock.runtime.emulation.processes", name], schedule.num_ranks)
+        code = launch(["-m", "penstock.runtime.emulation.processes", name], schedule.num_ranks)
         if code != 0:
             raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; why is said above")
         found: Emulation = pickle.loads((folder / RESULT).read_bytes())

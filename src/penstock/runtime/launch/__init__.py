@@ -1,16 +1,17 @@
 """Rank processes on this machine: all start, all end, and one message says why.
 
-    parent --launch_env--> rank 0, rank 1, ...     child: init_process, lifeline (ends with its parent)
-       ^                        |
+    parent --> fork server --launch_env--> rank 0, rank 1, ...   child: init_process, lifeline (ends with its parent)
+       ^                                        |
        +---- report: the uncaught exception of each, of which `cause` picks the first
 
+Ranks are forked from one process, which has loaded torch and what they need of Penstock once.
 `launch` is the parent's side, `init_process` the child's (under `torchrun` too). A child records its uncaught
 exception in a file and prints nothing; the parent, which sees every end, prints the cause once.
 """
 
 from penstock.runtime.launch.child import init_process, watch
-from penstock.runtime.launch.parent import launch
+from penstock.runtime.launch.parent import FIRST_OPTIMIZER, launch
 from penstock.runtime.launch.peer_loss import LossKind, loss_of
 from penstock.runtime.launch.reporter import report_failure
 
-__all__ = ["LossKind", "init_process", "launch", "loss_of", "report_failure", "watch"]
+__all__ = ["FIRST_OPTIMIZER", "LossKind", "init_process", "launch", "loss_of", "report_failure", "watch"]

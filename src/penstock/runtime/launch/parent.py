@@ -9,17 +9,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import End, exit_code, explain, root_cause
 from penstock.runtime.launch.held_stderr import held_path
 from penstock.runtime.launch.launch_env import Handover
 from penstock.runtime.launch.port import HOST, listen
-from penstock.runtime.launch.rank_process import RankProcess
+from penstock.runtime.launch.rank_process import RankProcess, RankServer
 from penstock.runtime.launch.report import FailureKind, FailureReport
 from penstock.runtime.launch.signals import handled
 
-__all__ = ["launch"]
+__all__ = ["FIRST_OPTIMIZER", "launch"]
+
+FIRST_OPTIMIZER = "penstock.runtime.launch.first_optimizer"
+"""For `preload`, where ranks train: the first optimizer of a process takes a second."""
 
 TICK = 0.03  # seconds between two looks at the ranks
 TERM_GRACE = 1.5  # seconds from SIGTERM to SIGKILL
@@ -27,15 +32,20 @@ MISUSE = 2
 
 
 def launch(
-    command: Sequence[str],
+    program: Sequence[str],
     num_ranks: int,
     *,
+    preload: Sequence[str] = ("penstock.runtime",),
     port: int | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = 3.0,
     patience: float = TERM_GRACE,
 ) -> int:
-    """Runs `command` once a rank on this machine, waits for all, and returns the exit code.
+    """Runs a Python program once per rank on this machine, waits for all ranks, and returns the exit code.
+
+    `program` is what `python` would be given: a script's path, or -m and a module's name, and the arguments. The
+    ranks are forked from one process that has imported the modules of `preload`, so that they load torch once and not
+    once each. Preloaded modules must start no threads and leave CUDA alone as they are imported.
 
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
@@ -49,14 +59,13 @@ def launch(
     """
     try:
         with contextlib.ExitStack() as stack:
-            if num_ranks < 1:
-                raise RuntimeFailure(f"got {num_ranks} ranks: at least 1 is needed")
+            _check(program, num_ranks)
             reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True))
             calls = Calls()
             stack.enter_context(handled(calls, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             family = RankProcesses(reports, grace, patience, calls)
             stack.callback(family.end)
-            family.start(command, num_ranks, port, {**os.environ, **(env or {})})
+            family.start(program, preload, num_ranks, port, {**os.environ, **(env or {})})
             family.watch()
             return family.verdict()
     except (RuntimeFailure, OSError) as error:
@@ -83,16 +92,24 @@ class RankProcesses:
 
     def __init__(self, reports: str, grace: float, patience: float, calls: Calls) -> None:
         self._reports, self._grace, self._patience, self._calls = reports, grace, patience, calls
+        self._server: RankServer | None = None
         self._ranks: list[RankProcess] = []
         self._lifeline: int | None = None
         self._interrupted_at: float | None = None  # when Ctrl-C was passed on
 
-    def start(self, command: Sequence[str], num_ranks: int, port: int | None, environment: Mapping[str, str]) -> None:
-        """Starts all ranks. Raises `RuntimeFailure` or `OSError`; some may have started then."""
+    def start(
+        self,
+        program: Sequence[str],
+        preload: Sequence[str],
+        num_ranks: int,
+        port: int | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Starts the process that ranks are forked from. Raises `RuntimeFailure` or `OSError`."""
         with listen(port) as listener:
             reading, self._lifeline = os.pipe()
-            stderr = os.dup(2)
-            common = {
+            stderr, store = os.dup(2), listener.fileno()
+            common: dict[str, str] = {
                 **_thread_share(environment, num_ranks),
                 "MASTER_ADDR": HOST,
                 "MASTER_PORT": str(listener.getsockname()[1]),
@@ -100,15 +117,29 @@ class RankProcesses:
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
             }
+            ranks: list[dict[str, Any]] = []
+            for rank in range(num_ranks):
+                handover = Handover(self._reports, reading, stderr, store if rank == 0 else None)
+                ranks.append(
+                    {
+                        "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **handover.variables()},
+                        "stderr": str(held_path(self._reports, rank)),
+                        "closes": [] if rank == 0 else [store],
+                    }
+                )
+            order: dict[str, Any] = {
+                "program": list(program),
+                "preload": list(preload),
+                "reports": self._reports,
+                "ranks": ranks,
+            }
             try:
-                for rank in range(num_ranks):
-                    store = listener.fileno() if rank == 0 else None
-                    handover = Handover(self._reports, reading, stderr, store)
-                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **handover.variables()}
-                    passed = [number for number in (reading, stderr, store) if number is not None]
-                    with held_path(self._reports, rank).open("wb") as held:
-                        each = RankProcess(rank, command, {**environment, **common, **own}, passed, held)
-                    self._ranks.append(each)
+                self._server = RankServer(
+                    order,
+                    {**environment, **common},
+                    (reading, stderr, store),
+                    Path(self._reports, "server.stderr"),
+                )
             finally:
                 os.close(reading)
                 os.close(stderr)
@@ -116,6 +147,8 @@ class RankProcesses:
     def watch(self) -> None:
         """Returns when all ranks have ended, which they do soon after one fails."""
         while not self._all_ended():
+            if not self._ranks and (self._calls.interrupts or self._calls.terminated):
+                return None  # there is nobody yet to pass it on to
             if self._calls.interrupts and self._interrupted_at is None:
                 self._interrupted_at = time.time()
                 for each in self._ranks:
@@ -126,34 +159,49 @@ class RankProcesses:
                 return self._stop(0.0, self._patience)
             if any(self._is_lost(each) for each in self._ranks):
                 return self._stop(self._grace)
-            time.sleep(TICK)
+            self._there.wait(TICK)
         return None
 
     def verdict(self) -> int:
-        """Reaps the ranks, prints the message if one failed, and returns the exit code."""
-        failed = any(each.asked or each.failed() for each in self._ranks)
-        ends = [each.reap(self._reports, with_family=failed) for each in self._ranks]
-        self._ranks = []
+        """Prints the message if a rank failed, and returns the exit code."""
+        ended = bool(self._ranks) and all(each.ended() for each in self._ranks)
+        ends = []
+        if ended:
+            if any(each.asked or each.failed() for each in self._ranks):
+                for each in self._ranks:
+                    each.end_family()
+            ends = [each.end(self._reports) for each in self._ranks]
+            self._ranks = []
         root = root_cause(ends)
-        if root is None:
+        if ended and root is None:
             print(*(end.held for end in ends), sep="", end="", file=sys.stderr, flush=True)
             return 0
         if self._calls.terminated:
             print(f"penstock: stopped by {self._calls.terminated.name}", file=sys.stderr, flush=True)
             return 128 + self._calls.terminated
-        if self._calls.interrupts and (root.asked or root.secondary or self._was_interrupt(root)):
+        if self._calls.interrupts and (root is None or root.asked or root.secondary or self._was_interrupt(root)):
             print("penstock: interrupted", file=sys.stderr, flush=True)
             return 128 + signal.SIGINT
+        if root is None:
+            print(f"penstock: {self._there.why()}", file=sys.stderr, flush=True)
+            return 1
         print(explain(root, ends), file=sys.stderr, flush=True)
         return exit_code(root)
 
     def end(self) -> None:
         """Whatever happened, nothing stays behind."""
         for each in self._ranks:
-            each.stop(signal.SIGKILL)
-            each.reap(self._reports, with_family=True)
+            each.end_family()
+        if self._server is not None:
+            self._server.close()
         if self._lifeline is not None:
             os.close(self._lifeline)
+
+    @property
+    def _there(self) -> RankServer:
+        if self._server is None:
+            raise RuntimeFailure("ranks are watched before they were started")
+        return self._server
 
     def _is_lost(self, each: RankProcess) -> bool:
         """Failed, or about to end with its last report written."""
@@ -185,11 +233,25 @@ class RankProcesses:
     def _wait(self, seconds: float | None, enough: Callable[[], bool]) -> None:
         end = None if seconds is None else time.monotonic() + seconds
         while not self._all_ended() and not enough() and (end is None or time.monotonic() < end):
-            time.sleep(TICK)
+            self._there.wait(TICK)
 
     def _all_ended(self) -> bool:
-        ended = [each.ended() for each in self._ranks]  # every one is looked at, which notes its time
-        return all(ended)
+        """Whether no rank has still to end; also where the process that would know of their ends is lost."""
+        self._there.look()
+        pids = self._there.pids
+        if pids is not None and not self._ranks:
+            self._ranks = [RankProcess(rank, pid, self._there) for rank, pid in enumerate(pids)]
+        return self._there.lost or (bool(self._ranks) and all(each.ended() for each in self._ranks))
+
+
+def _check(program: Sequence[str], num_ranks: int) -> None:
+    """Raises `RuntimeFailure` for what can't be started."""
+    if num_ranks < 1:
+        raise RuntimeFailure(f"got {num_ranks} ranks: at least 1 is needed")
+    if not program or (program[0] == "-m" and len(program) < 2):
+        raise RuntimeFailure(f"got the program {list(program)}: give a script's path, or -m and a module's name")
+    if program[0] != "-m" and not Path(program[0]).is_file():
+        raise RuntimeFailure(f"{program[0]} cannot be started: there is no such file; give a Python script's path")
 
 
 def _thread_share(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:

@@ -1,67 +1,112 @@
-"""One child: its start, its signals, its end."""
+"""The ranks' processes as the launching one sees them: their start, their signals, their ends."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.cause import End
 from penstock.runtime.launch.held_stderr import held_text
 from penstock.runtime.launch.report import FailureReport
 
-__all__ = ["RankProcess"]
+__all__ = ["RankProcess", "RankServer"]
 
 SESSION_ENDS = 2.0
 """Seconds that killed processes of a rank's session may take to be gone."""
 
 
+class RankServer:
+    """`fork_server`, of which the ranks are children: what it was asked, and what it has said of them."""
+
+    def __init__(
+        self, order: Mapping[str, Any], environment: Mapping[str, str], descriptors: Sequence[int], stderr: Path
+    ) -> None:
+        self.pids: list[int] | None = None
+        self.ends: dict[int, tuple[int, float]] = {}
+        self.lost = False
+        self._said = b""
+        self._stderr = stderr
+        self._channel, theirs = socket.socketpair()
+        with theirs, stderr.open("wb") as held:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())],
+                env=dict(environment),
+                pass_fds=[*descriptors, theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stderr=held,
+            )
+        with contextlib.suppress(OSError):  # it has ended already, which is seen next
+            self._channel.sendall(json.dumps({**order, "descriptors": list(descriptors)}).encode() + b"\n")
+        self._channel.setblocking(False)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it has something to say, at the latest after so many seconds."""
+        select.select([self._channel], [], [], seconds)
+
+    def look(self) -> None:
+        """Takes what it has said since; `lost` where it has ended, which it does not before it is closed."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.lost:
+                try:
+                    part = self._channel.recv(1 << 16)
+                except ConnectionResetError:
+                    part = b""
+                self.lost = not part
+                self._said += part
+        *lines, self._said = self._said.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "pids" in message:
+                self.pids = message["pids"]
+            else:
+                self.ends[message["rank"]] = (message["code"], message["time"])
+
+    def why(self) -> str:
+        """How it ended, once it is lost, and what it wrote."""
+        code = self._process.wait()
+        said = self._stderr.read_text(errors="replace").strip()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the process that ranks are forked from {how}" + (f"\n{said}" if said else "")
+
+    def close(self) -> None:
+        """Ends it, and lets the ranks' process numbers go; at once where it has not forked yet."""
+        if self.pids is None:
+            self._process.kill()
+        self._channel.close()
+        self._process.wait()
+
+
 class RankProcess:
     """A rank in a session of its own, so that the terminal's Ctrl-C reaches only the parent.
 
-    Its end is seen without reaping it: the process number, which is its group's too, stays taken until `reap`.
-    Raises `RuntimeFailure` when the command cannot be started.
+    Its end is seen without reaping it: the process number, which is its group's too, stays taken until the server is
+    closed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        descriptors: Sequence[int],
-        stderr: BinaryIO,
-    ) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, pid: int, server: RankServer) -> None:
+        self.rank, self._pid, self._server = rank, pid, server
         self.asked = False
-        self.ended_at: float | None = None
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                pass_fds=descriptors,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-        except OSError as error:
-            raise RuntimeFailure(f"{command[0]} cannot be started: {error.strerror}; give a program's path") from None
 
     def ended(self) -> bool:
-        """Whether it has ended; the time it was first seen is kept."""
-        if self.ended_at is None and self._seen_dead():
-            self.ended_at = time.time()
-        return self.ended_at is not None
+        """Whether the server has said that it has ended."""
+        return self.rank in self._server.ends
 
     def interrupt(self) -> None:
         """Ctrl-C for this rank alone, not for what it started."""
         if not self.ended():
-            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGINT)
 
     def stop(self, number: signal.Signals) -> None:
         """A signal that means the end, to the rank and all it started, if it still runs."""
@@ -71,33 +116,22 @@ class RankProcess:
 
     def failed(self) -> bool:
         """Whether it has ended and not well."""
-        if not self.ended():
-            return False
-        if not hasattr(os, "waitid"):
-            return self._process.returncode != 0
-        state = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        return state is None or state.si_code != os.CLD_EXITED or state.si_status != 0
+        return self.ended() and self._server.ends[self.rank][0] != 0
 
-    def reap(self, reports: str, *, with_family: bool) -> End:
-        """Waits for the end and says how it was; `with_family` kills what the rank left running."""
-        if with_family:
-            self._to_group(signal.SIGKILL)
-            self._end_session()
-        code = self._process.wait()
-        report, held = FailureReport.load(reports, self.rank), held_text(reports, self.rank)
-        return End(self.rank, code, self.ended_at or time.time(), self.asked, report, held)
+    def end(self, reports: str) -> End:
+        """How it ended."""
+        code, at = self._server.ends[self.rank]
+        return End(
+            self.rank, code, at, self.asked, FailureReport.load(reports, self.rank), held_text(reports, self.rank)
+        )
 
-    def _seen_dead(self) -> bool:
-        if not hasattr(os, "waitid"):
-            return self._process.poll() is not None
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-    def _end_session(self) -> None:
-        """Kills what the rank started in groups of their own: its delegates and its controller, which would end by
-        themselves only once they have started.
+    def end_family(self) -> None:
+        """Kills the rank and what it left running: its group, and its delegates and its controller, which have groups
+        of their own and would end by themselves only once they have started.
         """
+        self._to_group(signal.SIGKILL)
         end = time.monotonic() + SESSION_ENDS
-        while self._process.returncode is None and (left := _members(self._process.pid)):
+        while left := _members(self._pid):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -106,9 +140,8 @@ class RankProcess:
             time.sleep(0.005)
 
     def _to_group(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, number)
 
 
 def _members(session: int) -> list[int]:

@@ -50,7 +50,7 @@ def run_job(order: EmulatedJob, port: int | None) -> int:
             folder.report.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
                 order.write(Path(handover))
-                code, said = start_ranks(["--emulated", handover], order.settings.ranks, port)
+                code, said = start_ranks(["--emulated", handover], order.settings.ranks, port, __name__)
             report = EmulatedReport.read(folder.report)
         if report is None:
             raise RunFailed(said, code or 1)
